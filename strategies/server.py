@@ -484,6 +484,9 @@ class Server(Evaluating):
             elif self.down is not None and not x.own:
                 fields, coming = self.down.fill(content, x.record, peer, data)
             fields["policy"] = policy_config(self.policy, x.layout)
+        elif not ask.model:
+            # What an app is configured by: it brings what the half answers with.
+            content = RecordDict({k: v for k, v in base.content.items() if isinstance(v, ConfigRecord)})
         brought = dict(ask.blobs)
         if self.links is not None:
             # The same for all nodes, so that it travels where it has changed.
@@ -584,7 +587,7 @@ class Server(Evaluating):
         if frames and ask.model and not (has_trained or head.bare) and head.partition_id not in x.trained:
             raise Rejected(f"sends {shorten(str(sorted(frames)))}, and its app has not trained")
         posts = asks.posts_in(content, POST, head.partition_id)
-        x.mailbox.require(posts, {*x.base, *self.roster.claims.values()})
+        x.mailbox.require(posts, {*x.base, *self.roster.claims.values(), *x.mailbox.asked})
         if has_trained:
             trained = self._trained(x, head, reply, asks.data_in(content, EXACT).get(""))
         # From here on nothing is wrong with it.

@@ -32,8 +32,8 @@ class GradientCoded(Server):
     ----------
     inner : Strategy
         One of Flower's weighted means; it takes the decoded mean in one step.
-    **settings
-        ``losses``, ``scheme``, ``arithmetic``, ``limit``, ``approximate`` and ``quorum`` as of
+    settings : CodedSettings
+        Its options are ``losses``, ``scheme``, ``arithmetic``, ``limit``, ``approximate`` and ``quorum`` as of
         :class:`~fedcomp.systems.coded.gradients.GradientCode`, with ``collect_timeout`` and ``seed`` of
         :class:`~fedcomp.strategies.coded.settings.CodedSettings`.
 
@@ -43,11 +43,10 @@ class GradientCoded(Server):
         For anything that cannot work.
     """
 
-    def __init__(self, inner: Strategy, **settings: Any) -> None:
-        given = CodedSettings.of(settings)
+    def __init__(self, inner: Strategy, settings: CodedSettings) -> None:
         for name in _FOREIGN:
-            if getattr(given, name):
-                raise ConfigError(f"{name}={getattr(given, name)!r} means nothing to a gradient code; use losses=")
+            if getattr(settings, name):
+                raise ConfigError(f"{name}={getattr(settings, name)!r} means nothing to a gradient code; use losses=")
         promise = find_private(inner)
         # Without a promise there is none that coding could break.
         may_be_coded = getattr(promise, "may_be_coded", lambda construction: True)
@@ -67,11 +66,11 @@ class GradientCoded(Server):
                 "gradient coding adds up updates before they are sent, and a combination of compressed updates is as "
                 f"long as any: put {type(alone).__name__} itself into CodedFedAvg, without Compressed"
             )
-        seconds = None if given.collect_timeout == float("inf") else given.collect_timeout
-        own = given.among(_OWN)
+        seconds = None if settings.collect_timeout == float("inf") else settings.collect_timeout
+        own = settings.among(_OWN)
         system = GradientCode(**own, seconds=seconds, weight=weight_key_of(inner) or "")
-        super().__init__(system, inner, seed=given.seed)
-        self.settings = given
+        super().__init__(system, inner, seed=settings.seed)
+        self.settings = settings
 
     def _now(self, x: Running, *args: Any, **more: Any) -> Now:
         now = super()._now(x, *args, **more)

@@ -228,7 +228,9 @@ class CodedLinearGD(Server):
         told, section = dict(now.told["linear"]), x.report.section(Descent)
         for owner, sizes in told.pop("peer"):
             if self._grid is not None:
-                record_peer(self._grid, x.report.round, x.addresses[owner], SETUP, sizes)
+                # A message for each: that is how a ledger counts what passes between devices.
+                for size in sizes:
+                    record_peer(self._grid, x.report.round, x.addresses[owner], SETUP, [size])
         for name, value in told.items():
             setattr(section, name, value)
         section.skipped = shorten(section.skipped)

@@ -367,7 +367,8 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
         # A program, which needs nothing of this class.
         from fedcomp.strategies.coded.gradients import GradientCoded
 
-        return GradientCoded(*args, **settings)
+        inner = args[0] if args else settings.pop("inner")
+        return GradientCoded(inner, CodedSettings.of(settings))
 
     def __init__(self, inner: Strategy, **settings: Any) -> None:
         require_inner(inner, "CodedFedAvg")

@@ -54,7 +54,8 @@ from fedcomp.strategies.private.promise import Once
 from fedcomp.strategies.private.settings import TeacherSettings, VoteSettings
 from fedcomp.strategies.replies import Rejected, SentMessage, match_replies
 from fedcomp.strategies.round_log import RoundLog
-from fedcomp.systems.private.rule import LENGTHS, Private
+from fedcomp.systems.private.books import LENGTHS
+from fedcomp.systems.private.rule import Private
 from fedcomp.systems.private.settings import PrivacySettings
 
 Arrays = Mapping[str, NDArray[Any]]

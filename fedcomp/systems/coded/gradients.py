@@ -239,7 +239,7 @@ class GradientCode(System, id="gradient-code"):
 
     def code(self, n: int, seed: int) -> tuple[Assignment, bool]:
         """Return the code of so many devices, and whether it amplifies rounding by more than usual."""
-        return _code(n, self.losses, self.scheme, seed, self.arithmetic, self.limit)
+        return made(n, self.losses, self.scheme, seed, self.arithmetic, self.limit)
 
     # The server.
 
@@ -446,7 +446,7 @@ def _skipped(now: Now, reason: str) -> None:
 
 
 @lru_cache(maxsize=8)
-def _code(n: int, losses: int, scheme: str, seed: int, arithmetic: str, limit: float) -> tuple[Assignment, bool]:
+def made(n: int, losses: int, scheme: str, seed: int, arithmetic: str, limit: float) -> tuple[Assignment, bool]:
     """Return a code; finding a cyclic one takes many decompositions, and the number of clients rarely changes."""
     numbers = values_of(arithmetic, n, limit).field
     try:
