@@ -100,6 +100,8 @@ class GossipRelay(Server):
     'choco'
     """
 
+    system: Gossip
+
     STATE: ClassVar[Mapping[str, Any]] = {
         **Server.STATE,
         "vertices": Count,
@@ -289,8 +291,8 @@ class GossipRelay(Server):
         try:
             messages = next(play)
             while True:
-                if self.settings.timeout is not None and not isinstance(messages, Push):
-                    messages = Push(list(messages), self.settings.timeout)
+                if self.settings.timeout is not None and isinstance(messages, list):
+                    messages = Push(messages, self.settings.timeout)
                 messages = play.send((yield messages))
         except StopIteration as end:
             return end.value
