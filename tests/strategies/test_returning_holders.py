@@ -61,7 +61,7 @@ PATHS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], ArrayR
         lambda: gossip_toy.strategy("sparse-push", nodes=NODES),
         gossip_toy.client,
         gossip_toy.model,
-        lambda strategy: strategy._seats.holders,
+        lambda strategy: strategy.roster,
     ),
     "graph": (
         lambda: graph_federation.strategy(timeout=5.0),
