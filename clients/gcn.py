@@ -235,8 +235,11 @@ def _evaluate(learner_of: LearnerOf, msg: Message, context: Context) -> Message:
             loss += learner.objective(outputs, labels).item() * len(labels)
             right += int(learner.correct(outputs, labels).sum())
             count += len(labels)
-    metrics = {"loss": loss / max(count, 1), "accuracy": right / max(count, 1), "num-examples": count}
-    return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=msg)
+    content = RecordDict()
+    content["metrics"] = MetricRecord(
+        {"loss": loss / max(count, 1), "accuracy": right / max(count, 1), "num-examples": count}
+    )
+    return Message(content, reply_to=msg)
 
 
 class _Watch:

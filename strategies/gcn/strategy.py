@@ -26,7 +26,7 @@ from fedcomp.strategies.gcn.report import Fetching
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.round_log import RoundLog
-from fedcomp.strategies.running import Exchange, Running
+from fedcomp.strategies.running import Exchange, Pushes, Running
 from fedcomp.strategies.server import Server
 from fedcomp.strategies.wrapping import require_inner
 from fedcomp.systems.graphs.conversation import OTHERS, THERE, Conversation, scales_in
@@ -170,15 +170,17 @@ class SkewedGCN(Server):
             for node, address in self.roster.numbered(self._online).items()
             if address not in taken and node not in x.addresses
         }
-        content = {} if base is None else {k: v for k, v in base.content.items() if isinstance(v, ConfigRecord)}
-        x.base |= {node: Message(RecordDict(content), address, TRAIN_TYPE) for node, address in others.items()}
+        content = RecordDict()
+        if base is not None:
+            content.update({k: v for k, v in base.content.items() if isinstance(v, ConfigRecord)})
+        x.base |= {node: Message(content.copy(), address, TRAIN_TYPE) for node, address in others.items()}
         x.addresses |= others
         now.state[OTHERS] = sorted(others)
         strangers = {node for node, address in others.items() if address not in self.roster.declared}
         self._asked = x, now
         return replace(now, strangers=now.strangers | strangers)
 
-    def _exchanged(self, x: Running, now: Now, exchange: Exchange, began: float) -> Exchanges[list[Answer]]:
+    def _exchanged(self, x: Running, now: Now, exchange: Exchange, began: float) -> Pushes[list[Answer]]:
         answers = yield from super()._exchanged(x, now, exchange, began)
         now.state[THERE] = sorted(n for n, address in x.addresses.items() if address not in self.roster.silent)
         return answers

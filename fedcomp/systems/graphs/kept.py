@@ -212,7 +212,7 @@ def remembered(hidden: Sequence[NodeValues], seen: Iterable[NodeValues], turn: i
 
 
 def _tables(memory: Mapping[str, NDArray[Any]], what: str) -> tuple[NodeValues, ...]:
-    found = []
+    found = list[NodeValues]()
     while (name := f"{HIDDEN}{what}/{len(found)}/") + "ids" in memory:
         found.append(NodeValues(memory[f"{name}ids"], memory[f"{name}values"]))
     return tuple(found)
