@@ -23,14 +23,14 @@ SHAPES = {"weight": (300, 40), "bias": (40,)}
 
 
 def linger(msg, ctx, call_next):
-    """Stand outside of the coding mod: its shards are with the others before this node is seen to do nothing more."""
+    """Stand outside of the half: its shards are with the others before this node is seen to do nothing more."""
     reply = call_next(msg, ctx)
     if msg.metadata.message_type == "train" and ctx.node_config["partition-id"] == ctx.run_config.get("lingers", -1):
         time.sleep(600)
     return reply
 
 
-client = around(ClientApp(), only=["coded", "compression", ClientHalf("linger", linger, outside=("coded",))])
+client = around(ClientApp(), only=["compression", ClientHalf("linger", linger, outside=("compression",))])
 
 
 @client.train()
