@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,22 +16,27 @@ from fedcomp.coding.parcels import HEADER_BYTES, MAX_STORE_BYTES, Parcel
 from fedcomp.coding.spool import SpoolRoot
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower import asks
-from fedcomp.flower.asks import AskHead, digest_of
+from fedcomp.flower.asks import AnswerHead, AskHead, digest_of
+from fedcomp.flower.coded import open_content
 from fedcomp.flower.links import LINK, SIMULATED, Book, PeerEntry, Reference
-from fedcomp.flower.payload import BLOB
+from fedcomp.flower.payload import BLOB, EXACT, FRAME
 from fedcomp.flower.report import Report
 from fedcomp.mailbox import Mailbox
 from fedcomp.plain import from_plain
-from fedcomp.program import HELLO
+from fedcomp.program import HELLO, Answer
 from fedcomp.rules import Flag, Int, checked
 from fedcomp.stateful import StatePart
-from fedcomp.strategies.replies import SentMessage, match_replies
+from fedcomp.strategies.replies import Rejected, SentMessage, match_replies
 from fedcomp.strategies.roster import Peer, Roster
-from fedcomp.strategies.running import Pushes
+from fedcomp.strategies.running import Pushes, Running, Trained
+from fedcomp.wire import Frame
 
 
 class Links:
     """Clients bring each other what they post, and the server sees none of it.
+
+    Where it does not trace them (:attr:`fedcomp.program.System.TRACED`), posts are of their round: what a node has not
+    taken when the next one begins is dropped.
 
     Parameters
     ----------
@@ -175,3 +180,28 @@ def greet(roster: Roster, links: Links | None, messages: Sequence[Message], head
             continue
         peer.key, peer.address, peer.signature = said.key, said.address, said.signature
         roster.declared.setdefault(each.node, said.partition_id)
+
+
+Reads = Callable[[Running, AnswerHead, Message, Frame | None], Trained]
+"""What reads that an app replied beside the model, of the head, the reply and its exact buffers."""
+
+
+def unpacked(x: Running, read: Reads, node: int, data: bytes) -> Answer:
+    """Return the answer of a node whose whole reply came another way.
+
+    Raises
+    ------
+    FedcompError
+        When it is none, or of another node or round.
+    """
+    content = open_content(data)
+    head = asks.find_answer(content)
+    if head is None or not head.record:
+        raise Rejected("what came of it another way is no reply of an app that has trained")
+    if head.partition_id != node:
+        raise Rejected(f"what came of it another way is the reply of partition {head.partition_id}")
+    frames, exact = asks.data_in(content, FRAME), asks.data_in(content, EXACT).get("")
+    trained = read(x, head, Message(content, reply_to=x.base[node]), exact)
+    x.credit(node, head.sequence, head.generation)
+    x.trained[node], x.exact_bytes[node], x.payload[node] = trained, len(exact or b""), len(data)
+    return Answer(node, trained.weight, frames=frames)

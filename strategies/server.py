@@ -26,7 +26,7 @@ from flwr.serverapp.strategy import FedAvg, Result, Strategy
 from numpy.typing import NDArray
 
 from fedcomp import params
-from fedcomp.asks import read_mark, wait_for
+from fedcomp.asks import SHOW, read_mark, wait_for
 from fedcomp.codecs import Codec, get_codec
 from fedcomp.codecs.base import all_finite
 from fedcomp.errors import ConfigError, FedcompError
@@ -34,7 +34,7 @@ from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower import asks
 from fedcomp.flower.asks import AnswerHead, AskHead, digest_of
 from fedcomp.flower.checkpoint import INNER
-from fedcomp.flower.coded import NO_HANDLER, open_content
+from fedcomp.flower.coded import NO_HANDLER
 from fedcomp.flower.links import Book
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, POST, models, payload_bytes
@@ -60,7 +60,7 @@ from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
 from fedcomp.strategies.downlink import Downlink
 from fedcomp.strategies.evaluating import Evaluating
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.links import POSTS, Links, greet, oldest_round, record_peer
+from fedcomp.strategies.links import POSTS, Links, greet, oldest_round, record_peer, unpacked
 from fedcomp.strategies.means import (
     MEANS,
     aggregate_once,
@@ -221,6 +221,7 @@ class Server(Evaluating):
         self._log = RoundLog(self._name)
         self._timeout: float | None = None
         self._grid: Grid | None = None
+        self._book, self._oldest = b"", 0
         self.layout = Layout(())
         self._open: dict[int, tuple[Exchanges[Outcome], Grid]] = {}
         self._evaluating = []
@@ -358,7 +359,7 @@ class Server(Evaluating):
             seen=seen,
             keys={n: key for n, address in x.addresses.items() if (key := self.roster.peer(address).key)},
             mailbox=x.mailbox,
-            unpack=partial(self._unpack, x),
+            unpack=partial(unpacked, x, self._trained),
             credit=lambda node, mark: x.credit(node, *read_mark(mark)),
             **more,
         )
@@ -435,6 +436,9 @@ class Server(Evaluating):
         wait, repeats = wait_for(wanted), self.system.LOST == "again"
         # All of them before one is sent: what is posted in an exchange comes with the next.
         stamped = [x.mailbox.stamp(self.sequence, now.number, ask, again=repeats) for ask in wait.asks]
+        if self.links is not None:
+            self._book = self.links.book(self.roster.reached())
+            self._oldest = oldest_round(x.mailbox, now.number) if self.system.TRACED else 0
         # Who does not take part in the round is not asked.
         there = [each for each in stamped if each.ask.node in x.addresses]
         # A repeated ask is one of its own round.
@@ -470,7 +474,7 @@ class Server(Evaluating):
         peer, base = self.roster.peer(address), x.base[ask.node]
         content, fields, data = RecordDict(), dict[str, Any](), dict[str, Frame]()
         coming: set[str] = set()
-        if ask.kind in ("train", EVALUATE):
+        if ask.kind in ("train", EVALUATE, SHOW):
             # Strategies put the same records into all messages; what is added here is this node's alone.
             content = base.content.copy()
             fields = {"model": x.record}
@@ -480,10 +484,13 @@ class Server(Evaluating):
             elif self.down is not None and not x.own:
                 fields, coming = self.down.fill(content, x.record, peer, data)
             fields["policy"] = policy_config(self.policy, x.layout)
+        elif not ask.model:
+            # What an app is configured by: it brings what the half answers with.
+            content = RecordDict({k: v for k, v in base.content.items() if isinstance(v, ConfigRecord)})
         brought = dict(ask.blobs)
         if self.links is not None:
             # The same for all nodes, so that it travels where it has changed.
-            brought[Book.NAME] = self.links.book(self.roster.reached())
+            brought[Book.NAME] = self._book
         blobs = {name: digest_of(blob) for name, blob in brought.items()}
         # What follows from the steps in this message the node has by the time it looks.
         data |= {BLOB + blobs[name]: b for name, b in brought.items() if blobs[name] not in coming.union(peer.blobs)}
@@ -494,7 +501,7 @@ class Server(Evaluating):
             session=self._session,
             sequence=sequence,
             needs_model=ask.model,
-            oldest=oldest_round(x.mailbox, now.number) if self.links is not None and self.system.TRACED else 0,
+            oldest=self._oldest,
             consumed=peer.consumed,
             generation=peer.generation,
             system=self.system.to_config(),
@@ -580,7 +587,7 @@ class Server(Evaluating):
         if frames and ask.model and not (has_trained or head.bare) and head.partition_id not in x.trained:
             raise Rejected(f"sends {shorten(str(sorted(frames)))}, and its app has not trained")
         posts = asks.posts_in(content, POST, head.partition_id)
-        x.mailbox.require(posts, {*x.base, *self.roster.claims.values()})
+        x.mailbox.require(posts, {*x.base, *self.roster.claims.values(), *x.mailbox.asked})
         if has_trained:
             trained = self._trained(x, head, reply, asks.data_in(content, EXACT).get(""))
         # From here on nothing is wrong with it.
@@ -596,7 +603,7 @@ class Server(Evaluating):
         self._note_state(x, sent, head)
         peer.take(digest_of(blob) for blob in ask.blobs.values())
         if self.links is not None:
-            peer.take([digest_of(self.links.book(self.roster.reached()))])
+            peer.take([digest_of(self._book)])
             self._note_links(x, sent, head)
         peer.take(digest_of(frames[name]) for name in self.system.SHARED if name in frames)
         x.payload[node] = x.payload.get(node, 0) + payload_bytes(reply)
@@ -607,26 +614,6 @@ class Server(Evaluating):
             x.sent[node] = head.sequence, head.generation
         weight = x.trained[node].weight if node in x.trained else 0.0
         return Answer(node, weight, say, frames, post=posts)
-
-    def _unpack(self, x: Running, node: int, data: bytes) -> Answer:
-        """Return the answer of a node whose whole reply came another way.
-
-        Raises
-        ------
-        FedcompError
-            When it is none, or of another node or round.
-        """
-        content = open_content(data)
-        head = asks.find_answer(content)
-        if head is None or not head.record:
-            raise Rejected("what came of it another way is no reply of an app that has trained")
-        if head.partition_id != node:
-            raise Rejected(f"what came of it another way is the reply of partition {head.partition_id}")
-        frames, exact = asks.data_in(content, FRAME), asks.data_in(content, EXACT).get("")
-        trained = self._trained(x, head, Message(content, reply_to=x.base[node]), exact)
-        x.credit(node, head.sequence, head.generation)
-        x.trained[node], x.exact_bytes[node], x.payload[node] = trained, len(exact or b""), len(data)
-        return Answer(node, trained.weight, frames=frames)
 
     def _trained(self, x: Running, head: AnswerHead, reply: Message, exact: Frame | None) -> Trained:
         """Return what the app replied beside the model.

@@ -18,8 +18,6 @@ from fedcomp.flower import (
     coded,
     datalens,
     folder,
-    gcn,
-    gossip,
     protocol,
     state,
 )
@@ -27,47 +25,6 @@ from fedcomp.flower.payload import put_frame
 from fedcomp.flower.schema import Document, Field, Frames, Schema, Version
 from fedcomp.layout import Layout
 from fedcomp.rules import LARGEST, REQUIRED, Data, Int, Many, OneOf, Real, Rule, Text
-
-_ASK = gcn.PlanRequest("s", -3, 1, "train", 2, 8, "{}", "dense-f64", "lru", 4096, 0.5, (0, 3), 2.0, 1)
-_HELLO = gcn.GraphHello("d", 1, 4, 40, 10, 8, 2, 6, "halo")
-
-_INSTRUCTION = gossip.InstructionRecord(
-    session="s",
-    serial=3,
-    epoch=1,
-    action="step",
-    start="reset",
-    node=2,
-    iteration=5,
-    seed=-4,
-    dense=True,
-    resync=(1, 4),
-    out=(1, 3),
-    shares=(0.25, 0.5),
-    in_=(1, 4),
-    weights=(0.5, 0.125),
-    inbox_from=(1, 4),
-    inbox=(b"ab", b"c"),
-    returned_to=(3,),
-    returned=(b"d",),
-)
-_ANSWER = gossip.AnswerRecord(
-    session="s",
-    serial=3,
-    messages=(b"ab", b"c"),
-    messages_to=(1, 3, 4),
-    messages_counts=(2, 1),
-    needs=(1,),
-    reasons=("damaged",),
-    lost=("gone",),
-    noticed=(4,),
-    remarks=("odd",),
-    failed="not finite",
-    fresh=True,
-    facts=("mass",),
-    facts_values=(0.5,),
-)
-
 
 _QUERY = {"run": b"run 0001", "transport": "peers", "max_store": 1 << 20, "spool": "/tmp/x", "round": 3}
 _RELAY, _SUMS = ({"construction": name, **_QUERY} for name in ("relay", "sumcode"))
@@ -85,38 +42,8 @@ def plain(message: Any) -> Any:
 
 
 EXAMPLES: dict[str, Schema] = {
-    "gcn.GraphSetup": gcn.GraphSetup("s", "hello", True, 2),
-    "gcn.GraphSetup/norms": gcn.GraphSetup("s", "norms"),
-    "gcn.GraphHello": _HELLO,
-    "gcn.PlanRequest": _ASK,
-    "gcn.PlanRequest/plain": replace(_ASK, absent=(), cache="none", cache_bytes=0, noise=0.0, scale=0.0, norms=0),
-    "gcn.Needs": gcn.Needs("structure", 0),
-    "gcn.Fetch": gcn.Fetch("s", "rows", "csr", 0.1),
-    "gcn.Fetch/structure": gcn.Fetch("s", "structure", norms=True),
-    "gcn.Refused": gcn.Refused((0, 2), "ids of another part"),
     "datalens.TrainingRequest": _TRAINING,
     "datalens.Answered": datalens.Answered("s", 3),
-    "gossip.GossipSetup": gossip.GossipSetup(
-        {"id": "choco", "gamma": 0.5, "compressor": {"id": "topk"}}, "float64", 32, "local"
-    ),
-    "gossip.InstructionRecord": _INSTRUCTION,
-    "gossip.InstructionRecord/plain": replace(plain(_INSTRUCTION), serial=3),
-    "gossip.AnswerRecord": _ANSWER,
-    "gossip.AnswerRecord/plain": replace(plain(_ANSWER), serial=3),
-    "gossip.MemoryRecord": gossip.MemoryRecord("s", 3, 1),
-    "gossip.LinkTerms": gossip.LinkTerms(
-        run=b"run-0001",
-        seal=True,
-        max_store=4096,
-        spool="/links",
-        oldest=7,
-        known=b"k" * 32,
-        to=(1, 3),
-        addresses=("tcp://10.0.0.1:9100", ""),
-        keys=b"a" * 32 + b"b" * 32,
-    ),
-    "gossip.LinkHello": gossip.LinkHello(public=b"k" * 32, address="tcp://10.0.0.1:9100"),
-    "gossip.LinkReport": gossip.LinkReport(to=(1, 3), sent=(136, 0), failed=("", "no address")),
     "protocol.Announcement": protocol.Announcement(
         "arrays",
         3,
@@ -265,17 +192,6 @@ EXAMPLES: dict[str, Schema] = {
     "coded.SumShared/missed": coded.SumShared(
         **_NEWS, tag=bytes(24), missed=(0, 2), causes=("x", "y"), signature=b"signed"
     ),
-    "gossip.LinkHello/signed": gossip.LinkHello(public=bytes(range(32)), signature=b"signed"),
-    "gossip.LinkTerms/signed": gossip.LinkTerms(
-        run=b"run-0001",
-        seal=True,
-        max_store=1,
-        to=(1, 2),
-        addresses=("", "tcp://h:1"),
-        keys=bytes(64),
-        signatures=(b"signed", b""),
-    ),
-    "gcn.Figures": gcn.Figures(2, 5, 6, 2, 7, 20, 1.5, 0.7, 3.0, 0.1),
 }
 """By module and class; after a slash, what is special. The plain ones leave out all that may be left out."""
 
@@ -283,18 +199,6 @@ CONFLICTS: list[Schema] = [
     asks.AskHead(number=1, seed=0, session=b"session!", version=8, base=9),
     asks.AskHead(number=1, seed=0, session=b"session!", sequence=4, consumed=4),
     asks.AnswerHead(2, copies=(3, 1, 2)),
-    replace(_HELLO, index=4),
-    replace(_HELLO, owned=41),
-    replace(_HELLO, train=11),
-    replace(_HELLO, test=11),
-    replace(_ASK, scale=0.5),
-    gcn.Fetch("s", "rows"),
-    gossip.LinkTerms(run=b"run-0001", seal=True, max_store=1, known=b"short"),
-    gossip.LinkTerms(run=b"run-0001", seal=True, max_store=1, to=(1,), addresses=("tcp://h:1",)),
-    gossip.LinkReport(to=(1,), sent=(136,)),
-    gossip.LinkTerms(
-        run=b"run-0001", seal=True, max_store=1, to=(1,), addresses=("",), keys=bytes(32), signatures=(b"", b"")
-    ),
     coded.Shared(round=3, missed=(2,), payload=9, digest=bytes(8)),
     coded.Shared(round=3, missed=(2, 2), causes=("x", "y"), payload=9, digest=bytes(8)),
     coded.Shared(round=3, public=b"short", payload=9, digest=bytes(8)),

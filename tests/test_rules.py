@@ -242,7 +242,6 @@ WITHOUT_A_RULE = {
     "OnOff": "key",  # an object
     "PrivacySettings": "sampling",  # an object that checks itself
     "Push": "messages enough",  # messages; a function
-    "RelaySettings": "seed members watch",  # any integer; vertices of a graph that it does not know; a function
     "SmallDense": "patterns",  # any texts
     "Trace": "stays",  # intervals, which Presence checks
 }
@@ -270,7 +269,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "Pair": {"codec": TopK(0.1)},
     "Push": {"messages": ()},
     "Records": {"plan": DpSgdPlan(noise_multiplier=1.0, rate=0.1, steps=1, delta=1e-5)},
-    "RelaySettings": {"seed": 0},
     "Replay": {"codec": RandomProjection()},
     "SharedBasis": {"codec": PowerSGD()},
     "SharedSupport": {"codec": ScaleCom()},

@@ -45,7 +45,8 @@ from fedcomp.strategies.running import Running
 from fedcomp.strategies.server import Server
 from fedcomp.strategies.sinks import ReleasedLayout, Sink, UpdateRule
 from fedcomp.systems.pair import Pair
-from fedcomp.systems.private.rule import NOT_COVERED, Contribution, Private
+from fedcomp.systems.private.books import NOT_COVERED
+from fedcomp.systems.private.rule import Contribution, Private
 from fedcomp.wire import FILLED
 
 __all__ = ["NOT_COVERED", "Contribution", "Outcome", "PrivateStrategy"]

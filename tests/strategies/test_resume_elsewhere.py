@@ -17,7 +17,7 @@ from toy import client_app, fedavg, model, stack
 
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import QSGD, TopK
-from fedcomp.errors import ConfigError, StateError
+from fedcomp.errors import StateError
 from fedcomp.flower import checkpoint
 from fedcomp.flower.asks import AskHead
 from fedcomp.flower.faults import Delivery, Fault
@@ -27,7 +27,6 @@ from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout, SmallDense
 from fedcomp.stateful import next_epoch, within_epoch
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.gossip.strategy import GossipRelay
 from fedcomp.strategies.overlap import PipelinedStrategy
 
 LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()}, SmallDense())
@@ -234,12 +233,6 @@ def test_a_wrapper_around_the_drop_in_strategy_passes_the_restart_on(tmp_path: P
         again = PipelinedStrategy(compressed(), 1)
         checkpoint.resume(tmp_path / "c", again, World().grid())
         assert again.inner.sequence == expected
-
-
-def test_what_lives_on_the_nodes_is_not_resumed_without_them(tmp_path: Path) -> None:
-    relay = GossipRelay({"name": "dpsgd", "lr": 0.1}, "ring", nodes=3)
-    with pytest.raises(ConfigError, match="models on the nodes"):
-        relay.renumber()
 
 
 def test_numbers_stay_integers_that_a_message_holds() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,19 @@ import numpy as np
 import pytest
 from beside_product import LAYOUT, TOY
 from flwr.app import ConfigRecord
+from peer_key_files import make_key, make_list
+from running_listener import Running
 from test_posts import Relayed
 from toy import client_app
 from toys import Halving, Passing, SealedPassing
 
+from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_KEY, PEER_KEYS, PEER_STORE
 from fedcomp.clients.links import SENT
 from fedcomp.clients.memory import MEMORY
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import ErrorFeedback, TopK
+from fedcomp.coding.sealing import PeerIdentity
+from fedcomp.coding.spool import Spool
 from fedcomp.flower.asks import data_in
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.links import Book, Box, Letter, LinkError, PeerEntry, Reference
@@ -218,3 +224,81 @@ def test_books_letters_references_and_boxes_are_read_as_they_were_written() -> N
     for other in (b"", b"plain", reference.to_bytes()[:-1]):
         assert Reference.find(other) is None
         assert Box.find(other) is None
+
+
+# Real listeners, and keys that are pinned.
+
+
+class Nodes:
+    """Nodes with listeners of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.running: dict[int, Running] = {}
+
+    def start(self, *, keys: bool = False, without: tuple[int, ...] = ()) -> Callable[[int], dict[str, Any]]:
+        """Return the configuration of each; those ``without`` have none, and say so."""
+        own: dict[int, dict[str, Any]] = {}
+        files = {i: make_key(self.folder / f"node-{i}") for i in range(NODES)} if keys else {}
+        listed = make_list(self.folder / "peers", files)
+        for i in range(NODES):
+            own[i] = {"partition-id": i} | ({PEER_KEY: str(files[i]), PEER_KEYS: str(listed)} if keys else {})
+            if i not in without:
+                store = self.folder / f"store-{i}"
+                options = ("--key", str(files[i]), "--peer-keys", str(listed)) if keys else ()
+                self.running[i] = Running(store, *options)
+                own[i] |= {PEER_ADDRESS: self.running[i].address, PEER_STORE: str(store)}
+        return own.__getitem__
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    yield made
+    for there in made.running.values():
+        there.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [False, True], ids=["plain", "keys"])
+def test_listeners_take_what_is_posted(keys: bool, nodes: Nodes) -> None:
+    hub, peers = Run(TracedHalving(nodes=NODES), None), Run(TracedHalving(nodes=NODES), Links(""))
+    peers.grid = InProcessGrid(client_app([programs()]), NODES, seed=4, node_config=nodes.start(keys=keys))
+    for number in range(1, 4):
+        hub.step(number), peers.step(number)
+        assert peers.server.reports[number].notes == []
+    assert peers.memories() == hub.memories()
+    assert all(Reference.find(data) is not None for data in peers.passed)
+    # What is posted may be asked for until the last of its round has arrived.
+    assert any(Spool(nodes.folder / f"store-{i}").list(peers.server._session, 3) for i in range(NODES))
+
+
+def test_a_node_without_a_listener_gets_sealed_boxes_and_sends_by_the_links_of_others(nodes: Nodes) -> None:
+    hub, peers = Run(Passing(SPARSE), None), Run(Passing(SPARSE), Links(""))
+    peers.grid = InProcessGrid(client_app([programs()]), NODES, seed=4, node_config=nodes.start(without=(2,)))
+    hub.step(1), peers.step(1)
+    assert peers.server.reports[1].notes == ["link 1>2 it has no listener"]
+    assert peers.server.state == hub.server.state
+    assert all(Box.find(data) is not None for data in peers.passed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["own key", "no signature", "of another node"])
+def test_a_server_cannot_put_another_seal_key_in_a_nodes_place(how: str, nodes: Nodes) -> None:
+    """Nothing is sealed for it, and nothing passes the server that it could open."""
+    run = Run(Passing(SPARSE), Links(""))
+    run.grid = InProcessGrid(client_app([programs()]), NODES, seed=4, node_config=nodes.start(keys=True))
+    run.step(1)
+    assert run.server.reports[1].notes == []
+    run.passed.clear()
+    peer, other = (run.server.roster.peer(run.grid.node_id_of(node)) for node in (2, 3))
+    if how == "of another node":
+        peer.key, peer.signature = other.key, other.signature
+    else:
+        peer.key = PeerIdentity.generate().public
+        peer.signature = b"" if how == "no signature" else peer.signature
+    run.step(2)
+    assert run.passed == []
+    assert run.server.state["heard"]["2"] == []
+    (note,) = run.server.reports[2].notes
+    assert note.startswith("link 1>2 the seal key of partition 2 is not signed")

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 from fedcomp.privacy.entropy import Entropy, make_entropy
 from fedcomp.privacy.events import Adjacency, Event
 from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.rng import Key
 from fedcomp.systems.private.settings import PrivacySettings
+
+NOT_COVERED: Final = (
+    "the choice of hyper-parameters and of the model, and preprocessing of the data",
+    "who takes part, and when",
+    "a client that reconnects under another node id, which is counted as another client",
+    "the server's own reports and logs (who was refused, and why)",
+    "the server's evaluation of released models on data of its own",
+)
+"""What no statement of these rules extends to."""
+
+LENGTHS: Final = "the length of every message, which follows what is in it (pad=False)"
+"""What a statement does not extend to where frames are not padded."""
 
 
 class Books:

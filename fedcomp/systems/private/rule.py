@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,25 +34,13 @@ from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.program import Given, Now, Released, Step
 from fedcomp.rng import Key
 from fedcomp.rules import Int, checked
-from fedcomp.systems.private.books import Books
+from fedcomp.systems.private.books import LENGTHS, NOT_COVERED, Books
 from fedcomp.systems.private.settings import PrivacySettings
 
 Contribution = NDArray[Any]
 
-Read = Callable[[], Vector]
+Read = Callable[[], NDArray[Any]]
 """Returns the update of one client, or raises a FedcompError."""
-
-NOT_COVERED: Final = (
-    "the choice of hyper-parameters and of the model, and preprocessing of the data",
-    "who takes part, and when",
-    "a client that reconnects under another node id, which is counted as another client",
-    "the server's own reports and logs (who was refused, and why)",
-    "the server's evaluation of released models on data of its own",
-)
-"""What no statement of these rules extends to."""
-
-LENGTHS: Final = "the length of every message, which follows what is in it (pad=False)"
-"""What a statement does not extend to where frames are not padded."""
 
 
 class Private(Books, Released, ABC):
