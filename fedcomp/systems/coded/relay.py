@@ -22,6 +22,7 @@ from typing import Annotated, ClassVar, Final, cast
 
 import numpy as np
 
+from fedcomp.asks import wait_for
 from fedcomp.codecs import Codec, State
 from fedcomp.coding.code import CodeName
 from fedcomp.coding.errors import CodingError, NotDecodable
@@ -119,7 +120,7 @@ class CodedRelay(Coded, id="coded-relay"):
     def round(self, now: Now) -> Round:
         nodes, peers = listed(now)
         inner = self.inner.round(now)
-        asks = {ask.node: ask for ask in next(inner)}
+        asks = {ask.node: ask for ask in wait_for(next(inner)).asks}
         told = now.told["coded"] = {"planned": len(nodes), "relays": len(nodes), "threshold": self.threshold}
         # Who has no key takes part uncoded.
         plain = [ask for node, ask in asks.items() if node not in now.keys]
