@@ -221,7 +221,7 @@ class Server(Evaluating):
         self._log = RoundLog(self._name)
         self._timeout: float | None = None
         self._grid: Grid | None = None
-        self._book, self._oldest = b"", 0
+        self._reach, self._oldest_asked = b"", 0
         self.layout = Layout(())
         self._open: dict[int, tuple[Exchanges[Outcome], Grid]] = {}
         self._evaluating = []
@@ -437,8 +437,8 @@ class Server(Evaluating):
         # All of them before one is sent: what is posted in an exchange comes with the next.
         stamped = [x.mailbox.stamp(self.sequence, now.number, ask, again=repeats) for ask in wait.asks]
         if self.links is not None:
-            self._book = self.links.book(self.roster.reached())
-            self._oldest = oldest_round(x.mailbox, now.number) if self.system.TRACED else 0
+            self._reach = self.links.book(self.roster.reached())
+            self._oldest_asked = oldest_round(x.mailbox, now.number) if self.system.TRACED else 0
         # Who does not take part in the round is not asked.
         there = [each for each in stamped if each.ask.node in x.addresses]
         # A repeated ask is one of its own round.
@@ -490,7 +490,7 @@ class Server(Evaluating):
         brought = dict(ask.blobs)
         if self.links is not None:
             # The same for all nodes, so that it travels where it has changed.
-            brought[Book.NAME] = self._book
+            brought[Book.NAME] = self._reach
         blobs = {name: digest_of(blob) for name, blob in brought.items()}
         # What follows from the steps in this message the node has by the time it looks.
         data |= {BLOB + blobs[name]: b for name, b in brought.items() if blobs[name] not in coming.union(peer.blobs)}
@@ -501,7 +501,7 @@ class Server(Evaluating):
             session=self._session,
             sequence=sequence,
             needs_model=ask.model,
-            oldest=self._oldest,
+            oldest=self._oldest_asked,
             consumed=peer.consumed,
             generation=peer.generation,
             system=self.system.to_config(),
@@ -603,7 +603,7 @@ class Server(Evaluating):
         self._note_state(x, sent, head)
         peer.take(digest_of(blob) for blob in ask.blobs.values())
         if self.links is not None:
-            peer.take([digest_of(self._book)])
+            peer.take([digest_of(self._reach)])
             self._note_links(x, sent, head)
         peer.take(digest_of(frames[name]) for name in self.system.SHARED if name in frames)
         x.payload[node] = x.payload.get(node, 0) + payload_bytes(reply)

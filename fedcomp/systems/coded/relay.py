@@ -22,6 +22,7 @@ from typing import Annotated, Any, ClassVar, Final, cast
 
 import numpy as np
 
+from fedcomp.asks import wait_for
 from fedcomp.codecs import Codec, State
 from fedcomp.coding.code import CodeName
 from fedcomp.coding.errors import CodingError, NotDecodable
@@ -134,7 +135,7 @@ class CodedRelay(Coded, id="coded-relay"):
     def round(self, now: Now) -> Round:
         nodes, peers = listed(now)
         inner = self.inner.round(now)
-        asks = {ask.node: ask for ask in next(inner)}
+        asks = {ask.node: ask for ask in wait_for(next(inner)).asks}
         told: dict[str, Any] = {
             "planned": len(nodes),
             "relays": len(nodes),
