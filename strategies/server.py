@@ -26,7 +26,7 @@ from flwr.serverapp.strategy import FedAvg, Result, Strategy
 from numpy.typing import NDArray
 
 from fedcomp import params
-from fedcomp.asks import read_mark, wait_for
+from fedcomp.asks import SHOW, read_mark, wait_for
 from fedcomp.codecs import Codec, get_codec
 from fedcomp.codecs.base import all_finite
 from fedcomp.errors import ConfigError, FedcompError
@@ -474,7 +474,7 @@ class Server(Evaluating):
         peer, base = self.roster.peer(address), x.base[ask.node]
         content, fields, data = RecordDict(), dict[str, Any](), dict[str, Frame]()
         coming: set[str] = set()
-        if ask.kind in ("train", EVALUATE):
+        if ask.kind in ("train", EVALUATE, SHOW):
             # Strategies put the same records into all messages; what is added here is this node's alone.
             content = base.content.copy()
             fields = {"model": x.record}

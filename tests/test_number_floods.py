@@ -25,16 +25,15 @@ HERE = Path(__file__).parent
 
 FREE = {
     # Compared, counted or looked up; nothing is as long as they are.
-    "round sequence acknowledged generation pending made version base serial epoch iteration oldest "
-    "node resync noticed now number total consumed before": "compared with the receiver's own",
+    "round sequence acknowledged generation pending made version base oldest number consumed before "
+    "trained": "compared with the receiver's own",
     "seed draw": "names a random stream",
-    "index source sources relays partition partitions partition_id to out in_ inbox_from returned_to needs "
-    "missed messages_to named unknown": "names parties; a list is as long as the message that brings it",
+    "index source sources relays partition partitions partition_id missed named "
+    "unknown": "names parties; a list is as long as the message that brings it",
     "unchanged copies": "numbers of tensors; a list is as long as the message that brings it",
-    "sizes sent held kept messages_counts payload checksum": "a figure, reported or compared with what came",
-    "max_store max_payload dense_below": "a limit, where the receiver has one, too",
+    "sizes sent held kept payload handed parcels": "a figure, reported or compared with what came",
+    "max_store max_payload": "a limit, where the receiver has one, too",
     # Bounded as products, in Schema.conflict.
-    "columns rows": "linear: rows times columns",
     "pixels k batch": "DataLens: teachers, images and pixels",
 }
 """What the large numbers of messages cost, by their names."""

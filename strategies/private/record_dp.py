@@ -385,7 +385,7 @@ class RecordDp(NoClientEvaluation, Server):
                 account = self._account_in(reply)
                 # The same reply, delivered again, is not another training.
                 if self._said.get(number) != account:
-                    self._book(message.node, take_node(reply), account)
+                    self._charge(message.node, take_node(reply), account)
                 self._said[number] = account
             except FedcompError as reason:
                 passed.append(app_failure(message.message, str(reason)))
@@ -411,7 +411,7 @@ class RecordDp(NoClientEvaluation, Server):
             )
         return said
 
-    def _book(self, node: int, declared: int | None, account: Account) -> None:
+    def _charge(self, node: int, declared: int | None, account: Account) -> None:
         """Write down what a training cost.
 
         Raises
