@@ -13,7 +13,6 @@ from typing import Final
 
 from flwr.clientapp import ClientApp
 
-from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.kept import keep
@@ -24,7 +23,6 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower._private import WrappedApp, mods_of
 
 HALVES: Final[Mapping[str, Callable[[], ClientHalf]]] = {
-    "coded": coded,
     "local_privacy": local_privacy,
     "compression": programs,
     "private": private,

@@ -58,6 +58,7 @@ from fedcomp.privacy.local import asks_for_noise
 from fedcomp.program import EVALUATE, HELLO, NO_FRAMES, Answer, Ask, Collect, Frames, Me, System
 from fedcomp.rng import Key
 from fedcomp.systems import SYSTEMS, get_system
+from fedcomp.systems.private.distributed import shared_only
 from fedcomp.systems.private.local import Local
 from fedcomp.versions import FIRST, Step, advance, digest
 from fedcomp.wire import Frame
@@ -194,17 +195,20 @@ def _handle(
     exposed = "" if system is None or visible else _exposes(system)
     if exposed:
         system, why = None, f"this client has not agreed to show the server {exposed}, as {system!r} does"
-    noised = isinstance(system, Local)
+    # By way of other clients it is still its system's.
+    noised = isinstance(getattr(system, "inner", system), Local)
     if asks_for_noise(head.system) and not noised:
         # What was sent from this node is counted for messages of local privacy, which such a one would pass by.
         return refusal(msg, f"{NOT_WITHOUT_NOISE} ({why or f'the system is {Local.ID!r}'})")
+    if shared_only(head.system):
+        return refusal(msg, "updates that get their noise on the way into a sum are not sent without one")
     # Noise on the update does not help where something else leaves beside it.
     private = wants_private(msg.content) or noised
     exchange = _Exchange(msg, context, call_next, head, system, downlink, (why, why_not), private, first_model)
     return discreet(msg, exchange.answer) if private else exchange.answer()
 
 
-GUARDS: Final = ("votes_only", "coded", "local_privacy")
+GUARDS: Final = ("votes_only", "local_privacy")
 """Halves that stand outside: what they do not allow must not pass them by."""
 
 OUTSIDE: Final = ("private",)
@@ -342,6 +346,7 @@ class _Exchange:
             self.identity if system.KEYS else None,
             pack,
             lambda: mark_of(head.sequence, memory.generation),
+            lambda metric: 0.0 if training is None else training.weight(metric),
         )
         try:
             state, answer = system.client(dict(memory.state), ask, me)
@@ -644,6 +649,23 @@ class _Training:
         exchange = self.exchange
         self.app = exchange.brought(_plain(exchange.msg.content, exchange.head.model, self.record))
         return self.app
+
+    def weight(self, metric: str) -> float:
+        """Return what the app's reply says that its update weighs, by the name of the metric.
+
+        Raises
+        ------
+        ConfigError
+            When it says so in no MetricRecord, in several, or by no number.
+        """
+        found = [record[metric] for record in self.beside.metric_records.values() if metric in record]
+        # Where two records have such a metric, which of them weighs the update cannot be told.
+        value = found[0] if len(found) == 1 else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            # The value itself is only logged here: the server may be meant to learn of sums alone.
+            log.warning("metric %r is %r: it cannot weigh an update", metric, value)
+            raise ConfigError(f"metric {metric!r} is no number in one MetricRecord, as the weight of an update must be")
+        return float(value)
 
     def stand_in(self, app: Brought) -> None:
         """Take what the app brought for its reply, where frames were made of it without training."""

@@ -128,21 +128,22 @@ class PeerShards:
 
         Raises
         ------
-        SchemaError, StateError
-            When a message has no plan, or one that numbers clients in another way than by partition.
+        StateError
+            When a message asks for nothing.
         """
-        from fedcomp.flower.coded import RelayTraining
+        from fedcomp.flower.asks import find_ask
 
-        root = SpoolRoot(self._folder)
+        root, clients = SpoolRoot(self._folder), len(situation.presence)
         held: dict[int, dict[int, Parcel]] = {}
         left: dict[int, float] = {}
         for client, (start, message) in trained.items():
-            plan = RelayTraining.take(message)
-            if plan.index != client:
-                raise StateError(f"client {client} was sent the plan of number {plan.index}")
-            relays = plan.relays
+            ask = find_ask(message.content)
+            if ask is None:
+                raise StateError(f"client {client} was sent no ask of a system")
+            # To those that follow it, in order (:meth:`fedcomp.coding.relay.RelayPlan.holders`).
+            relays = [(client + 1 + i) % clients for i in range(clients)]
             for relay in set(relays) - set(held):
-                found = root.spool(relay).list(plan.run, plan.round)
+                found = root.spool(relay).list(ask.session, ask.number)
                 held[relay] = {parcel.source: parcel for parcel in found}
             sent = [(relay, held[relay][client]) for relay in relays if client in held[relay]]
             landed, left[client] = situation.share(client, start, [(relay, len(parcel)) for relay, parcel in sent])

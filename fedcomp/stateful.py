@@ -87,7 +87,8 @@ def nested(attribute: str) -> StatePart:
 
     def renumber(owner: Any) -> None:
         held = getattr(owner, attribute)
-        if held is not None:
+        # Of a ledger nothing is numbered.
+        if isinstance(held, Stateful):
             held.renumber()
 
     return StatePart(save, load, renumber)

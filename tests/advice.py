@@ -18,7 +18,6 @@ from flwr.serverapp.strategy import (
 )
 from toy import client_app, fedavg, model, stack
 
-from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
 from fedcomp.codecs import (
@@ -120,7 +119,7 @@ def same(one: Strategy, other: Strategy, **options: Any) -> bool:
     return bool(np.allclose(stack(ended(one, **options)), stack(ended(other, **options)), rtol=1e-4, atol=0.5))
 
 
-CODED = (coded, compression)
+CODED = (compression,)
 
 
 PRIVATE = (compression, private)

@@ -21,7 +21,6 @@ from flwr.serverapp.strategy import (
 from peer_key_files import make_key, make_list
 from toy import model
 
-from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge.options import parse
 from fedcomp.clients.private.mod import private
@@ -105,7 +104,7 @@ CODING = (
         ),
     ),
     row(
-        "strategies/coded/sums.py",
+        "strategies/coded/strategy.py",
         "a coded sum adds integers, {} sends floating-point models; wrap it",
         lambda: coded_sum(quiet()),
         lambda: same(
@@ -113,7 +112,7 @@ CODING = (
         ),
     ),
     row(
-        "strategies/coded/sums.py",
+        "fedcomp/systems/coded/sums.py",
         "set threshold >= 1, so that T relays together learn nothing, or symbols >= 2",
         lambda: coded_sum(Compressed(quiet(), INTEGERS), symbols=1, threshold=0),
         lambda: (
@@ -122,13 +121,13 @@ CODING = (
         ),
     ),
     row(
-        "strategies/coded/sums.py",
+        "fedcomp/systems/coded/sums.py",
         "mode='mask' hides updates behind masks that T relays must not know: set threshold",
         lambda: coded_sum(Compressed(quiet(), INTEGERS), mode="mask", threshold=0),
         lambda: trains(coded_sum(Compressed(quiet(), INTEGERS), mode="mask", threshold=1), CODED),
     ),
     row(
-        "strategies/coded/sums.py",
+        "fedcomp/systems/coded/sums.py",
         "set weighted=False, or use FixedPoint, which has none",
         lambda: coded_sum(Compressed(quiet(), ModularSum(RandomK(1.0), clip=1024.0, levels=1024))),
         lambda: (
@@ -140,7 +139,7 @@ CODING = (
         ),
     ),
     row(
-        "strategies/coded/sums.py",
+        "fedcomp/systems/coded/sums.py",
         "Use a model without running statistics and counters",
         lambda: ended(coded_sum(Compressed(quiet(), INTEGERS)), CODED, start=model(counter=True)),
         lambda: (
@@ -195,7 +194,7 @@ CODING = (
         "strategies/coded/strategy.py",
         "are; use distributed_dp() or local_dp()",
         lambda: CodedFedAvg(DpFedAvg(quiet(), clip=1.0, **PROMISE), symbols=2),
-        lambda: trains(shares(), CODED) and trains(CodedFedAvg(local(), symbols=2), (coded, compression, private)),
+        lambda: trains(shares(), CODED) and trains(CodedFedAvg(local(), symbols=2), (compression, private)),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""What the tests of coded rounds share: the toy app behind both mods, one run of it, and ways to lose clients."""
+"""What the tests of coded rounds over Flower share: a run, what went to and fro, and ways to lose clients."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-import pytest
 from flwr.app import ArrayRecord, Context, Message
-from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Result, Strategy
 from toy import client_app, model
 
-from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
-from fedcomp.coding.transport import DeliveryFailed, Parcel, SpoolTransport
+from fedcomp.flower import asks
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -24,9 +21,41 @@ from fedcomp.flower.rounds import fit
 Plan = Callable[[Delivery], Any]
 
 
-def coded_app(**options: Any) -> ClientApp:
-    """Return the toy app with both mods."""
-    return client_app([coded(**options), compression()])
+class Tap(MeteredGrid):
+    """A grid that keeps what the server sends and receives."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sent: list[Message] = []
+        self.received: list[Message] = []
+
+    def send_and_receive(self, messages: Iterable[Message], **options: Any) -> list[Message]:
+        batch = list(messages)
+        self.sent += batch
+        replies = list(super().send_and_receive(batch, **options))
+        self.received += replies
+        return replies
+
+    def asked(self, word: str) -> list[Message]:
+        """Return the messages that ask in words of this kind."""
+        return [message for message in self.sent if word_of(message) == word]
+
+    def answered(self, word: str) -> list[Message]:
+        """Return the answers in words of this kind."""
+        heads = ((reply, asks.find_answer(reply.content)) for reply in self.received if reply.has_content())
+        return [reply for reply, head in heads if head is not None and head.say == word]
+
+
+def word_of(message: Message) -> str:
+    """Return the kind of words in which a message asks; empty for none."""
+    head = asks.find_ask(message.content)
+    return "" if head is None else head.say
+
+
+def tapped(nodes: int, *, client: Any = None, fault: Plan | None = None, **options: Any) -> Tap:
+    """Return a grid of the toy app."""
+    app = client or client_app([compression()])
+    return Tap(InProcessGrid(app, nodes, **{"seed": 4, "fault": fault, **options}), TrafficLedger())
 
 
 def run(
@@ -39,11 +68,10 @@ def run(
     initial: ArrayRecord | None = None,
     timeout: float = 9.0,
     **engine: Any,
-) -> tuple[Result, MeteredGrid]:
+) -> tuple[Result, Tap]:
     """Run ``strategy`` in process."""
-    with InProcessGrid(app or coded_app(), nodes, **{"seed": 3, "fault": fault, **engine}) as inner:
-        grid = MeteredGrid(inner, TrafficLedger())
-        return fit(strategy, grid, initial or model(), rounds, timeout=timeout), grid
+    grid = tapped(nodes, client=app, fault=fault, **engine)
+    return fit(strategy, grid, initial or model(), rounds, timeout=timeout), grid
 
 
 def bits(result: Result) -> bytes:
@@ -51,50 +79,21 @@ def bits(result: Result) -> bytes:
     return b"".join(np.ascontiguousarray(array.numpy()).tobytes() for array in result.arrays.values())
 
 
-def after_sharing(lost: Iterable[int], *, hub_put: bool = True, rounds: Iterable[int] | None = None) -> Plan:
-    """Lose the given partitions once they have shared: they answer no query of a round any more, the hello apart.
-
-    ``hub_put`` leaves them there until the server has put the others' shards into them.
-    """
-    gone, when = set(lost), None if rounds is None else set(rounds)
+def after_sharing(lost: Iterable[int], kind: str = "silent") -> Plan:
+    """Lose the given partitions once they have shared: they answer no query of a round any more, the hello apart."""
+    gone = set(lost)
 
     def plan(delivery: Delivery) -> str | None:
-        kind = delivery.message_type
-        if delivery.partition not in gone or (when is not None and delivery.round not in when):
-            return None
-        if kind == "query.coded_collect" or (kind == "query.coded_put" and not hub_put):
-            return "silent"
-        return None
+        return kind if delivery.partition in gone and delivery.message_type == "query" else None
 
     return plan
 
 
-def break_links(patch: pytest.MonkeyPatch) -> None:
-    """Let no simulated link reach every third relay; of some parcels only the acknowledgement is lost."""
-    send = SpoolTransport.send
-
-    def broken(self: SpoolTransport, address: str, parcel: Parcel, partition: int | None = None) -> int:
-        if parcel.destination % 3:
-            return send(self, address, parcel, partition)
-        raise DeliveryFailed("the link broke", send(self, address, parcel, partition) if parcel.source % 2 else 0)
-
-    patch.setattr(SpoolTransport, "send", broken)
-
-
-def before_sharing(lost: Iterable[int]) -> Plan:
+def before_sharing(lost: Iterable[int], kind: str = "silent") -> Plan:
     """Lose the given partitions before they train."""
     gone = set(lost)
 
     def plan(delivery: Delivery) -> str | None:
-        return "silent" if delivery.partition in gone and delivery.message_type != "query.coded_hello" else None
-
-    return plan
-
-
-def either(*plans: Plan) -> Plan:
-    """Return the first fault any of ``plans`` has."""
-
-    def plan(delivery: Delivery) -> Any:
-        return next((fault for fault in (each(delivery) for each in plans) if fault is not None), None)
+        return kind if delivery.partition in gone and delivery.message_type == "train" else None
 
     return plan

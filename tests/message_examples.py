@@ -15,7 +15,6 @@ from fedcomp.clients import memory
 from fedcomp.errors import ConfigError
 from fedcomp.flower import (
     asks,
-    coded,
     datalens,
     folder,
     protocol,
@@ -26,13 +25,7 @@ from fedcomp.flower.schema import Document, Field, Frames, Schema, Version
 from fedcomp.layout import Layout
 from fedcomp.rules import LARGEST, REQUIRED, Data, Int, Many, OneOf, Real, Rule, Text
 
-_QUERY = {"run": b"run 0001", "transport": "peers", "max_store": 1 << 20, "spool": "/tmp/x", "round": 3}
-_RELAY, _SUMS = ({"construction": name, **_QUERY} for name in ("relay", "sumcode"))
-_CODE = {"code": "mds", "symbols": 2, "shards": 2, "private": 1, "seed": -7, "max_payload": 999}
 _TRAINING = datalens.TrainingRequest("s", 1, -5, 2, 3, 4, 1, 0.5, True, 3, 2, 8, 0.1, 0.2, -7, False)
-_RELAYS = {"source": 1, "relays": (2, 0), "keys": bytes(range(64)), "addresses": ("a", "")}
-_PROOF = {"partitions": (7, 3), "signatures": (b"", b"signed")}
-_NEWS = {"round": 3, "public": bytes(range(32)), "address": "host:1"}
 
 
 def plain(message: Any) -> Any:
@@ -127,71 +120,6 @@ EXAMPLES: dict[str, Schema] = {
         length=0.5,
     ),
     "folder.KeptRecord": folder.KeptRecord("a", 7),
-    "coded.Query": coded.Query(**_RELAY),
-    "coded.Indexed": coded.Indexed(**_RELAY, index=1),
-    "coded.Hello": coded.Hello(partition=4, public=bytes(range(32)), address="host:1"),
-    "coded.Header": coded.Header(round=3),
-    "coded.RelayTraining": coded.RelayTraining(**_RELAY, **_CODE, **_RELAYS, index=1),
-    "coded.Collect": coded.Collect(**_RELAY, seal=True, index=1, sources=(0, 2), hashes=bytes(range(16))),
-    "coded.CollectFresh": coded.CollectFresh(
-        **_RELAY, **_CODE, seal=True, index=1, sources=(0,), hashes=bytes(8), source=1, fresh=2
-    ),
-    "coded.Shared": coded.Shared(
-        **_NEWS, sent=(5, 0), failed=("no room",), hashes=bytes(range(16)), payload=99, digest=b"12345678"
-    ),
-    "coded.Kept": coded.Kept(round=3, kept=2, refused=("no room",)),
-    "coded.Collected": coded.Collected(round=3, fresh=2, refused=("no room",), held=(0, 99)),
-    "coded.SumTraining": coded.SumTraining(
-        **_SUMS,
-        index=1,
-        plan={"mode": "share", "bound": 7},
-        seal=True,
-        relays=(2, 0),
-        weight="num-examples",
-        metrics=True,
-        keys=bytes(range(64)),
-        addresses=("a", ""),
-    ),
-    "coded.SumReport": coded.SumReport(**_SUMS, plan={"mode": "share"}, seal=False, row=1, unknown=(0, 2)),
-    "coded.SumQuestion": coded.SumQuestion(
-        **_SUMS,
-        plan={"mode": "share"},
-        seal=False,
-        chosen=b"\xf0",
-        set=bytes(range(24)),
-        named=(2,),
-        tags=bytes(range(24)),
-        row=1,
-    ),
-    "coded.SumShared": coded.SumShared(**_NEWS, tag=bytes(range(24)), sent=(5, 0), failed=("no room",)),
-    "coded.SumHeld": coded.SumHeld(
-        round=3,
-        bitmap=b"\xf0",
-        digest=b"12345678",
-        sources=(2,),
-        tags=bytes(range(24)),
-        refused=("no room",),
-        sizes=(99,),
-    ),
-    "coded.Hello/signed": coded.Hello(partition=4, public=bytes(range(32)), signature=b"signed"),
-    "coded.RelayTraining/signed": coded.RelayTraining(**_RELAY, **_CODE, **_RELAYS, **_PROOF, index=1),
-    "coded.SumTraining/signed": coded.SumTraining(
-        **_SUMS,
-        **_PROOF,
-        index=1,
-        plan={"mode": "share"},
-        seal=True,
-        relays=(2, 0),
-        metrics=False,
-        keys=bytes(64),
-        addresses=("", ""),
-    ),
-    "coded.Shared/missed": coded.Shared(
-        round=3, sent=(5, 0), hashes=bytes(8), missed=(0, 2), causes=("", "no address"), payload=9, digest=bytes(8)
-    ),
-    "coded.SumShared/missed": coded.SumShared(
-        **_NEWS, tag=bytes(24), missed=(0, 2), causes=("x", "y"), signature=b"signed"
-    ),
 }
 """By module and class; after a slash, what is special. The plain ones leave out all that may be left out."""
 
@@ -199,26 +127,6 @@ CONFLICTS: list[Schema] = [
     asks.AskHead(number=1, seed=0, session=b"session!", version=8, base=9),
     asks.AskHead(number=1, seed=0, session=b"session!", sequence=4, consumed=4),
     asks.AnswerHead(2, copies=(3, 1, 2)),
-    coded.Shared(round=3, missed=(2,), payload=9, digest=bytes(8)),
-    coded.Shared(round=3, missed=(2, 2), causes=("x", "y"), payload=9, digest=bytes(8)),
-    coded.Shared(round=3, public=b"short", payload=9, digest=bytes(8)),
-    coded.Shared(round=3, causes=("x",), payload=9, digest=bytes(8)),
-    coded.SumShared(round=3, tag=bytes(24), missed=(2,)),
-    coded.RelayTraining(**_RELAY, **_CODE, **_RELAYS, index=1, partitions=(7, 7)),
-    coded.RelayTraining(**_RELAY, **_CODE, **_RELAYS, index=1, partitions=(7,)),
-    coded.RelayTraining(**_RELAY, **_CODE, **_RELAYS, index=1, signatures=(b"x", b"y")),
-    coded.SumTraining(**_SUMS, index=1, plan={}, seal=True, relays=(2, 0), metrics=True, partitions=(7, 7)),
-    coded.SumShared(round=3, public=b"short", tag=bytes(24)),
-    coded.RelayTraining(**_RELAY, **_CODE, **{**_RELAYS, "relays": (2, 2)}, index=1),
-    coded.RelayTraining(**_RELAY, **_CODE, **{**_RELAYS, "relays": (2, 0, 1)}, index=1),
-    coded.RelayTraining(**_RELAY, **_CODE, **{**_RELAYS, "keys": b"short"}, index=1),
-    coded.RelayTraining(**_RELAY, **_CODE, **{**_RELAYS, "addresses": ("a",)}, index=1),
-    coded.RelayTraining(**{**_RELAY, "transport": "hub"}, **_CODE, **_RELAYS, index=1),
-    coded.Collect(**_RELAY, seal=True, index=1, sources=(0, 2), hashes=bytes(8)),
-    coded.SumTraining(**_SUMS, index=1, plan={}, seal=True, relays=(2, 0), metrics=True, keys=b"short"),
-    coded.SumTraining(**_SUMS, index=1, plan={}, seal=True, relays=(2, 0), metrics=True, addresses=("a",)),
-    coded.SumQuestion(**_SUMS, plan={}, seal=False, chosen=b"x", set=bytes(24), named=(2,), row=1),
-    coded.SumHeld(round=3, digest=b"12345678", sources=(2,)),
     replace(_TRAINING, batch=1 << 31),
     replace(_TRAINING, pixels=1 << 24),
     replace(_TRAINING, teachers=1 << 12, images=1 << 10, pixels=1 << 8),
@@ -244,7 +152,7 @@ def content_of(message: Schema) -> RecordDict:
     return content
 
 
-def fields_of(content: RecordDict, key: str = coded.CODED) -> dict[str, Any]:
+def fields_of(content: RecordDict, key: str) -> dict[str, Any]:
     """Return what a record holds, by name; nothing where there is none."""
     return dict(content.config_records.get(key, {}))
 

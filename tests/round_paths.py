@@ -11,7 +11,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, FedTrimmedAvg, Result, Strategy
 from toy import client_app
 
-from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.private.mod import private
@@ -119,7 +118,7 @@ def plain(*mods: Any) -> Callable[..., Any]:
 
 
 def coded_app(*outer: Any) -> Any:
-    return client_app([*outer, coded(), compression()])
+    return client_app([*outer, compression()])
 
 
 def pair(inner: Callable[[], Strategy], codec: Any, **options: Any) -> Callable[[], Strategy]:

@@ -14,8 +14,10 @@ from typing import Any, Final, cast
 
 from flwr.app import Message
 
+from fedcomp.asks import HELLO
 from fedcomp.flower import store
 from fedcomp.flower._private import Packer
+from fedcomp.flower.asks import find_ask
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.nodes import GridError
 from fedcomp.flower.wrapper import GridWrapper
@@ -30,9 +32,6 @@ Trained = Mapping[int, tuple[float, Message]]
 Shared = Callable[[Situation, Trained], Mapping[int, float]]
 """From the situation and who trained to when each has sent its peers everything, infinity if it never has. Called when
 all clients of an exchange have run: what would not have reached a peer is to be taken away there and then."""
-
-SETUP: Final = ("query", "query.coded_hello")
-"""Message types that pass whoever is away and take no time: the roll call and the greeting, once per run."""
 
 _SNAPSHOT: Final = "vanishing grid snapshot"
 
@@ -147,7 +146,7 @@ class VanishingGrid(GridWrapper):
         """Send ``messages`` and return the replies that got through before ``timeout``, or until there are
         ``enough``."""
         batch = list(messages)
-        if all(message.metadata.message_type in SETUP for message in batch):
+        if all(map(_sets_up, batch)):
             return self._devices.send_and_receive(batch)
         self._meet()
         limit = self._situation.end if timeout is None else min(self._situation.end, self._now + timeout)
@@ -291,6 +290,12 @@ class VanishingGrid(GridWrapper):
     def _advance(self, to: float) -> None:
         self._now = max(self._now, to)
         self.log[self._round].seconds = self._now
+
+
+def _sets_up(message: Message) -> bool:
+    """Whether a message passes whoever is away and takes no time: the roll call and the greeting, once per run."""
+    kind = message.metadata.message_type
+    return kind == HELLO or (kind == "query" and find_ask(message.content) is None)
 
 
 def _trains(message: Message) -> bool:

@@ -5,6 +5,7 @@ Strategies take all of these as keyword arguments: ``CodedFedAvg(inner, code="md
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,7 +17,6 @@ from fedcomp.flower.coded import MAX_STORE_BYTES
 from fedcomp.rules import (
     TIMEOUT,
     Configured,
-    Flag,
     Inside,
     Int,
     Maybe,
@@ -25,17 +25,12 @@ from fedcomp.rules import (
     Seed,
     Switch,
 )
-
-# As text: every construction imports this module, and some bring libraries that others do without.
-CONSTRUCTIONS: Final[Mapping[str, str]] = {
-    "relay": "fedcomp.strategies.coded.relay:RelayedShards",
-    "sumcode": "fedcomp.strategies.coded.sums:SumCode",
-    "noisysum": "fedcomp.strategies.private.distributed_dp:NoisySum",
-}
-"""Where each construction's class stands; imported when it is first used."""
+from fedcomp.strategies.links import Links
 
 GRADIENT_CODE: Final = "gradcode"
-"""The construction that is a program: :class:`fedcomp.strategies.coded.gradients.GradientCoded`."""
+"""The construction that is :class:`fedcomp.strategies.coded.gradients.GradientCoded`."""
+
+CONSTRUCTIONS: Final = ("relay", "sumcode", GRADIENT_CODE)
 
 TRANSPORTS: Final = ("hub", "peers")
 CODES: Final = ("rlnc", "mds")
@@ -50,7 +45,7 @@ class CodedSettings(Configured):
     Parameters
     ----------
     construction : {"relay", "sumcode", "gradcode"}
-        What is coded and who adds; see the modules named in :data:`CONSTRUCTIONS`.
+        What is coded, and who adds.
     code : {"rlnc", "mds"}
         Random linear network code, or systematic Cauchy Reed-Solomon code.
     symbols : int
@@ -65,8 +60,6 @@ class CodedSettings(Configured):
         decode (not T). 0 hides nothing. Construction ``relay`` needs the code ``mds`` for it.
     transport : {"hub", "peers"}
         Shards travel through the server's messages, or from client to client.
-    seal : bool, optional
-        Encrypt each shard for its relay. Default: the construction's choice.
     share_timeout, collect_timeout : float, optional
         Seconds for training and sharing, and for each exchange after it. Default: the run's timeout.
     max_store_bytes : int
@@ -85,7 +78,7 @@ class CodedSettings(Configured):
         For values that are not valid by themselves.
     """
 
-    construction: Annotated[str, OneOf(*CONSTRUCTIONS, GRADIENT_CODE)] = "relay"
+    construction: Annotated[str, OneOf(*CONSTRUCTIONS)] = "relay"
     code: Annotated[str, OneOf(*CODES)] = "rlnc"
     symbols: Annotated[int, Int()] = 0
     shards: Annotated[int, Int()] = 0
@@ -93,13 +86,25 @@ class CodedSettings(Configured):
     target: Inside = 0.999
     threshold: Annotated[int, Int()] = 0
     transport: Annotated[str, OneOf(*TRANSPORTS)] = "hub"
-    seal: Annotated[bool | None, Maybe(Flag())] = None
     share_timeout: Annotated[float | None, TIMEOUT] = None
     collect_timeout: Annotated[float | None, TIMEOUT] = None
     max_store_bytes: Annotated[int, Int()] = MAX_STORE_BYTES
     spool: str | os.PathLike[str] | None = None
     seed: Seed = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def of_code(self) -> dict[str, Any]:
+        """Return what a coded system takes of these, whatever its construction."""
+        names = ("symbols", "shards", "threshold", "loss", "target", "share_timeout", "collect_timeout")
+        found = {name: getattr(self, name) for name in names}
+        # No time at all is the run's own.
+        return {name: None if value == math.inf else value for name, value in found.items()}
+
+    def links(self) -> Links | None:
+        """Return what brings shards from client to client; None where they pass the server."""
+        if self.transport == "hub":
+            return None
+        return Links(self.spool, max_store_bytes=self.max_store_bytes)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> CodedSettings:

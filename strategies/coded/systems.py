@@ -6,7 +6,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
-from fedcomp.errors import ConfigError
 from fedcomp.strategies.coded.settings import CodedSettings, SumOptions
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.pair_systems import FIXED_POINT, build_pair
@@ -17,23 +16,14 @@ from fedcomp.systems.coded.gradients import GradientCode
 CODED: Final[Settings] = MappingProxyType(
     {
         **settings_of(CodedSettings, "symbols", "shards", "loss", "target"),
-        "seal": "",
         **settings_of(CodedSettings, "share_timeout", "collect_timeout", "spool"),
     }
 )
-"""Settings of every system around the pair; 0 and the empty text leave the choice to :class:`CodedFedAvg`. ``seal`` is
-"yes" or "no"."""
-
-# A setting cannot be None on the command line, so the third value, the construction's own choice, is a text.
-_SEAL: Final = {"": None, "yes": True, "no": False}
+"""Settings of every system around the pair; 0 and the empty text leave the choice to :class:`CodedFedAvg`."""
 
 
 def _around_pair(settings: Settings, seed: int, *, construction: str, names: tuple[str, ...]) -> CodedFedAvg:
-    if settings["seal"] not in _SEAL:
-        raise ConfigError(
-            f"setting 'seal' is {settings['seal']!r}; expected yes, no, or nothing for the system's choice"
-        )
-    own = {**arguments(CodedSettings, settings, [*CODED, *names]), "seal": _SEAL[str(settings["seal"])]}
+    own = arguments(CodedSettings, settings, [*CODED, *names])
     inner = build_pair(settings, seed, codec=str(settings["codec"]))
     return CodedFedAvg(inner, construction=construction, seed=seed, **own)
 

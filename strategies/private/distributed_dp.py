@@ -1,6 +1,6 @@
 """Distributed noise: clients add it, the server decodes a sum that is private already. The server half.
 
-Coded sums (:mod:`fedcomp.strategies.coded.sums`) show the server the sum of what its clients sent and nobody's own
+Coded sums (:mod:`fedcomp.systems.coded.sums`) show the server the sum of what its clients sent and nobody's own
 update. Here every client clips, rounds under a bound on the norm, and adds a share of integer noise before it shares;
 so what is decoded is a noisy sum, and the server is trusted with the protocol, not with updates
 (:mod:`fedcomp.privacy.distributed`).
@@ -18,32 +18,33 @@ Error feedback may be put around the codec: memories hold what was clipped and r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any, ClassVar, Final
 
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedcomp.codecs import Codec, FixedPoint, RandomK, get_codec
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.coding.sumcode import Summed, SumPlan
 from fedcomp.errors import ConfigError
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.rounds import Exchanges
-from fedcomp.layout import Layout
+from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.plain import Count
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.distributed import DistributedSum
 from fedcomp.privacy.statement import Statement, make_statement
+from fedcomp.program import Now, Round, Step, Wait
 from fedcomp.rng import Key
 from fedcomp.strategies.coded.settings import CodedSettings
-from fedcomp.strategies.coded.strategy import CodedFedAvg
-from fedcomp.strategies.coded.sums import SumCode
-from fedcomp.strategies.hooked import Hooked
+from fedcomp.strategies.coded.strategy import CodedServer
 from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.strategies.private.strategy import NOT_COVERED, Outcome, PrivateRule, PrivateStrategy
+from fedcomp.strategies.server import Exchange, Running
+from fedcomp.systems.coded.sums import AddUp
+from fedcomp.systems.private.distributed import NoisySum
 
 # Settings that cannot work are then refused by the constructor, and not in the first round.
 _UNKNOWN: Final = 1 << 20
@@ -196,66 +197,7 @@ class NoisyMean(PrivateStrategy):
         )
 
 
-class NoisySum(SumCode):
-    """The construction ``"noisysum"``: a coded sum of noised integers, paid for before it is asked for."""
-
-    inner: Hooked
-
-    @property
-    def noisy(self) -> NoisyMean:
-        """The strategy that owns the promise."""
-        assert isinstance(self.inner.inner, NoisyMean)
-        return self.inner.inner
-
-    def __init__(self, settings: CodedSettings, inner: Strategy) -> None:
-        held = getattr(inner, "inner", inner)
-        if not isinstance(held, NoisyMean):
-            raise ConfigError(f"construction='noisysum' is part of DistributedDp, not of {type(held).__name__}")
-        super().__init__(settings, inner)
-        own = self.options
-        # All of these would show the server something beside the sum that has no noise.
-        if own.weighted or own.metrics or own.mode != "share" or not self.seal:
-            raise ConfigError("a noisy sum has no weights and no metrics, is not masked, and its shards are sealed")
-
-    def prepare(self, codec: BoundedFixedPoint, mechanism: DistributedSum) -> None:
-        """Take the round's codec, and as many pieces as leave the tolerated losses.
-
-        Raises
-        ------
-        ConfigError
-            When decoding would need more relays than may be left, or clients that tell could read a share.
-        """
-        telling = mechanism.contributors - mechanism.counted - mechanism.tolerated
-        threshold = self.settings.threshold
-        if threshold < max(1, telling):
-            raise ConfigError(
-                f"threshold={threshold}: {telling} clients may tell what they hold; threshold={max(1, telling)} keeps "
-                "single updates from them"
-            )
-        if mechanism.least < max(2, threshold + 1):
-            raise ConfigError(
-                f"{mechanism.least} contributors may be left, too few for a sum of which {threshold} learn nothing; "
-                "lower tolerated or threshold, or ask more clients"
-            )
-        self.codec = codec
-        self.options = replace(self.options, min_contributors=mechanism.least)
-        # As many sums decode as there are symbols and private ones together: exactly the least number of contributors.
-        self.settings = replace(self.settings, symbols=mechanism.least - threshold)
-
-    def plan(self, clients: int, number: int) -> SumPlan:
-        """Return the plan of a round: without the number of cut values, which would be released as it is."""
-        return replace(super().plan(clients, number), extras=())
-
-    def frozen(self, number: int, nodes: list[int]) -> None:
-        """Pay for the sum."""
-        self.noisy.pay(number)
-
-    def divisor(self, summed: Summed) -> float:
-        """Return the public number of clients."""
-        return float(self.noisy.contributors)
-
-
-class DistributedDp(CodedFedAvg):
+class DistributedDp(CodedServer):
     """Federated averaging whose noise comes from the clients, summed in a prime field.
 
     Parameters
@@ -270,7 +212,7 @@ class DistributedDp(CodedFedAvg):
         Remember what was clipped, rounded or not chosen, and send it later. A clip that is always too small fills the
         memory without bound.
     transport, share_timeout, collect_timeout, max_store_bytes, spool
-        As :class:`fedcomp.strategies.coded.strategy.CodedFedAvg`. Shards are always sealed: the server passes them on.
+        As :class:`fedcomp.strategies.coded.strategy.CodedFedAvg`.
     seed : int
     **promise
         As :class:`~fedcomp.strategies.private.strategy.PrivateStrategy`: noise_multiplier (of the sum when as many
@@ -305,53 +247,105 @@ class DistributedDp(CodedFedAvg):
     ) -> None:
         # Handed on where they were given: their defaults are the coded strategy's.
         links = {name: promise.pop(name) for name in ("max_store_bytes", "spool") if name in promise}
-        self.summed = RandomK(1.0) if codec is None else get_codec(codec)
-        self.feedback = feedback
-        self._made = (0, 0)
-        noisy = NoisyMean(inner, shares, seed=seed, **promise)
-        # Grid and room depend on the model and the number of clients; the real codec is made when both are known.
-        unknown = BoundedFixedPoint(self.summed, clip=shares.clip, levels=64)
-        super().__init__(
-            Hooked(noisy, unknown, feedback=feedback, seed=seed),
-            construction="noisysum",
+        self.settings = CodedSettings(
             threshold=shares.threshold,
             transport=transport,
             share_timeout=share_timeout,
             collect_timeout=collect_timeout,
             seed=seed,
-            # A weight would be a number of examples, which has no noise.
-            weighted=False,
             **links,
         )
+        self.summed = RandomK(1.0) if codec is None else get_codec(codec)
+        self.feedback = feedback
+        self._made = (0, 0)
+        # Grid and room depend on the model and the number of clients; the real codec is made when both are known.
+        unknown = BoundedFixedPoint(self.summed, clip=shares.clip, levels=64)
+        self._noisy = NoisyMean(inner, shares, seed=seed, **promise)
+        system = self._system(unknown, symbols=1, min_contributors=2, contributors=1)
+        super().__init__(system, self._noisy, policy=NONE_DENSE, links=self.settings.links(), seed=seed)
+        self._rule.check(self.codec, None)
+        self._rule.within(self._released)
+
+    @property
+    def codec(self) -> Codec:
+        """What is summed, as it is encoded for this model and number of clients."""
+        system: NoisySum = self.system
+        return system.codec
+
+    def _system(self, codec: BoundedFixedPoint, **numbers: int) -> NoisySum:
+        of_code = self.settings.of_code() | {"threshold": self.settings.threshold}
+        remembering = ErrorFeedback(codec) if self.feedback else codec
+        return NoisySum(codec=remembering, **{**of_code, **numbers})
+
+    def _released(self, arrays: ArrayRecord, server_round: int) -> Layout:
+        """Return the layout of what clients send of an update: all of it, or a support that is drawn for all."""
+        layout = Layout.of(to_arrays(arrays, copy=False), self.policy, cast_floats=True)
+        support = self.codec.common_support(layout, Key(self.seed, "uplink", server_round))
+        return layout if support is None else Layout.flat(int(support.size))
 
     def round(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Exchanges[Outcome]:
         """Make the codec for this model and number of clients, then run the round of a coded sum."""
-        layout = Layout.of(to_arrays(arrays), self._pair.policy, cast_floats=True)
+        layout = Layout.of(to_arrays(arrays), self.policy, cast_floats=True)
         self._prepare(FixedPoint(self.summed, clip=1.0).count(layout), self._noisy.contributors)
         return (yield from super().round(server_round, arrays, config, grid))
 
+    def _play(
+        self, x: Running, now: Now, program: Round, begun: Exchange | None = None
+    ) -> Generator[Iterable[Message], list[Message], Step | None]:
+        return (yield from super()._play(x, now, paid(program, lambda: self._noisy.pay(now.number)), begun))
+
     def _prepare(self, size: int, contributors: int) -> None:
-        """Take the codec for ``size`` integers of each of ``contributors`` clients."""
-        assert isinstance(self.construction, NoisySum)
-        mechanism = self._noisy.sum_of(size, contributors)
+        """Take the codec for ``size`` integers of each of ``contributors`` clients, and as many pieces as leave the
+        tolerated losses.
+
+        Raises
+        ------
+        ConfigError
+            When decoding would need more relays than may be left, or clients that tell could read a share.
+        """
+        mechanism, threshold = self._noisy.sum_of(size, contributors), self.settings.threshold
         insecure = self._noisy.insecure_deterministic
         bounded = BoundedFixedPoint.of(mechanism, self.summed, insecure_deterministic=insecure)
-        self.construction.prepare(bounded, mechanism)
-        self._pair.codec = ErrorFeedback(bounded) if self.feedback else bounded
+        telling = mechanism.contributors - mechanism.counted - mechanism.tolerated
+        if threshold < max(1, telling):
+            raise ConfigError(
+                f"threshold={threshold}: {telling} clients may tell what they hold; threshold={max(1, telling)} keeps "
+                "single updates from them"
+            )
+        if mechanism.least < max(2, threshold + 1):
+            raise ConfigError(
+                f"{mechanism.least} contributors may be left, too few for a sum of which {threshold} learn nothing; "
+                "lower tolerated or threshold, or ask more clients"
+            )
+        # As many sums decode as there are symbols and private ones together: exactly the least number of contributors.
+        symbols = mechanism.least - threshold
+        self.system = self._system(
+            bounded, symbols=symbols, min_contributors=mechanism.least, contributors=mechanism.contributors
+        )
         self._made = (size, contributors)
-
-    @property
-    def _pair(self) -> Hooked:
-        assert isinstance(self.inner, Hooked)
-        return self.inner
-
-    @property
-    def _noisy(self) -> NoisyMean:
-        assert isinstance(self._pair.inner, NoisyMean)
-        return self._pair.inner
 
     def check_state(self, values: Mapping[str, Any]) -> None:
         """Prepare the codec that the rest of the state is for."""
         size, contributors = values["_made"]
         if size:
             self._prepare(size, contributors)
+
+    def identity(self) -> dict[str, str]:
+        """Return what must not change within a run; grid and room follow from it and from the model."""
+        return {"summed": repr(self.summed), "feedback": repr(self.feedback)}
+
+
+def paid(program: Round, pay: Callable[[], None]) -> Round:
+    """Drive a coded sum, and pay between the freezing of its set and the first ask for a sum over it."""
+    owed = True
+    try:
+        asks = next(program)
+        while True:
+            wanted = asks.asks if isinstance(asks, Wait) else asks
+            if owed and any(isinstance(ask.say, AddUp) for ask in wanted):
+                pay()
+                owed = False
+            asks = program.send((yield asks))
+    except StopIteration as end:
+        step: Step | None = end.value
+        return step

@@ -17,7 +17,7 @@ from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.kit import Record, Records
 from fedcomp.experiments.vanishing import Life, PeerShards, live, relive
-from fedcomp.flower.coded import RelayTraining
+from fedcomp.flower import asks
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.timing import Link
 from fedcomp.timing.dropout import ALWAYS, Compute, Presence, Situation, World
@@ -97,23 +97,7 @@ def test_shards_that_did_not_land_are_taken_from_the_spools(tmp_path: Path) -> N
         trained = {}
         for client in range(3):
             content = RecordDict()
-            relays = [(client + 1 + i) % 3 for i in range(3)]
-            RelayTraining(
-                construction="relay",
-                run=run,
-                transport="hub",
-                max_store=0,
-                round=1,
-                index=client,
-                code="mds",
-                symbols=2,
-                shards=3,
-                private=0,
-                seed=0,
-                max_payload=9,
-                source=client,
-                relays=tuple(relays),
-            ).put(content)
+            asks.put(content, asks.AskHead(number=1, seed=0, session=run, sequence=1))
             trained[client] = (1.0, Message(content, grid.node_id_of(client), "train"))
         left = PeerShards(tmp_path)(situation, trained)
     # Client 0 dies in its second shard. Client 2 is gone before its first has left, and is not there for client 1's.

@@ -1,21 +1,12 @@
-"""Bundles and serialised content of coded rounds: exact, bounded, typed errors only."""
+"""Serialised content of replies that travel another way: exact, bounded, typed errors only."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from hypothesis import given
-from hypothesis import strategies as st
 
-from fedcomp.flower.coded import (
-    BUNDLE,
-    open_content,
-    pack_content,
-    put_bundle,
-    take_bundle,
-)
-from fedcomp.flower.payload import PayloadError, put_frame
+from fedcomp.flower.coded import open_content, pack_content
+from fedcomp.flower.payload import PayloadError
 from fedcomp.rng import Key
 
 
@@ -54,26 +45,3 @@ def test_damaged_content_raises_one_error_or_is_content() -> None:
         except PayloadError:
             refused += 1
     assert refused > 1000
-
-
-@given(st.lists(st.binary(max_size=40), max_size=8))
-def test_bundles_come_back(items) -> None:
-    record = RecordDict()
-    assert put_bundle(record, items) == sum(map(len, items))
-    assert take_bundle(record, most=8, longest=40) == items
-
-
-def test_bundles_beyond_their_limits_are_refused() -> None:
-    record = RecordDict()
-    assert take_bundle(record, most=0, longest=0) == []
-    put_bundle(record, [b"abc", b"de"])
-    for most, longest, reason in ((1, 9, "more than 1 items"), (2, 2, "at most 2 are accepted")):
-        with pytest.raises(PayloadError, match=reason):
-            take_bundle(record, most=most, longest=longest)
-    for frame, reason in ((b"\x01\x00", "middle of a length"), (b"\x09\x00\x00\x00abc", "only 3 are left")):
-        put_frame(record, BUNDLE, frame)
-        with pytest.raises(PayloadError, match=reason):
-            take_bundle(record, most=9, longest=99)
-    record = RecordDict({BUNDLE: ConfigRecord({"other": 1})})
-    with pytest.raises(PayloadError, match="not a frame"):
-        take_bundle(record, most=9, longest=99)

@@ -227,7 +227,7 @@ def test_no_other_client_may_relay_what_only_the_server_is_trusted_with(construc
     with pytest.raises(ConfigError, match="not other clients"):
         CodedFedAvg(pair, construction=construction)
     noised = local_dp(inner(), Privatise(1.0, 2.0), TopK(density=0.5), population=1000)
-    assert CodedFedAvg(noised, construction="relay").inner is noised
+    assert CodedFedAvg(noised, construction="relay").inner is noised.inner
 
 
 def batchnorm_app(mods) -> ClientApp:

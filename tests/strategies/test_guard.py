@@ -15,7 +15,6 @@ from private_runs import inner as bare_mean
 from toy import SHAPES, client_app, fedavg, model, stack, update
 
 from fedcomp.clients.app import app as generic
-from fedcomp.clients.coded.mod import coded as coded_mod
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.programs import programs
@@ -268,16 +267,14 @@ def forged(culprit: int, when: int, value: float) -> Any:
     return hostile
 
 
-@pytest.mark.parametrize("coded", [False, True], ids=["pair", "relay"])
-def test_d2_a_hostile_message_of_local_privacy_is_named_and_with_a_guard_refused(coded: bool) -> None:
+def test_d2_a_hostile_message_of_local_privacy_is_named_and_with_a_guard_refused() -> None:
     """Nobody bounds what a client noised itself: before, the model was ruined and nobody named."""
 
     def run(**options: Any) -> tuple[Compressed, ArrayRecord, int]:
         noise = Privatise(clip=1.0, noise_multiplier=4.0, insecure_deterministic=True)
         pair = local_dp(bare_mean(), noise, QSGD(levels=7), population=5, delta=1e-3, **options)
         mods = [forged(1, 2, 1e25), compression(), private()]
-        strategy = CodedFedAvg(pair, construction="relay") if coded else pair
-        arrays, node = play(strategy, client_app([coded_mod(), *mods]) if coded else client_app(mods))
+        arrays, node = play(pair, client_app(mods))
         return pair, arrays, node
 
     bare, ruined, node = run()

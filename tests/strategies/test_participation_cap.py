@@ -13,7 +13,6 @@ from private_runs import inner
 from test_distributed_dp import CLIP
 from toy import SHAPES, client_app, model
 
-from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
 from fedcomp.codecs import QSGD, TopK
@@ -64,7 +63,7 @@ PATHS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     # Shares of noise are made for the number that is asked: all of them, every time.
     "distributed": (
         lambda: DistributedDp(inner(), ShareSettings(clip=CLIP, tolerated=2), **PROMISE),
-        lambda: client_app([coded(), compression()]),
+        lambda: client_app([compression()]),
     ),
 }
 

@@ -9,7 +9,6 @@ from typing import Any
 import datalens_toy
 import numpy as np
 import pytest
-from coded_runs import coded_app
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedMedian
 from private_runs import Room
@@ -19,14 +18,13 @@ from toy import SHAPES, client_app, fedavg, model, update
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.programs import programs
-from fedcomp.codecs import FixedPoint, Identity, RandomK, ScaleCom, TopK
+from fedcomp.codecs import Identity, ScaleCom, TopK
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import fit
-from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.partitions import Holders, contest
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
@@ -176,32 +174,6 @@ def test_d1_in_a_round_of_datalens_the_holder_of_an_earlier_round_is_not_preferr
     grid.add_node(TWIN)
     fit(strategy, MeteredGrid(grid, TrafficLedger()), datalens_toy.model(), 2, start_round=2, timeout=9)
     assert (strategy.reports[2].datalens.answered, len(strategy.reports[2].refused)) == (2, 2)
-
-
-CODED = {
-    "relay": lambda: CodedFedAvg(Compressed(fedavg(), TopK(1.0)), construction="relay", symbols=2),
-    "relay around FedAvg": lambda: CodedFedAvg(fedavg(), construction="relay", symbols=2),
-    "sumcode": lambda: CodedFedAvg(
-        Compressed(fedavg(), FixedPoint(RandomK(1.0, shared=True), clip=2000.0)),
-        construction="sumcode",
-        symbols=2,
-        threshold=1,
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", CODED)
-def test_d1_in_a_coded_round_twins_take_no_part(kind: str) -> None:
-    strategy = CODED[kind]()
-    grid = grid_of(coded_app(), 6)
-    twins = {grid.node_id_of(2), grid.add_node(TWIN)}
-    fitted = fit(strategy, MeteredGrid(grid, TrafficLedger()), model(), 1, timeout=9)
-    arrays, report = fitted.arrays, strategy.reports[1].coded
-    assert {node for node, reason in report.excluded.items() if "declare partition 2" in reason} == twins
-    assert report.planned == 5
-    assert not twins & set(report.included)
-    np.testing.assert_allclose(arrays["bias"].numpy(), mean((1, (0, 1, 3, 4, 5))), rtol=1e-2, atol=10.0)
 
 
 def test_d1_where_the_engine_knows_a_claim_in_a_reply_costs_its_own_update_alone() -> None:

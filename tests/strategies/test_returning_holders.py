@@ -10,7 +10,6 @@ import graph_federation
 import linear_toy
 import pytest
 import toy
-from coded_runs import coded_app
 from flwr.app import ArrayRecord, ConfigRecord
 
 from fedcomp.clients.compressed import compression
@@ -54,9 +53,9 @@ PATHS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], ArrayR
     ),
     "coded rounds": (
         lambda: CodedFedAvg(Compressed(toy.fedavg(), TopK(1.0)), construction="relay", symbols=2),
-        coded_app,
+        lambda: toy.client_app([compression()]),
         toy.model,
-        lambda strategy: strategy._holders,
+        lambda strategy: strategy.roster,
     ),
     "gossip": (
         lambda: gossip_toy.strategy("sparse-push", nodes=NODES),

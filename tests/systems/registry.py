@@ -409,7 +409,6 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     ),
     "noisy-sum": Entry(
         NoisySum(codec=BOUNDED, symbols=2, threshold=1, min_contributors=3, contributors=NODES),
-        weighs=False,
         exchanges=3,
         frozen=None,
         least=3,

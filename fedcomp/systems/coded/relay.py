@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Final, cast
+from typing import Annotated, Any, ClassVar, Final, cast
 
 import numpy as np
 
@@ -29,7 +29,22 @@ from fedcomp.coding.packet import DIGEST_BYTES, Packet
 from fedcomp.coding.relay import Collector, Commitment, RelayPlan, check, choose, packet_hash
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.layout import Layout
-from fedcomp.program import Answer, AnswerError, Ask, Frames, Me, Mean, Now, Round, Said, Single, Step, System, Wait
+from fedcomp.program import (
+    Answer,
+    AnswerError,
+    Ask,
+    Frames,
+    Me,
+    Mean,
+    Now,
+    Released,
+    Round,
+    Said,
+    Single,
+    Step,
+    System,
+    Wait,
+)
 from fedcomp.rules import LARGEST, Data, Int, Made, Many, OneOf
 from fedcomp.systems import get_system
 from fedcomp.systems.coded.shards import MOST, PEERS, Coded, Relay, listed, peers_of
@@ -91,7 +106,7 @@ class CodedRelay(Coded, id="coded-relay"):
         When the numbers can never work, or the system inside has several exchanges.
     """
 
-    RULES: ClassVar[tuple[type, ...]] = (Mean, Single)
+    RULES: ClassVar[tuple[type, ...]] = (Mean, Single, Released)
     SAYS: ClassVar[tuple[type[Said], ...]] = (Share, Shared, Collect)
 
     inner: Annotated[System, Made(get_system)]
@@ -120,7 +135,13 @@ class CodedRelay(Coded, id="coded-relay"):
         nodes, peers = listed(now)
         inner = self.inner.round(now)
         asks = {ask.node: ask for ask in next(inner)}
-        told = now.told["coded"] = {"planned": len(nodes), "relays": len(nodes), "threshold": self.threshold}
+        told: dict[str, Any] = {
+            "planned": len(nodes),
+            "relays": len(nodes),
+            "threshold": self.threshold,
+            "left_out": {},
+        }
+        now.told["coded"] = told
         # Who has no key takes part uncoded.
         plain = [ask for node, ask in asks.items() if node not in now.keys]
         if not nodes:
@@ -173,7 +194,7 @@ class CodedRelay(Coded, id="coded-relay"):
             len(payload), Packet.from_bytes(packets[0], plan.limits).digest, b"".join(map(packet_hash, packets))
         )
         sent = answer.frames.get(self.inner.SENT) if answer.sent is None else answer.sent
-        return relay.memory(own), Answer(me.node, say=said, post=posts, sent=sent, bare=True)
+        return relay.memory(own), Answer(me.node, say=said, post=posts, sent=sent, keep=answer.keep, bare=True)
 
 
 @dataclass
@@ -269,10 +290,11 @@ class _Collecting:
         for source, node in enumerate(self.nodes):
             try:
                 found.append(self.now.unpack(node, self.collector.payload(source)))
+            except NotDecodable as why:
+                # Nobody's fault: it keeps its update.
+                self.now.told["coded"]["left_out"][node] = str(why)
             except FedcompError as why:
-                # Who did not answer is missed already.
-                if source in self.alive:
-                    self.now.refuse(node, str(why))
+                self.now.refuse(node, str(why))
         collector, told = self.collector, self.now.told["coded"]
         told |= {name: getattr(collector, name) for name in ("received", "innovative", "dependent")}
         for reason in collector.refused:

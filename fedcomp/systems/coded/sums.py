@@ -270,7 +270,8 @@ class CodedSum(Coded, id="coded-sum"):
                 "construction='relay'"
             )
         nodes, peers = listed(now)
-        told = now.told["coded"] = {"planned": len(nodes), "threshold": self.threshold}
+        told: dict[str, Any] = {"planned": len(nodes), "threshold": self.threshold, "left_out": {}}
+        now.told["coded"] = told
         for node in set(now.nodes) - set(nodes):
             now.refuse(node, "not in the sum: its app has no key, to which the others could send their shards")
         try:
@@ -505,11 +506,11 @@ class _Summing:
                 matrix[row, source] = tag in tags.get(source, ())
         self.chosen, relays = choose_set(matrix, self.plan.needed)
         for source, node in enumerate(self.nodes):
-            # Who did not answer is missed already.
-            if source not in self.chosen and source in self.alive:
-                count = int(matrix[:, source].sum())
-                self.now.refuse(
-                    node, f"{count} relays hold its shards, {self.plan.needed} that hold everybody's are needed"
+            if source not in self.chosen:
+                count, needed = int(matrix[:, source].sum()), self.plan.needed
+                # Nobody's fault: it keeps its update.
+                self.now.told["coded"]["left_out"][node] = (
+                    f"{count} relays hold its shards, {needed} that hold everybody's are needed"
                 )
         if len(self.chosen) < self.plan.least:
             raise NotDecodable(

@@ -1,0 +1,255 @@
+"""Relayed updates and coded sums over Flower's messages: what stands inside, what is reported, who takes no part.
+
+What holds of the programs is tested on the driver in memory (tests/systems), and that this is the same in
+test_over_messages.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from coded_runs import after_sharing, before_sharing, bits, run, tapped
+from flwr.app import Context, Message
+from flwr.serverapp.strategy import FedAdam, FedMedian
+from test_sparsifiers_drop_in import EXACT, OTHERS, ROUNDED
+from toy import client_app, fedavg, model
+
+from fedcomp.clients.compressed import compression
+from fedcomp.codecs import QSGD, FixedPoint, Identity, RandomK, TopK
+from fedcomp.errors import ConfigError
+from fedcomp.experiments.systems import SYSTEMS
+from fedcomp.flower import asks
+from fedcomp.flower.faults import Delivery
+from fedcomp.flower.payload import POST
+from fedcomp.flower.rounds import fit
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
+
+NODES = 6
+# Every registered codec of one exchange: test_sparsifiers_drop_in.py checks that these are all.
+CODECS = (*EXACT, *ROUNDED, *OTHERS, Identity(), QSGD(levels=4), RandomK(0.1))
+INTEGERS = FixedPoint(RandomK(0.3), clip=2.0**12, levels=2**11)
+
+
+def relay(inner: Any = None, **options: Any) -> CodedFedAvg:
+    return CodedFedAvg(inner or Compressed(fedavg(), QSGD(levels=4)), **{"code": "mds", "symbols": 4, **options})
+
+
+def coded_sum(codec: Any = INTEGERS, inner: Any = None, **options: Any) -> CodedFedAvg:
+    around = inner or Compressed(fedavg(fraction_evaluate=0.0), codec)
+    return CodedFedAvg(around, construction="sumcode", **{"symbols": 3, "threshold": 1, **options})
+
+
+def included(strategy: CodedFedAvg, number: int = 1) -> list[int]:
+    return strategy.reports[number].coded.partitions
+
+
+# What stands inside.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", CODECS[::4], ids=repr)
+def test_every_codec_rides_in_the_packets(codec: Any) -> None:
+    """Frames of every kind and length, two rounds, a client that vanishes after sharing in each of them."""
+    strategy = CodedFedAvg(Compressed(fedavg(), codec), code="mds", symbols=2)
+    result, _ = run(strategy, 3, rounds=2, fault=after_sharing([1]))
+    assert [included(strategy, number) for number in (1, 2)] == [[0, 1, 2]] * 2
+    plain, _ = run(Compressed(fedavg(), codec), 3, rounds=2)
+    assert bits(result) == bits(plain)
+    assert strategy.reports[2].refused.keys() <= {strategy.reports[2].coded.included[1]}
+
+
+INSIDE: dict[str, Any] = {
+    "moments": lambda: Compressed(FedAdam(fraction_evaluate=0.0), TopK(0.1)),
+    "median": lambda: Compressed(FedMedian(fraction_evaluate=0.0), QSGD(levels=7)),
+    "a downlink": lambda: Compressed(fedavg(), QSGD(levels=7), downlink=TopK(0.1)),
+    "whole models": lambda: Compressed(fedavg(), Identity()),
+    "buffers": lambda: Compressed(fedavg(), TopK(0.1)),
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_a_relay_gives_the_bits_of_the_pair_inside(inside: str) -> None:
+    start = {"initial": model(counter=inside == "buffers")}
+    for options in ({"symbols": 3}, {"symbols": 2, "threshold": 1}, {"symbols": 2, "code": "rlnc"}):
+        strategy = relay(INSIDE[inside](), **options)
+        result, _ = run(strategy, NODES, rounds=3, fault=after_sharing([1, 4]), **start)
+        assert bits(result) == bits(run(INSIDE[inside](), NODES, rounds=3, **start)[0])
+    assert strategy.reports[3].rolled_back == []
+
+
+def test_a_plain_fedavg_inside_gives_plain_fedavgs_model() -> None:
+    result, _ = run(relay(fedavg(), symbols=2), NODES, rounds=2)
+    assert bits(result) == bits(run(Compressed(fedavg(), Identity()), NODES, rounds=2)[0])
+
+
+def test_evaluation_is_the_inner_strategys_own() -> None:
+    result, _ = run(relay(symbols=2), NODES, rounds=2)
+    plain, _ = run(Compressed(fedavg(), QSGD(levels=4)), NODES, rounds=2)
+    assert result.evaluate_metrics_clientapp == plain.evaluate_metrics_clientapp
+    assert result.train_metrics_clientapp == plain.train_metrics_clientapp
+
+
+def test_a_run_goes_on_from_its_saved_state() -> None:
+    for make in (lambda: relay(Compressed(fedavg(), TopK(0.1)), symbols=3), coded_sum):
+        whole, _ = run(make(), NODES, rounds=4)
+        strategy, grid = make(), tapped(NODES)
+        first = fit(strategy, grid, model(), 2, timeout=9.0)
+        again = make()
+        again.load_state_dict(strategy.state_dict())
+        result = fit(again, grid, first.arrays, 4, start_round=3, timeout=9.0)
+        assert bits(result) == bits(whole)
+        assert again.reports[3].rolled_back == again.reports[3].fresh == []
+
+
+# What is reported.
+
+
+def test_a_report_says_what_was_planned_and_who_is_in() -> None:
+    strategy = relay(symbols=3)
+    run(strategy, NODES, rounds=2, fault=before_sharing([2]))
+    report = strategy.reports[2].coded
+    assert (report.planned, report.symbols, report.shards, report.threshold) == (NODES, 3, NODES, 0)
+    assert report.partitions == [0, 1, 3, 4, 5]
+    assert (report.received, report.innovative, report.dependent) == (15, 15, 0)
+    assert len(report.included) == 5
+    assert len(report.excluded) == 1
+    assert report.line().startswith("5 of 6 coded updates in ")
+
+
+def test_what_passes_the_server_is_sealed_and_counted() -> None:
+    strategy = relay(symbols=3)
+    _, grid = run(strategy, NODES)
+    posts = [data for reply in grid.answered("Shared") for data in asks.data_in(reply.content, POST).values()]
+    assert len(posts) == NODES * (NODES - 1)
+    assert not any(data[:2] == b"RL" for data in posts)
+    payload = grid.ledger.total("payload", direction="up")
+    assert payload >= sum(map(len, posts))
+
+
+def test_too_few_clients_skip_the_round_with_the_reason_in_the_report() -> None:
+    strategy = relay(symbols=7)
+    result, _ = run(strategy, 4)
+    assert bits(result) == b"".join(array.numpy().tobytes() for array in model().values())
+    assert "the round is skipped, the model is unchanged" in strategy.reports[1].notes[0]
+    assert len(strategy.reports[1].coded.excluded) == 4
+
+
+def test_a_sum_shows_weights_and_metrics_only_when_it_is_asked_for() -> None:
+    quiet = run(coded_sum(), NODES)[0].train_metrics_clientapp[1]
+    assert set(quiet) == {"coded.contributors", "coded.weight", "coded.cut"}
+    assert quiet["coded.weight"] == 210
+    even = run(coded_sum(weighted=False), NODES)[0].train_metrics_clientapp[1]
+    assert even["coded.weight"] == NODES
+    told = run(coded_sum(metrics=True), NODES)[0].train_metrics_clientapp[1]
+    assert {"partition", "seen"} <= set(told)
+
+
+# Who takes no part.
+
+
+def test_apps_without_keys_answer_directly_and_are_reported() -> None:
+    """Half of the clients are of no release of this project: their replies are ordinary ones and count as such."""
+    ours, others = client_app([compression()]), client_app()
+
+    def mixed(msg: Message, context: Context) -> Message:
+        return (ours if context.node_config["partition-id"] < 3 else others)(msg, context)
+
+    strategy = relay(Compressed(fedavg(), Identity()), symbols=2)
+    result, _ = run(strategy, NODES, app=mixed, rounds=2, fault=after_sharing([1]))
+    plain, _ = run(Compressed(fedavg(), Identity()), NODES, rounds=2)
+    assert bits(result) == bits(plain)
+    assert included(strategy, 2) == [0, 1, 2]
+    assert len(strategy.reports[2].coded.direct) == 3
+    nobody = relay(Compressed(fedavg(), Identity()), symbols=2)
+    assert bits(run(nobody, NODES, app=others)[0]) == bits(run(Compressed(fedavg(), Identity()), NODES)[0])
+    assert "an ordinary one" in nobody.reports[1].notes[0]
+    # Of a sum they have no part.
+    strategy = coded_sum(symbols=2)
+    run(strategy, NODES, app=lambda msg, ctx: (others if ctx.node_config["partition-id"] == 5 else ours)(msg, ctx))
+    assert included(strategy) == [0, 1, 2, 3, 4]
+    (reason,) = strategy.reports[1].coded.excluded.values()
+    assert "not in the sum" in reason
+
+
+def test_nodes_that_are_silent_at_the_hello_are_asked_again() -> None:
+    def shy(delivery: Delivery) -> str | None:
+        return "silent" if delivery.message_type == "query.hello" and delivery.round == 1 else None
+
+    strategy = relay()
+    result, _ = run(strategy, NODES, rounds=2, fault=shy)
+    assert [strategy.reports[number].coded.planned for number in (1, 2)] == [0, NODES]
+    assert bits(result) == bits(run(Compressed(fedavg(), QSGD(levels=4)), NODES, rounds=2)[0])
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"construction": "relais"}, "did you mean 'relay'"),
+        ({"code": "raptor"}, "known: mds, rlnc|one of"),
+        ({"transport": "pigeon"}, "transport='pigeon'"),
+        ({"stragglers": 3}, "no option 'stragglers'; none are known"),
+        ({"spool": "/tmp/x"}, "transport='peers'"),
+        ({"symbols": 7, "shards": 6}, "fewer than the 7"),
+        ({"code": "rlnc", "threshold": 1}, "needs code='mds'"),
+    ],
+)
+def test_what_was_chosen_wrongly_is_refused_at_once(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        relay(**options)
+
+
+def test_what_cannot_stand_inside_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="exchanges of its own"):
+        CodedFedAvg(relay())
+    with pytest.raises(ConfigError, match="Flower Strategy"):
+        CodedFedAvg("fedavg")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("inner", "options", "message"),
+    [
+        (fedavg(), {}, "wrap it: Compressed"),
+        (Compressed(FedMedian(), INTEGERS), {}, "FedMedian looks at single updates"),
+        (Compressed(fedavg(), TopK(0.1)), {}, "is not linear"),
+        (Compressed(fedavg(), QSGD(7)), {}, "is not linear"),
+        (Compressed(fedavg(), Identity()), {}, "sends whole models"),
+        (Compressed(fedavg(), RandomK(0.1, shared=False)), {}, "draws a support for every client"),
+        (Compressed(fedavg(), RandomK(0.1)), {}, r"Use FixedPoint\(RandomK"),
+        (None, {"mode": "mask", "threshold": 0}, "set threshold >= 1"),
+        (None, {"min_contributor": 3}, "did you mean 'min_contributors'"),
+        (None, {"shards": 3}, "shards=3 are fewer than the 4"),
+    ],
+)
+def test_what_cannot_be_summed_is_refused_with_the_reason(inner: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        coded_sum(inner=inner, **options)
+
+
+def test_buffers_of_which_there_is_no_sum_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'num_batches_tracked'"):
+        run(coded_sum(), NODES, initial=model(counter=True))
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_system_inside_a_sum_shares_its_support_or_is_refused(name: str) -> None:
+    """Whatever strategy stands inside: a codec of one grid and one support, or no sum, before any node is asked."""
+    system = SYSTEMS[name]
+    try:
+        inner = system.build(system.resolve({}), 0)
+    except ConfigError:
+        pytest.skip("cannot be built without a task of its own")
+    if isinstance(inner, CodedFedAvg):
+        inner = Compressed(inner.inner, inner.system.codecs[0], feedback=False)
+    try:
+        outer = CodedFedAvg(inner, construction="sumcode", symbols=3, threshold=1, min_contributors=4, weighted=False)
+    except ConfigError:
+        return
+    assert outer.system.fixed.codec.shared is True
+    assert outer.system.fixed.codec.linear
+    assert np.isfinite(outer.system.fixed.step)
