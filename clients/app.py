@@ -33,8 +33,8 @@ from fedcomp.rng import Key
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fedcomp.clients.gossip import GossipSetup
     from fedcomp.flower.datalens import TrainingRequest
-    from fedcomp.flower.gossip import GossipSetup
     from fedcomp.forward.evaluate import Objective
     from fedcomp.graphs.base import GraphPart
     from fedcomp.tasks.base import Task

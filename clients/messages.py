@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, State, get_codec
@@ -34,6 +34,14 @@ NOT_WITHOUT_NOISE = (
     "noise. Use the same release on both sides, and accept its codecs"
 )
 """Why a client does not answer densely, as it does where a codec only compresses."""
+
+
+class AppError(Exception):
+    """The app answered with an error, which goes back as it is."""
+
+    def __init__(self, reply: Message) -> None:
+        super().__init__()
+        self.reply = reply
 
 
 def find_announcement(content: RecordDict) -> Announcement | None:

@@ -6,6 +6,7 @@ What is asked names the system and its options; the half makes it, lets its ``cl
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from fedcomp.asks import mark_of
 from fedcomp.clients.announced import announced
 from fedcomp.clients.half import CallNext, ClientHalf
+from fedcomp.clients.links import Links, introduced
 from fedcomp.clients.memory import (
     Memory,
     answered,
@@ -31,7 +33,7 @@ from fedcomp.clients.memory import (
     keep_blobs,
     kept_in,
 )
-from fedcomp.clients.messages import NOT_WITHOUT_NOISE, changed, made, partition_of, reply_arrays, require_ids
+from fedcomp.clients.messages import NOT_WITHOUT_NOISE, AppError, changed, made, partition_of, reply_arrays, require_ids
 from fedcomp.clients.peers import IDENTITY, identity_in, identity_record
 from fedcomp.clients.personal import Followed, ease, kept_note, names_note
 from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wants_private
@@ -43,6 +45,7 @@ from fedcomp.factors.collect import collecting
 from fedcomp.flower import asks
 from fedcomp.flower.asks import AnswerHead, AskHead, OwnStep, digest_of, digests_of
 from fedcomp.flower.coded import pack_content
+from fedcomp.flower.links import Book
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, NODE_RECORD, POST, STEP, models
 from fedcomp.flower.protocol import RESYNC, STALE, refusal
@@ -89,6 +92,9 @@ class Brought:
 
 Brings = Callable[[Message, Context], Brought]
 """What makes it, of the message as the app would see it, the model first, and of the context."""
+
+ANY_APP: Final[Mapping[str, str]] = {"gradient-code": "fedcomp.clients.coded.gradients:partitions"}
+"""By system, what makes that which any app brings, of message, context and what calls the app."""
 
 _BROUGHT: ContextVar[Mapping[str, Brings]] = ContextVar("fedcomp-brought", default=MappingProxyType({}))
 
@@ -203,14 +209,6 @@ GUARDS: Final = ("votes_only", "coded", "local_privacy")
 OUTSIDE: Final = ("private",)
 
 
-class _AppError(Exception):
-    """The app answered with an error, which goes back as it is."""
-
-    def __init__(self, reply: Message) -> None:
-        super().__init__()
-        self.reply = reply
-
-
 @dataclass
 class _Exchange:
     """One ask and what this node answers.
@@ -300,13 +298,19 @@ class _Exchange:
             asks.put(out, AnswerHead(number, head.sequence, lacks=lacks))
             return Message(out, reply_to=self.msg)
         content = self.msg.content
+        book, mail = sent.pop(Book.NAME, None), asks.posts_in(content, MAIL, number)
+        links = None
+        if book is not None:
+            place = self.context, number, Book.of(book), head.session
+            links = Links(*place, head.number, head.sequence, system.TRACED, head.oldest)
+            mail = links.opened(mail)
         ask = Ask(
             number,
             "train" if train else "query",
             asks.say_of(content, head, system),
             asks.data_in(content, FRAME),
             sent,
-            mail=asks.posts_in(content, MAIL, number),
+            mail=mail,
             model=head.needs_model,
         )
         model, learn = (_no_model, _no_model) if training is None else (training.start, training.learn)
@@ -340,7 +344,7 @@ class _Exchange:
         )
         try:
             state, answer = system.client(dict(memory.state), ask, me)
-        except _AppError as error:
+        except AppError as error:
             return error.reply
         out, said, framed = self._content(None if answer.bare else training, answer)
         said["sent"] = answer.sent is not None
@@ -351,7 +355,11 @@ class _Exchange:
             ratio = None if self.private else memory.ratio(system, state, answer)
             if ratio is not None and not answer.bare:
                 said["memory"] = ratio
-        framed |= asks.named_posts(answer.post, POST)
+        posts = answer.post if links is None else links.sent(answer.post)
+        framed |= asks.named_posts(posts, POST)
+        if links is not None:
+            said |= {"handed": links.handed, "parcels": links.parcels}
+            said["missed"] = tuple(f"{to} {why}" for to, why in links.failed.items())
         if system.KEYS and IDENTITY not in self.context.state:
             said["key"] = self.identity.public
         asks.put(
@@ -366,7 +374,11 @@ class _Exchange:
         store = self._store(None) if training is None else self._store(training.record, training.version)
         if training is not None and training.followed is not None:
             training.followed.save(store)
+        if links is not None:
+            links.write(store)
         memory.commit(self.context, head, system, state, answer, out, store, train=train)
+        if links is not None:
+            links.forget()
         return Message(out, reply_to=self.msg)
 
     def _content(
@@ -383,10 +395,15 @@ class _Exchange:
         return RecordDict(dict(training.beside.items())), dict(training.said), framed
 
     def _introduced(self) -> Message:
-        """Say this node's public key."""
-        out = RecordDict()
-        asks.put(out, AnswerHead(partition_of(self.context), self.head.sequence, key=self.identity.public))
+        """Say this node's public key, and where others reach it."""
+        out, number = RecordDict(), partition_of(self.context)
+        public = self.identity.public
+        # The key that is signed is the one that is kept.
         self.context.state = self._store(None)
+        book = self._blobs()[0].get(Book.NAME)
+        address, signature = ("", b"") if book is None else introduced(self.context, Book.of(book), number)
+        head = AnswerHead(number, self.head.sequence, key=public, address=address, signature=signature)
+        asks.put(out, head)
         return Message(out, reply_to=self.msg)
 
     @cached_property
@@ -412,8 +429,13 @@ class _Exchange:
     def brought(self, content: RecordDict) -> Brought | None:
         """Return what the app brings, None for nothing; ``content`` is from here on what it sees."""
         self.msg.content = content
-        brings = None if self.system is None else _BROUGHT.get().get(self.system.ID)
-        return None if brings is None or self.private else brings(self.msg, self.context)
+        if self.system is None or self.private:
+            return None
+        if self.system.ID in ANY_APP:
+            module, _, name = ANY_APP[self.system.ID].partition(":")
+            return Brought(getattr(importlib.import_module(module), name)(self.msg, self.context, self.call_next))
+        brings = _BROUGHT.get().get(self.system.ID)
+        return None if brings is None else brings(self.msg, self.context)
 
     def _app_alone(self) -> Message:
         """Return the app's own reply, and what it is to know of this node."""
@@ -639,7 +661,7 @@ class _Training:
         with collecting(collect, key.u64()) as collected:
             reply = train(msg, context)
         if reply.has_error():
-            raise _AppError(reply)
+            raise AppError(reply)
         content = only_update(reply.content, before, layout) if private else reply.content
         name, after = reply_arrays(content, before, head.model)
         self.said["record"] = name

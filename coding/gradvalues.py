@@ -63,18 +63,8 @@ class Arithmetic(ABC):
     def unpack(self, row: Vector, vector: int) -> tuple[Doubles, Doubles]:
         """Return vector and scalars of a decoded sum whose vector has that length."""
 
-    def from_bytes(self, data: bytes, vector: int, scalars: int) -> Vector:
-        """Return the row in ``data``.
-
-        Raises
-        ------
-        CodingError
-            When the length is wrong, or a number is not finite or no element of the field.
-        """
-        expected = self.size(vector, scalars) * self.dtype.itemsize
-        if len(data) != expected:
-            raise CodingError(f"an answer has {len(data)} bytes; expected {expected}: {vector} + {scalars} numbers")
-        row = np.frombuffer(data, self.dtype)
+    def require(self, row: Vector) -> Vector:
+        """Return a row that came; raise :class:`CodingError` where a number is not finite, or no element."""
         if self.field is None:
             if not np.isfinite(row).all():
                 raise CodingError("an answer holds NaN or infinity")

@@ -26,9 +26,6 @@ from fedcomp.experiments.federation import Cohorts, wait_for_nodes
 from fedcomp.experiments.spec import PRIVACY_FILE, RoundRecord, RunResult, RunSpec, Scalar
 from fedcomp.experiments.systems import declare, get_system
 from fedcomp.flower import checkpoint as checkpoints
-from fedcomp.flower.gossip import OBSERVE_TYPE as GOSSIP_OBSERVATION
-from fedcomp.flower.gossip import START_TYPE as GOSSIP_START
-from fedcomp.flower.gossip import TRAINING as GOSSIP_MESSAGES
 from fedcomp.flower.grid import in_process
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.privacy import Private, find_private
@@ -388,11 +385,10 @@ class _Run:
         """
         if server_round not in self._reports.sections("gossip"):
             return {}
-        ledger, where = self.grid.ledger, {"round": server_round, "link": "hub", "message_type": GOSSIP_MESSAGES}
+        ledger, where = self.grid.ledger, {"round": server_round, "link": "hub", "message_type": "train"}
         return {
             "gossip.overhead": ledger.total("wire", **where) - ledger.total("payload", **where),
-            "gossip.start": ledger.total("payload", round=server_round, direction="down", message_type=GOSSIP_START),
-            "gossip.observation": ledger.total("wire", round=server_round, message_type=GOSSIP_OBSERVATION),
+            "gossip.observation": ledger.total("wire", round=server_round, message_type="query"),
         }
 
     def _notes(self) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip.tuning import DivergenceWatch, Observer
 from fedcomp.layout import Layout
 from fedcomp.local import Local
-from fedcomp.program import Ask, Me
+from fedcomp.program import Me
 from fedcomp.rng import Key
-from fedcomp.systems.gossip import Arrays, Course, Gossip, Learnt, Turn, state_of, turns_of, waiting
+from fedcomp.systems.gossip import Arrays, Course, Gossip, Learnt, state_of, waiting
 
 KINDS: Final = ("silent", "crash", "lost", "late", "twice", "stale", "wiped")
 """What can happen to an ask, beside nothing (``""``); see :class:`fedcomp.local.Local`."""
@@ -105,7 +105,7 @@ class _Here:
     def learns(self) -> bool:
         return self.local is not None
 
-    def start(self, me: Me) -> tuple[Real, Arrays]:
+    def start(self, me: Me, dtype: str) -> tuple[Real, Arrays]:
         return self.model, {}
 
     def learn(self, me: Me, z: Real, own: Arrays, key: Key) -> Learnt:
@@ -281,12 +281,9 @@ class Simulation:
             return {node: local.data[node].model for node in sorted(run.members)}
         found: dict[int, Real] = {}
         for node in sorted(run.members - local.mailbox.asked.keys() - run.starts.keys()):
-            memory = local.client(node).memory
-            # Messages of a torn iteration will never be applied: shown is what the coming reset leaves.
-            start, mail = ("reset", ()) if run.torn else ("", waiting(local.mailbox, node))
-            turn = Turn("finish", turns_of(memory) + 1, run.iteration, run.epoch, start=start, show=True)
+            ask = self.system.question(run, node, () if run.torn else waiting(local.mailbox, node))
             me = Me(node, run.iteration, local.seed, local.layout, lambda: local.model, _no_training, local.data[node])
-            _, answer = self.system.client(dict(memory), Ask(node, say=turn, mail=mail), me)
+            _, answer = self.system.client(dict(local.client(node).memory), ask, me)
             if "model" in answer.frames:
                 found[node] = np.frombuffer(answer.frames["model"], self.system.dtype)
         return found

@@ -238,6 +238,7 @@ class Local:
             # A state that a broken round left half made is thrown away.
             dict(self.state),
             lambda n, why: refused.append(f"{n}: {why}"),
+            tensors=lambda: self.layout.unflatten(start),
             keys={node: self.identity(node).public for node in who} if self.system.KEYS else {},
             mailbox=mailbox,
             unpack=unpack,
@@ -400,6 +401,8 @@ class Local:
         """Let the model take a step."""
         if step.model is not None:
             self.model = step.model
+        elif step.tensors is not None:
+            self.model = self.layout.flatten(step.tensors)
         elif step.frame is not None:
             # As nodes read it that get the step in place of the model.
             moved = self.model.copy()

@@ -93,8 +93,8 @@ class Mailbox:
     def stamp(self, number: int, round: int, ask: Ask, *, again: bool) -> Stamped:
         """Return an ask as it goes out: with what waits, or in its place an earlier one without an answer.
 
-        With ``again`` asks to train are repeated, and these alone bring mail: a question that nobody answers is asked
-        again as the program likes.
+        With ``again`` asks to train are repeated, and these alone take mail: a question that nobody answers is asked
+        again as the program likes, with copies of what waits where it put these into the ask.
         """
         former = self.asked.get(ask.node) if again else None
         if former is not None:
@@ -102,7 +102,7 @@ class Mailbox:
         else:
             # Where nothing is remembered mail would be lost.
             brings = ask.kind == "train" or (ask.kind == "query" and not again)
-            stamped = Stamped(number, round, ask._replace(mail=self.take(ask.node) if brings else ()))
+            stamped = Stamped(number, round, ask._replace(mail=self.take(ask.node)) if brings else ask)
         if ask.kind == "train" or former is not None or not again:
             self.asked[ask.node] = stamped
         return stamped

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 # A system's file finds all its words here.
 from fedcomp.asks import EVALUATE as EVALUATE
@@ -75,7 +76,8 @@ class Step:
     consumed : tuple of int
         The nodes whose memory may forget what it sent.
     change, model : float32 array, shape (layout size,), optional
-        The one of them that is not None says how the model moves; both are None where ``single`` or ``frame`` do.
+        The one of them that is not None says how the model moves; both are None where ``single``, ``frame`` or
+        ``tensors`` do.
     single : mapping of int to float32 array, optional
         Every node's change by itself, for a strategy that looks at them; with ``whole`` its model.
     frame : bytes, optional
@@ -83,10 +85,12 @@ class Step:
         down with ``blobs``, which :meth:`System.reads` needs.
     support : bool
         Whether the change lists coordinates, so that nothing is said of the others.
-    metrics : mapping of str to float
+    metrics : mapping of str to float or list of float
         What the program measured of its round; they are reported with the clients' metrics.
     whole : bool
         Whether single updates are models.
+    tensors : mapping of str to array, optional
+        The model itself by its tensors, where more digits count than float32 has: :attr:`Now.tensors`.
     """
 
     consumed: tuple[int, ...]
@@ -97,8 +101,9 @@ class Step:
     blobs: Frames = field(default_factory=dict)
     codec: Codec | None = None
     support: bool = False
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | list[float]] = field(default_factory=dict)
     whole: bool = False
+    tensors: Mapping[str, NDArray[Any]] | None = None
 
 
 Round = Generator[Sequence[Ask] | Wait, Sequence[Answer], Step | None]
@@ -177,6 +182,8 @@ class Now:
     layout : Layout
     start : callable
         ``start()`` returns :attr:`model`.
+    tensors : callable
+        ``tensors()`` returns the model by its tensors, in their own dtypes; not to be written to.
     seed : int
         Of the random streams of both halves.
     rule : Rule
@@ -223,6 +230,7 @@ class Now:
     strangers: Set[int] = frozenset()
     seen: Callable[[int, Codec, Bundle | Vector], None] = lambda node, codec, contribution: None
     told: dict[str, Any] = field(default_factory=dict)
+    tensors: Callable[[], Mapping[str, NDArray[Any]]] = dict
     keys: Mapping[int, bytes] = field(default_factory=dict)
     mailbox: Mailbox = field(default_factory=Mailbox)
     unpack: Callable[[int, bytes], Answer] = lambda node, data: Answer(node)

@@ -27,6 +27,8 @@ class Peer:
         Digests of the blobs that it holds, the newest last.
     key : bytes
         Its public key; empty: unknown.
+    address, signature : str, bytes
+        Where others reach it, and by what they know that the key is its own.
     greet : int
         Round before which it is not asked for its key again, since it has none.
     """
@@ -36,6 +38,8 @@ class Peer:
     version: int = 0
     blobs: list[str] = field(default_factory=list)
     key: bytes = b""
+    address: str = ""
+    signature: bytes = b""
     greet: int = 0
 
     def take(self, digests: Iterable[str]) -> None:
@@ -79,6 +83,11 @@ class Roster(Holders):
     def peer(self, address: int) -> Peer:
         """Return what is known of a node."""
         return self.peers.setdefault(address, Peer(version=self._version))
+
+    def reached(self) -> dict[int, Peer]:
+        """Return the nodes that have said a public key, by partition."""
+        found = {partition: self.peers.get(address) for address, partition in self.claims.items()}
+        return {partition: peer for partition, peer in sorted(found.items()) if peer is not None and peer.key}
 
     def release(self) -> None:
         """Forget who held which partition before, and who was silent."""

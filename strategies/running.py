@@ -21,6 +21,7 @@ from fedcomp.layout import Layout, Vector
 from fedcomp.mailbox import Mailbox
 from fedcomp.program import AnswerError, Ask, Given, Now, Step, Wait
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.replies import SentMessage
 from fedcomp.wire import Bundle, FrameSizes
 
@@ -175,6 +176,8 @@ class Running:
     own : dict of int to mapping of str to ndarray
         The models of the nodes that are sent another one than the round's.
     trained : dict of int to Trained
+    heard : set of int
+        Who has answered more than a greeting.
     sent : dict of int to (int, int)
         Sequence and generation of the answer whose frame is in the memory's past.
     payload, exact_bytes : dict of int to int
@@ -188,6 +191,8 @@ class Running:
         Of nodes that were asked in another round.
     mailbox : Mailbox
         What clients send each other, as the round leaves it.
+    holders : Holders, optional
+        Who held which partition before, where nobody is to take note of who does now; default the run's roster.
     began : int
         Number of the last exchange before the round.
     """
@@ -203,6 +208,7 @@ class Running:
     layout: Layout
     own: dict[int, Arrays]
     trained: dict[int, Trained] = field(default_factory=dict)
+    heard: set[int] = field(default_factory=set)
     sent: dict[int, tuple[int, int]] = field(default_factory=dict)
     payload: dict[int, int] = field(default_factory=dict)
     exact_bytes: dict[int, int] = field(default_factory=dict)
@@ -212,6 +218,7 @@ class Running:
     errors: list[Message] = field(default_factory=list)
     origins: dict[int, Start] = field(default_factory=dict)
     mailbox: Mailbox = field(default_factory=Mailbox)
+    holders: Holders | None = None
     began: int = 0
 
     @property
@@ -248,6 +255,7 @@ class Running:
             errors=[],
             origins=dict(self.origins),
             mailbox=self.mailbox.copy(),
+            holders=Holders(),
         )
 
     def credit(self, node: int, sequence: int, generation: int) -> None:

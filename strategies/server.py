@@ -14,6 +14,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
@@ -33,7 +34,8 @@ from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower import asks
 from fedcomp.flower.asks import AnswerHead, AskHead, digest_of
 from fedcomp.flower.checkpoint import INNER
-from fedcomp.flower.coded import open_content
+from fedcomp.flower.coded import NO_HANDLER
+from fedcomp.flower.links import Book
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, POST, models, payload_bytes
 from fedcomp.flower.protocol import OWN_CONFIG, PREFIX, RESYNC, app_failure
@@ -53,11 +55,12 @@ from fedcomp.mailbox import Mailbox
 from fedcomp.plain import Count, Keys
 from fedcomp.program import EVALUATE, HELLO, Answer, Ask, Now, Origin, Round, Step, System, Wait
 from fedcomp.rules import Flag, checked
-from fedcomp.stateful import StatePart, nested, next_epoch
+from fedcomp.stateful import nested, next_epoch
 from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
 from fedcomp.strategies.downlink import Downlink
 from fedcomp.strategies.evaluating import Evaluating
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.links import POSTS, Links, greet, oldest_round, record_peer, unpacked
 from fedcomp.strategies.means import (
     MEANS,
     aggregate_once,
@@ -68,7 +71,6 @@ from fedcomp.strategies.means import (
     returns_mean,
     weight_key_of,
 )
-from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.replies import (
     Rejected,
     SentMessage,
@@ -93,13 +95,6 @@ Arrays = Mapping[str, NDArray[Any]]
 MAX_OPEN: Final = 64
 """Rounds that hooks may open without aggregating them."""
 
-GREET_AGAIN: Final = 16
-"""Rounds after which a node that has said no public key is asked for it again."""
-
-
-def _load_mailbox(server: Server, state: Any) -> None:
-    server.mailbox = Mailbox.of(state, server.system.SAYS)
-
 
 class Server(Evaluating):
     """Run a system's rounds around a Flower strategy.
@@ -122,6 +117,8 @@ class Server(Evaluating):
         Send the model that the run begins with by its digest alone: the nodes make the same one, by the ``first_model``
         of :func:`fedcomp.clients.programs.programs`. A node that cannot, or whose model differs in a bit, is refused
         for the round, by name, and gets the whole model with its next message. Needs a ``downlink``.
+    links : Links, optional
+        Clients bring each other by themselves what they post; default the server does.
     seed : int
         Of the random streams of clients and server.
 
@@ -159,7 +156,7 @@ class Server(Evaluating):
         "_session": bytes,
         "sequence": Count,
         "state": dict,
-        "mailbox": StatePart(lambda owner: owner.mailbox.to_plain(), _load_mailbox),
+        "posts": POSTS,
         "_usual": Annotated[dict[str, Usual], Keys(("train", "evaluate"))],
         "reports": Reports,
         "evaluations": Reports,
@@ -175,6 +172,7 @@ class Server(Evaluating):
         record: str | None = None,
         guard: Norms | None = None,
         first_model_at_nodes: bool = False,
+        links: Links | None = None,
         seed: int = 0,
     ) -> None:
         self._name = type(self).__name__ if type(self) is not Server else type(system).__name__
@@ -187,7 +185,7 @@ class Server(Evaluating):
             raise ConfigError(f"record={record!r} is not valid: the name of an ArrayRecord")
         if guard is not None and not isinstance(guard, Norms):
             raise ConfigError(f"guard={guard!r} is not valid: an object, such as Norms(times_median=10)")
-        self.system, self.policy, self.record, self.guard = system, policy, record, guard
+        self.system, self.policy, self.record, self.guard, self.links = system, policy, record, guard, links
         self.seed = params.seed(seed)
         self._rule = rule_of(self.inner)
         self._require_served(self._rule)
@@ -222,6 +220,8 @@ class Server(Evaluating):
         self._usual = {"train": Usual(), "evaluate": Usual()}
         self._log = RoundLog(self._name)
         self._timeout: float | None = None
+        self._grid: Grid | None = None
+        self._book, self._oldest = b"", 0
         self.layout = Layout(())
         self._open: dict[int, tuple[Exchanges[Outcome], Grid]] = {}
         self._evaluating = []
@@ -254,11 +254,12 @@ class Server(Evaluating):
             When a message of the inner strategy does not hold the model that it was given, and one model alone.
         """
         self.roster.meet(grid)
+        self._grid = grid
         if self._rule.updates_only:
             # Whom earlier rounds prefer would make one client's part in a private sum depend on another's.
             self.roster.release()
         messages = self._rule.configure(server_round, arrays, config, grid)
-        if self.system.KEYS:
+        if self.system.KEYS or self.links is not None:
             yield from self._greet(server_round, messages)
         x, now = self._ask(server_round, arrays, messages)
         step = yield from self._play(x, now, self.system.round(now))
@@ -267,29 +268,8 @@ class Server(Evaluating):
     def _greet(self, server_round: int, messages: Sequence[Message]) -> Pushes[None]:
         """Learn the public keys of those that are to be asked, and which partition each of them holds."""
         self.sequence += 1
-        sent = []
-        for base in messages:
-            address = base.metadata.dst_node_id
-            peer = self.roster.peer(address)
-            if peer.key or peer.greet > server_round:
-                continue
-            content = RecordDict()
-            asks.put(content, AskHead(server_round, self.seed, self._session, self.sequence))
-            greeting = Message(content, address, HELLO, group_id=base.metadata.group_id or None)
-            sent.append(SentMessage(greeting, address, self.sequence))
-        replies = (yield [each.message for each in sent]) if sent else []
-        for each, reply in match_replies(sent, replies, Report(server_round), self.roster):
-            peer = self.roster.peer(each.node)
-            try:
-                head = None if reply.has_error() else asks.find_answer(reply.content)
-            except FedcompError:
-                head = None
-            if head is None or len(head.key) != 32:
-                # Its app has no half of this project, or it broke.
-                peer.greet = server_round + GREET_AGAIN
-                continue
-            peer.key = head.key
-            self.roster.declared.setdefault(each.node, head.partition_id)
+        head = AskHead(server_round, self.seed, self._session, self.sequence)
+        yield from greet(self.roster, self.links, messages, head)
 
     def _close(self, x: Running, now: Now, step: Step | None) -> Outcome:
         """Take what the program made, and end the round.
@@ -304,7 +284,9 @@ class Server(Evaluating):
         x.report.seconds += time.perf_counter() - began
         # After a round that worked a bad one is only a warning; before it the set-up itself is likely to be wrong.
         # Who trained, and was lost in a later exchange, has an update that will be used.
-        waiting = any(address not in x.report.refused for node, address in x.addresses.items() if node in x.trained)
+        waiting = any(
+            address not in x.report.refused for n, address in x.addresses.items() if n in {*x.trained, *x.heard}
+        )
         withheld = x.rule.withholds
         # A private round may have released, and paid for, its noise without a reply.
         if outcome is None and not waiting and not withheld and not any(each.used for each in self.reports.values()):
@@ -372,11 +354,12 @@ class Server(Evaluating):
             x.refuse,
             x.report.notes.append,
             origins=origins,
+            tensors=lambda: x.model,
             strangers=frozenset(n for n, address in x.addresses.items() if address not in self.roster.declared),
             seen=seen,
             keys={n: key for n, address in x.addresses.items() if (key := self.roster.peer(address).key)},
             mailbox=x.mailbox,
-            unpack=partial(self._unpack, x),
+            unpack=partial(unpacked, x, self._trained),
             credit=lambda node, mark: x.credit(node, *read_mark(mark)),
             **more,
         )
@@ -453,9 +436,14 @@ class Server(Evaluating):
         wait, repeats = wait_for(wanted), self.system.LOST == "again"
         # All of them before one is sent: what is posted in an exchange comes with the next.
         stamped = [x.mailbox.stamp(self.sequence, now.number, ask, again=repeats) for ask in wait.asks]
+        if self.links is not None:
+            self._book = self.links.book(self.roster.reached())
+            self._oldest = oldest_round(x.mailbox, now.number) if self.system.TRACED else 0
         # Who does not take part in the round is not asked.
         there = [each for each in stamped if each.ask.node in x.addresses]
-        sent = [self._message(x, now, each.ask, each.number, each.round) for each in there]
+        # A repeated ask is one of its own round.
+        rounds = {each.round: replace(now, number=each.round) for each in there}
+        sent = [self._message(x, rounds[each.round], each.ask, each.number) for each in there]
         return Exchange({each.ask.node: each.ask for each in there}, sent, wait if wait is wanted else None)
 
     def _pushed(self, x: Running, exchange: Exchange) -> Iterable[Message]:
@@ -470,7 +458,7 @@ class Server(Evaluating):
         def decided(replies: Sequence[Message]) -> bool:
             assert enough is not None
             # Looked at before they are taken, in a round of which nothing is used.
-            self._receive(aside, exchange.sent, exchange.asks, replies[len(looked) :], found, Holders())
+            self._receive(aside, exchange.sent, exchange.asks, replies[len(looked) :], found)
             looked.extend(replies[len(looked) :])
             return enough([found[node] for node in sorted(found)])
 
@@ -480,8 +468,8 @@ class Server(Evaluating):
         for node in nodes:
             x.refuse(node, "lacks, as it says, the very blobs that it was sent")
 
-    def _message(self, x: Running, now: Now, ask: Ask, sequence: int, number: int = 0) -> SentMessage:
-        """Return an ask as a message; one of an earlier round has its ``number``."""
+    def _message(self, x: Running, now: Now, ask: Ask, sequence: int) -> SentMessage:
+        """Return an ask as a message."""
         address = x.addresses[ask.node]
         peer, base = self.roster.peer(address), x.base[ask.node]
         content, fields, data = RecordDict(), dict[str, Any](), dict[str, Frame]()
@@ -496,16 +484,21 @@ class Server(Evaluating):
             elif self.down is not None and not x.own:
                 fields, coming = self.down.fill(content, x.record, peer, data)
             fields["policy"] = policy_config(self.policy, x.layout)
-        blobs = {name: digest_of(blob) for name, blob in ask.blobs.items()}
+        brought = dict(ask.blobs)
+        if self.links is not None:
+            # The same for all nodes, so that it travels where it has changed.
+            brought[Book.NAME] = self._book
+        blobs = {name: digest_of(blob) for name, blob in brought.items()}
         # What follows from the steps in this message the node has by the time it looks.
-        data |= {BLOB + blobs[name]: b for name, b in ask.blobs.items() if blobs[name] not in coming.union(peer.blobs)}
+        data |= {BLOB + blobs[name]: b for name, b in brought.items() if blobs[name] not in coming.union(peer.blobs)}
         data |= {FRAME + name: frame for name, frame in ask.frames.items()} | asks.named_posts(ask.mail, MAIL)
         head = AskHead(
-            number=number or now.number,
+            number=now.number,
             seed=self.seed,
             session=self._session,
             sequence=sequence,
             needs_model=ask.model,
+            oldest=self._oldest,
             consumed=peer.consumed,
             generation=peer.generation,
             system=self.system.to_config(),
@@ -529,15 +522,11 @@ class Server(Evaluating):
         asked: Mapping[int, Ask],
         replies: Iterable[Message],
         answers: dict[int, Answer],
-        holders: Holders | None = None,
     ) -> list[int]:
-        """Add what replies say to ``answers``; return the nodes that lack a blob. What is wrong refuses one reply.
-
-        ``holders``: who held which partition before; by default the roster, which takes note of who does now.
-        """
+        """Add what replies say to ``answers``; return the nodes that lack a blob. What is wrong refuses one reply."""
         nodes = {x.addresses[node]: node for node in asked}
         lacking = []
-        for each, reply in match_replies(sent, replies, x.report, holders or self.roster):
+        for each, reply in match_replies(sent, replies, x.report, x.holders or self.roster):
             node = nodes[each.node]
             try:
                 answer = self._read(x, node, asked[node], each, reply)
@@ -565,7 +554,8 @@ class Server(Evaluating):
             reason = f"error {reply.error.code}: {reply.error.reason}"
             if RESYNC in reason:
                 peer.forget()
-            raise Rejected(reason)
+            hint = "; its app answers nothing of this project: wrap it with fedcomp.client(app)"
+            raise Rejected(reason + hint if NO_HANDLER in reason else reason)
         head = asks.find_answer(content)
         said = head is not None and (head.record or head.lacks or head.say or head.bare)
         if head is None or not head.sequence or (ask.kind == "train" and not said):
@@ -591,10 +581,10 @@ class Server(Evaluating):
         frames = asks.data_in(content, FRAME)
         # Who is asked to train may have nothing to do, and says so; then it has nothing to send either.
         has_trained = ask.kind == "train" and bool(head.record)
-        if frames and ask.model and not has_trained and head.partition_id not in x.trained:
+        if frames and ask.model and not (has_trained or head.bare) and head.partition_id not in x.trained:
             raise Rejected(f"sends {shorten(str(sorted(frames)))}, and its app has not trained")
         posts = asks.posts_in(content, POST, head.partition_id)
-        x.mailbox.require(posts, {*x.base, *self.roster.claims.values()})
+        x.mailbox.require(posts, {*x.base, *self.roster.claims.values(), *x.mailbox.asked})
         if has_trained:
             trained = self._trained(x, head, reply, asks.data_in(content, EXACT).get(""))
         # From here on nothing is wrong with it.
@@ -609,33 +599,18 @@ class Server(Evaluating):
             self.down.held(peer, head.version, sent)
         self._note_state(x, sent, head)
         peer.take(digest_of(blob) for blob in ask.blobs.values())
+        if self.links is not None:
+            peer.take([digest_of(self._book)])
+            self._note_links(x, sent, head)
         peer.take(digest_of(frames[name]) for name in self.system.SHARED if name in frames)
         x.payload[node] = x.payload.get(node, 0) + payload_bytes(reply)
+        if ask.kind != HELLO:
+            x.heard.add(node)
         peer.key = head.key or peer.key
         if self.system.SENT in frames or head.sent:
             x.sent[node] = head.sequence, head.generation
         weight = x.trained[node].weight if node in x.trained else 0.0
         return Answer(node, weight, say, frames, post=posts)
-
-    def _unpack(self, x: Running, node: int, data: bytes) -> Answer:
-        """Return the answer of a node whose whole reply came another way.
-
-        Raises
-        ------
-        FedcompError
-            When it is none, or of another node or round.
-        """
-        content = open_content(data)
-        head = asks.find_answer(content)
-        if head is None or not head.record:
-            raise Rejected("what came of it another way is no reply of an app that has trained")
-        if head.partition_id != node:
-            raise Rejected(f"what came of it another way is the reply of partition {head.partition_id}")
-        frames, exact = asks.data_in(content, FRAME), asks.data_in(content, EXACT).get("")
-        trained = self._trained(x, head, Message(content, reply_to=x.base[node]), exact)
-        x.credit(node, head.sequence, head.generation)
-        x.trained[node], x.exact_bytes[node], x.payload[node] = trained, len(exact or b""), len(data)
-        return Answer(node, trained.weight, frames=frames)
 
     def _trained(self, x: Running, head: AnswerHead, reply: Message, exact: Frame | None) -> Trained:
         """Return what the app replied beside the model.
@@ -728,6 +703,12 @@ class Server(Evaluating):
         x.payload[node] = payload_bytes(reply)
         return Answer(node, weight, update=update)
 
+    def _note_links(self, x: Running, sent: SentMessage, head: AnswerHead) -> None:
+        """Report what a client says of its links."""
+        meta = sent.message.metadata
+        record_peer(self._grid, x.report.round, sent.node, meta.message_type, head.handed, head.parcels)
+        x.report.notes += [f"link {head.partition_id}>{shorten(missed)}" for missed in head.missed]
+
     def _note_state(self, x: Running, sent: SentMessage, head: AnswerHead) -> None:
         """Report what a client says of its memory and its update."""
         report = x.report
@@ -789,6 +770,8 @@ class Server(Evaluating):
         with np.errstate(over="ignore", invalid="ignore"):
             if step.single is not None:
                 out, metrics = self._single(x, now, step)
+            elif step.tensors is not None:
+                out, metrics = self._whole(x, now, step)
             else:
                 out, metrics = self._mean(x, now, step, used)
             if out is None:
@@ -811,7 +794,7 @@ class Server(Evaluating):
                 self.down.push(step, to_arrays(restored), now.number, x.layout)
         elif note := hold_in_record(restored, x.layout, x.model):
             report.notes.append(note)
-        if step.metrics:
+        if step.metrics and step.tensors is None:
             metrics = MetricRecord({**(metrics or {}), **step.metrics})
         return restored, metrics
 
@@ -884,6 +867,20 @@ class Server(Evaluating):
             metrics_name=(used[0].metrics if used else "") or "metrics",
             received=None if private else (len(step.consumed), len(report.refused)),
             sparse=step.support,
+        )
+
+    def _whole(self, x: Running, now: Now, step: Step) -> Outcome:
+        """Let the inner strategy take a model that the program made in more digits than a vector has."""
+        assert step.tensors is not None
+        # Metrics are means already; the inner strategy's own aggregation wants a weight beside them.
+        metrics: dict[str, Any] = {weight_key_of(self.inner) or "": 1.0, **step.metrics}
+        return aggregate_once(
+            x.rule.takes,
+            now.number,
+            (x.record, to_record(step.tensors)),
+            next(iter(x.base.values())),
+            [RecordDict({"metrics": MetricRecord(metrics)})] if step.metrics else [],
+            received=(len(step.consumed), len(x.base) - len(step.consumed)),
         )
 
     def _share(self, x: Running, now: Now, change: Vector, consumed: Sequence[int]) -> None:

@@ -171,7 +171,7 @@ CODING = (
         lambda: CodedFedAvg(quiet(FedAdam), construction="gradcode", losses=1),
     ),
     row(
-        "strategies/coded/settings.py",
+        "fedcomp/systems/coded/gradients.py",
         "use arithmetic='float64', or scheme='fractional'",
         lambda: CodedFedAvg(
             quiet(), construction="gradcode", losses=1, approximate=True, arithmetic="gf31", scheme="cyclic"
@@ -184,6 +184,12 @@ CODING = (
                 quiet(), construction="gradcode", losses=1, approximate=True, arithmetic="gf31", scheme="fractional"
             )
         ),
+    ),
+    row(
+        "strategies/coded/gradients.py",
+        "are; use distributed_dp() or local_dp()",
+        lambda: CodedFedAvg(Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)), construction="gradcode"),
+        lambda: trains(shares(), CODED) and trains(local(), (compression, private)),
     ),
     row(
         "strategies/coded/strategy.py",

@@ -37,7 +37,7 @@ from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import prepare
 from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_STORE
 from fedcomp.clients.forward import forward_gradients
-from fedcomp.clients.gossip import gossip_node
+from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.peers import peer_link
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.programs import programs
@@ -49,7 +49,7 @@ from fedcomp.drift.distance import QuantileSketch, calibrated, ks_distance
 from fedcomp.drift.edge import Deployments
 from fedcomp.drift.messages import Says, SensorMessage
 from fedcomp.drift.statistics import confidence, cross_entropy
-from fedcomp.flower import folder, gossip, state, store
+from fedcomp.flower import folder, state, store
 from fedcomp.flower.checkpoint import capture_strategy, renumber_strategy, restore_strategy
 from fedcomp.flower.folder import StateFolder
 from fedcomp.flower.grid import InProcessGrid
@@ -195,7 +195,7 @@ def vanishing(how: str) -> bool:
 
 def handled(action: str) -> bool:
     """Whether a handler of the app is asked by its name, beside a half that has one."""
-    app = client_app([gossip_node(generic.local_objective)])
+    app = client_app([ClientHalf("taken", handlers={"query.taken": print})])
 
     @app.query(action)
     def own(msg: Message, context: Context) -> Message:
@@ -450,7 +450,7 @@ FLOWER: tuple[Row, ...] = (
     row(
         "fedcomp/flower/_private.py",
         "belong to a half of client(); give the app's handler another name",
-        lambda: handled(gossip.HELLO),
+        lambda: handled("taken"),
         lambda: handled("mine"),
     ),
     row(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,8 @@ from estimate_streams import IDENTITY, SPLIT, draw, pair_view
 from estimate_streams import D as LONG
 from flwr.app import Array, ArrayRecord
 from gossip_faults import Quadratic, vectors
-from gossip_toy import grid, model, states, strategy
+from gossip_toy import grid, model, strategy
 
-from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_STORE
-from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.rounds import fit
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, View, messages_of
@@ -178,50 +175,7 @@ def moves(start: ArrayRecord, **options: Any) -> bool:
     return same and not np.array_equal(after["weight"].numpy(), start["weight"].numpy())
 
 
-def stored(path: Path, **options: Any) -> dict[int, Any]:
-    """Return the nodes' states after a run of four rounds that is stored after two and goes on from there."""
-    # Nobody listens there: messages go through the server.
-    links = {PEER_ADDRESS: "tcp://127.0.0.1:1", PEER_STORE: str(path)}
-    first, over = strategy("choco", **options), grid(node_config=lambda i: {"partition-id": i, **links})
-    kept: dict[str, Any] = {}
-
-    def store(server_round: int, arrays: ArrayRecord, outcome: Any) -> None:
-        if server_round == 2:
-            kept.update(capture_strategy(first))
-            raise KeyboardInterrupt
-
-    with over.inner:
-        try:
-            fit(first, over, model(), 4, timeout=9, on_round=store)
-        except KeyboardInterrupt:
-            again = strategy("choco", **options)
-            restore_strategy(again, kept)
-            fit(again, over, model(), 4, timeout=9, start_round=3)
-        return states(over)
-
-
-def in_one_go() -> dict[int, Any]:
-    relay, over = strategy("choco"), grid()
-    with over.inner:
-        fit(relay, over, model(), 4, timeout=9)
-        return states(over)
-
-
-def as_vertices(*partitions: int) -> list[int]:
-    """Return who is left after a run of nodes that say they have these partition ids."""
-    relay, over = strategy("choco"), grid(node_config=lambda i: {"partition-id": partitions[i]})
-    with over.inner:
-        fit(relay, over, model(), 2, timeout=9)
-    return list(relay.relay.members)
-
-
 ALGORITHMS = (
-    row(
-        "fedcomp/gossip/central.py",
-        "nodes start with different models: give common=",
-        lambda: averages(choco(), common=None),
-        lambda: averages(choco(), common=ZERO),
-    ),
     row(
         "fedcomp/gossip/coordinate_push.py",
         "run it without objectives, or train with sparse-push or sgp",
@@ -276,7 +230,7 @@ ALGORITHMS = (
         lambda: learns(one_bit(rho=0.95)) and learns(one_bit(s0=20.0)) and learns(one_bit(scale="zoom")),
     ),
     row(
-        "fedcomp/gossip/settlement.py",
+        "fedcomp/systems/gossip.py",
         "Look into the nodes' logs, or allow more patience, and restart",
         lambda: silent_at_first(patience=2),
         lambda: silent_at_first(patience=5),
@@ -332,18 +286,6 @@ RUNS = (
         "set dtype='float64', or convert the model to float32",
         lambda: moves(with_type("float64")),
         lambda: moves(with_type("float64"), dtype="float64") and moves(with_type("float32")),
-    ),
-    Row(
-        "strategies/gossip/links.py",
-        "run with transport='hub' to resume",
-        lambda path: stored(path, transport="peers"),
-        lambda path: stored(path, transport="hub") == in_one_go(),
-    ),
-    row(
-        "clients/gossip.py",
-        "give every node a partition-id of its own",
-        lambda: as_vertices(1, 1, 2, 3),
-        lambda: as_vertices(0, 1, 2, 3) == [0, 1, 2, 3],
     ),
 )
 

@@ -19,8 +19,8 @@ from running_listener import Running, free_port
 from toy import model, stack, with_halves
 
 from fedcomp.clients.app import app as node_app
-from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_STORE
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import FixedPoint, RandomK
 from fedcomp.errors import FedcompError
 from fedcomp.flower.grid import InProcessGrid
@@ -113,7 +113,7 @@ def dense_or_fine_or_noisy(**options: Any) -> bool:
 
 
 def gradients(**options: Any) -> Any:
-    return round_of(CodedFedAvg(quiet(), construction="gradcode", losses=1), halves=(coded,), **options)
+    return round_of(CodedFedAvg(quiet(), construction="gradcode", losses=1), halves=(programs,), **options)
 
 
 def unsealed(path: Path, listeners: int, **options: Any) -> bool:
@@ -190,13 +190,13 @@ ROWS: tuple[Row, ...] = (
         long=True,
     ),
     row(
-        "strategies/coded/linear.py",
+        "fedcomp/systems/coded/linear.py",
         "is exact for linear models only; use a linear task, such as 'digits-zero'",
         lambda: task_descends("digits"),
         lambda: task_descends("digits-zero"),
     ),
     row(
-        "strategies/coded/linear_setup.py",
+        "strategies/coded/linear.py",
         "give partitions, or a configuration with clients=N and fewer parities",
         lambda: descent({}, parities=2),
         lambda: descent({}, partitions=2, parities=2) and descent({"clients": NODES}, parities=2),

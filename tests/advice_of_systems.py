@@ -149,7 +149,7 @@ SYSTEMS = (
         {"record_rate": 0.2, **RECORD},
     ),
     row(
-        "strategies/coded/settings.py",
+        "fedcomp/systems/coded/gradients.py",
         "approximate=True, or leave it out",
         lambda: CodedFedAvg(quiet(), construction="gradcode", losses=1, quorum=2),
         lambda: (

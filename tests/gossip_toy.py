@@ -10,10 +10,12 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from toy import with_halves
 
-from fedcomp.clients.gossip import gossip_node
-from fedcomp.flower.gossip import GossipSetup, NodeStore
+from fedcomp.clients.gossip import GossipSetup, gossip_node
+from fedcomp.clients.memory import MEMORY
+from fedcomp.clients.programs import programs
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.records import to_arrays
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm
 from fedcomp.gossip.local import FlatObjective
@@ -23,6 +25,7 @@ from fedcomp.gossip_simulation import Faults, GossipOutcome, SimulationSettings,
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 from fedcomp.strategies.gossip.strategy import GossipRelay
+from fedcomp.systems.gossip import state_of
 
 NODES, ROUNDS, SEED = 4, 4, 5
 SHAPES = {"weight": (8, 6), "bias": (6,), "norm.running_mean": (6,)}
@@ -66,7 +69,7 @@ def pull(message: Message, context: Context, setup: GossipSetup) -> Pull:
 
 
 def client() -> ClientApp:
-    return with_halves([gossip_node(pull)])
+    return with_halves([programs(), gossip_node(pull)])
 
 
 def graph_for(algorithm: Algorithm) -> str:
@@ -105,10 +108,9 @@ def central(
     )
 
 
-def kept(grid: MeteredGrid, partition: int) -> NodeStore:
-    found = NodeStore.load(grid.context(partition))
-    assert found is not None
-    return found
+def kept(grid: MeteredGrid, partition: int) -> dict[str, np.ndarray]:
+    """Return a node's memory."""
+    return to_arrays(grid.context(partition).state[MEMORY])
 
 
 def bits(state: Mapping[str, np.ndarray]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -116,7 +118,7 @@ def bits(state: Mapping[str, np.ndarray]) -> dict[str, tuple[str, tuple[int, ...
 
 
 def states(grid: MeteredGrid) -> dict[int, dict[str, Any]]:
-    return {partition: bits(kept(grid, partition).memory.state) for partition in grid.partitions}
+    return {partition: bits(state_of(kept(grid, partition))) for partition in grid.partitions}
 
 
 def states_of(outcome: GossipOutcome) -> dict[int, dict[str, Any]]:

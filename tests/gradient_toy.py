@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from toy import with_halves
 
-from fedcomp.clients.coded.mod import coded
+from fedcomp.clients.programs import programs
 from fedcomp.rng import Key
 
 FEATURES = 12
@@ -56,8 +56,8 @@ Train = Callable[[Message, Context], Message]
 
 
 def app_of(train: Train, mods: Iterable | None = None) -> ClientApp:
-    """Return an app with a training handler and the half :func:`coded`, unless others are given."""
-    app = with_halves([coded()] if mods is None else mods)
+    """Return an app with a training handler and the half :func:`programs`, unless others are given."""
+    app = with_halves([programs()] if mods is None else mods)
     app.train()(train)
     return app
 
@@ -72,7 +72,7 @@ def float32_step(msg: Message, context: Context) -> Message:
 
 
 def client_app(mods: Iterable | None = None) -> ClientApp:
-    """Return the app, with the half :func:`coded` unless others are given."""
+    """Return the app, with the half :func:`programs` unless others are given."""
 
     def train(msg: Message, context: Context) -> Message:
         record = msg.content["arrays"]

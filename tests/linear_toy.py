@@ -9,19 +9,21 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from toy import with_halves
 
-from fedcomp.clients.coded.linear import LinearRows, linear_device
+from fedcomp.clients.coded.linear import linear_device
+from fedcomp.clients.programs import programs
+from fedcomp.coding.checked import checked_bytes
 from fedcomp.coding.stream import SplitMix64
-from fedcomp.flower import linear
+from fedcomp.flower import asks
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.strategies.coded.linear import CodedLinearGD
+from fedcomp.flower.payload import FRAME, NODE_RECORD, put_frame
+from fedcomp.strategies.coded.linear import SETUP, CodedLinearGD
+from fedcomp.systems.coded.linear import PHASE1, PHASE2, LinearRows
+
+__all__ = ["PHASE1", "PHASE2", "SETUP"]
 
 FEATURES = 5
-
-PHASE1, PHASE2 = f"train.{linear.PHASE1}", f"train.{linear.PHASE2}"
-
-SETUP = f"query.{linear.SETUP}"
 
 
 def data(partition: int, loss: str = "logistic") -> LinearRows:
@@ -36,7 +38,7 @@ def client(loss: str = "logistic") -> ClientApp:
     def rows(msg: Message, context: Context, partitions: int) -> LinearRows:
         return data(int(context.node_config["partition-id"]), loss)
 
-    return with_halves([linear_device(rows)])
+    return with_halves([linear_device(rows), programs()])
 
 
 def model() -> ArrayRecord:
@@ -91,12 +93,32 @@ def tampered(action: str, partition: int, change: Callable[[Message], None]) -> 
     return call
 
 
+def frame(reply: Message, name: str) -> bytes:
+    """Return a frame of an answer, nothing where there is none."""
+    return bytes(asks.data_in(reply.content, FRAME).get(name, b""))
+
+
+def set_frame(reply: Message, name: str, data: bytes) -> None:
+    """Replace a frame of an answer, where there is one."""
+    config = reply.content.config_records[NODE_RECORD]
+    if FRAME + name in config:
+        config[FRAME + name] = data
+    elif frame(reply, name):
+        put_frame(reply.content, FRAME + name, data)
+
+
 def with_vector(name: str, values: np.ndarray, dtype: str = "float64") -> Callable[[Message], None]:
-    return lambda reply: linear.put_vector(reply.content, name, values, dtype)
+    return lambda reply: set_frame(reply, name, checked_bytes(values, dtype))
 
 
-def set_header(**entries) -> Callable[[Message], None]:
-    return lambda reply: reply.content.config_records[linear.HEADER].update(entries)
+def set_words(**entries) -> Callable[[Message], None]:
+    """Replace what an answer says, where it says such a thing."""
+
+    def change(reply: Message) -> None:
+        config = reply.content.config_records[NODE_RECORD]
+        config.update({asks.SAY + k: v for k, v in entries.items() if asks.SAY + k in config})
+
+    return change
 
 
 ROWS = 14

@@ -19,9 +19,6 @@ from fedcomp.flower import (
     datalens,
     folder,
     gcn,
-    gossip,
-    gradients,
-    linear,
     protocol,
     state,
 )
@@ -33,46 +30,8 @@ from fedcomp.rules import LARGEST, REQUIRED, Data, Int, Many, OneOf, Real, Rule,
 _ASK = gcn.PlanRequest("s", -3, 1, "train", 2, 8, "{}", "dense-f64", "lru", 4096, 0.5, (0, 3), 2.0, 1)
 _HELLO = gcn.GraphHello("d", 1, 4, 40, 10, 8, 2, 6, "halo")
 
-_INSTRUCTION = gossip.InstructionRecord(
-    session="s",
-    serial=3,
-    epoch=1,
-    action="step",
-    start="reset",
-    node=2,
-    iteration=5,
-    seed=-4,
-    dense=True,
-    resync=(1, 4),
-    out=(1, 3),
-    shares=(0.25, 0.5),
-    in_=(1, 4),
-    weights=(0.5, 0.125),
-    inbox_from=(1, 4),
-    inbox=(b"ab", b"c"),
-    returned_to=(3,),
-    returned=(b"d",),
-)
-_ANSWER = gossip.AnswerRecord(
-    session="s",
-    serial=3,
-    messages=(b"ab", b"c"),
-    messages_to=(1, 3, 4),
-    messages_counts=(2, 1),
-    needs=(1,),
-    reasons=("damaged",),
-    lost=("gone",),
-    noticed=(4,),
-    remarks=("odd",),
-    failed="not finite",
-    fresh=True,
-    facts=("mass",),
-    facts_values=(0.5,),
-)
-
-
 _QUERY = {"run": b"run 0001", "transport": "peers", "max_store": 1 << 20, "spool": "/tmp/x", "round": 3}
-_RELAY, _SUMS, _GRAD = ({"construction": name, **_QUERY} for name in ("relay", "sumcode", "gradcode"))
+_RELAY, _SUMS = ({"construction": name, **_QUERY} for name in ("relay", "sumcode"))
 _CODE = {"code": "mds", "symbols": 2, "shards": 2, "private": 1, "seed": -7, "max_payload": 999}
 _TRAINING = datalens.TrainingRequest("s", 1, -5, 2, 3, 4, 1, 0.5, True, 3, 2, 8, 0.1, 0.2, -7, False)
 _RELAYS = {"source": 1, "relays": (2, 0), "keys": bytes(range(64)), "addresses": ("a", "")}
@@ -98,27 +57,6 @@ EXAMPLES: dict[str, Schema] = {
     "gcn.Refused": gcn.Refused((0, 2), "ids of another part"),
     "datalens.TrainingRequest": _TRAINING,
     "datalens.Answered": datalens.Answered("s", 3),
-    "gossip.GossipSetup": gossip.GossipSetup(
-        {"id": "choco", "gamma": 0.5, "compressor": {"id": "topk"}}, "float64", 32, "local"
-    ),
-    "gossip.InstructionRecord": _INSTRUCTION,
-    "gossip.InstructionRecord/plain": replace(plain(_INSTRUCTION), serial=3),
-    "gossip.AnswerRecord": _ANSWER,
-    "gossip.AnswerRecord/plain": replace(plain(_ANSWER), serial=3),
-    "gossip.MemoryRecord": gossip.MemoryRecord("s", 3, 1),
-    "gossip.LinkTerms": gossip.LinkTerms(
-        run=b"run-0001",
-        seal=True,
-        max_store=4096,
-        spool="/links",
-        oldest=7,
-        known=b"k" * 32,
-        to=(1, 3),
-        addresses=("tcp://10.0.0.1:9100", ""),
-        keys=b"a" * 32 + b"b" * 32,
-    ),
-    "gossip.LinkHello": gossip.LinkHello(public=b"k" * 32, address="tcp://10.0.0.1:9100"),
-    "gossip.LinkReport": gossip.LinkReport(to=(1, 3), sent=(136, 0), failed=("", "no address")),
     "protocol.Announcement": protocol.Announcement(
         "arrays",
         3,
@@ -155,7 +93,7 @@ EXAMPLES: dict[str, Schema] = {
         cast=False,
     ),
     "asks.AskHead/plain": asks.AskHead(number=1, seed=0, session=b"session!"),
-    "asks.AskHead/anybody": asks.AskHead(number=1, seed=0, session=b"session!", needs_model=False),
+    "asks.AskHead/anybody": asks.AskHead(number=1, seed=0, session=b"session!", needs_model=False, oldest=1),
     "asks.AnswerHead": asks.AnswerHead(
         partition_id=2,
         sequence=4,
@@ -173,6 +111,9 @@ EXAMPLES: dict[str, Schema] = {
     ),
     "asks.AnswerHead/plain": asks.AnswerHead(2),
     "asks.AnswerHead/bare": asks.AnswerHead(2, 4, 1, bare=True, sent=True, key=b"k" * 32),
+    "asks.AnswerHead/links": asks.AnswerHead(
+        2, 4, 1, key=b"k" * 32, address="tcp://h:1", signature=b"s", handed=9, parcels=1, missed=("3 no key",)
+    ),
     "state.UplinkRecord": state.UplinkRecord(3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest"),
     "state.UplinkRecord/asked": state.UplinkRecord(
         3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest", b"asked"
@@ -199,23 +140,6 @@ EXAMPLES: dict[str, Schema] = {
         length=0.5,
     ),
     "folder.KeptRecord": folder.KeptRecord("a", 7),
-    "linear.Join": linear.Join(partitions=3, labels=True, peers=True, spool="/tmp/x"),
-    "linear.Join/hub": linear.Join(partitions=3, labels=False),
-    "linear.Share": linear.Share(partitions=3, plan=b"12345678", peers=True, spool="/tmp/x"),
-    "linear.Share/hub": linear.Share(partitions=3, plan=b"12345678"),
-    "linear.Build": linear.Build(plan=b"12345678", sizes=(3, 0, 4), columns=5, bias=True, peers=True, spool="/tmp/x"),
-    "linear.Build/hub": linear.Build(plan=b"12345678", sizes=(3,), columns=5, bias=False),
-    "linear.Targets": linear.Targets((0, 4), ("a", "b")),
-    "linear.Targets/hub": linear.Targets((0, 4)),
-    "linear.Phase": linear.Phase(b"12345678", "float32"),
-    "linear.Joined": linear.Joined(plan=b"12345678", address="host:1"),
-    "linear.Owner": linear.Owner(
-        plan=b"12345678", address="host:1", rows=4, columns=5, loss="hinge", data=b"0123456789abcdef", label_type="int8"
-    ),
-    "linear.Owner/known": linear.Owner(rows=0, columns=5, loss="hinge", data=b"0123456789abcdef"),
-    "linear.Done": linear.Done(plan=b"12345678", sent=(0, 7)),
-    "linear.Done/unready": linear.Done(unready=True),
-    "linear.HeldPlan": linear.HeldPlan(b"12345678"),
     "coded.Query": coded.Query(**_RELAY),
     "coded.Indexed": coded.Indexed(**_RELAY, index=1),
     "coded.Hello": coded.Hello(partition=4, public=bytes(range(32)), address="host:1"),
@@ -262,16 +186,6 @@ EXAMPLES: dict[str, Schema] = {
         refused=("no room",),
         sizes=(99,),
     ),
-    "gradients.GradientPlan": gradients.GradientPlan(
-        **_GRAD,
-        index=1,
-        partitions=(4, 0),
-        coefficients=bytes(16),
-        arithmetic="float64",
-        parts=3,
-        limit=0.5,
-        weight="num-examples",
-    ),
     "coded.Hello/signed": coded.Hello(partition=4, public=bytes(range(32)), signature=b"signed"),
     "coded.RelayTraining/signed": coded.RelayTraining(**_RELAY, **_CODE, **_RELAYS, **_PROOF, index=1),
     "coded.SumTraining/signed": coded.SumTraining(
@@ -291,17 +205,6 @@ EXAMPLES: dict[str, Schema] = {
     "coded.SumShared/missed": coded.SumShared(
         **_NEWS, tag=bytes(24), missed=(0, 2), causes=("x", "y"), signature=b"signed"
     ),
-    "gossip.LinkHello/signed": gossip.LinkHello(public=bytes(range(32)), signature=b"signed"),
-    "gossip.LinkTerms/signed": gossip.LinkTerms(
-        run=b"run-0001",
-        seal=True,
-        max_store=1,
-        to=(1, 2),
-        addresses=("", "tcp://h:1"),
-        keys=bytes(64),
-        signatures=(b"signed", b""),
-    ),
-    "gradients.GradientAnswer": gradients.GradientAnswer(round=3, form='["arrays","metrics",[]]', checksum=2**32 - 1),
     "gcn.Figures": gcn.Figures(2, 5, 6, 2, 7, 20, 1.5, 0.7, 3.0, 0.1),
 }
 """By module and class; after a slash, what is special. The plain ones leave out all that may be left out."""
@@ -316,13 +219,6 @@ CONFLICTS: list[Schema] = [
     replace(_HELLO, test=11),
     replace(_ASK, scale=0.5),
     gcn.Fetch("s", "rows"),
-    linear.Targets((0, 4), ("a",)),
-    gossip.LinkTerms(run=b"run-0001", seal=True, max_store=1, known=b"short"),
-    gossip.LinkTerms(run=b"run-0001", seal=True, max_store=1, to=(1,), addresses=("tcp://h:1",)),
-    gossip.LinkReport(to=(1,), sent=(136,)),
-    gossip.LinkTerms(
-        run=b"run-0001", seal=True, max_store=1, to=(1,), addresses=("",), keys=bytes(32), signatures=(b"", b"")
-    ),
     coded.Shared(round=3, missed=(2,), payload=9, digest=bytes(8)),
     coded.Shared(round=3, missed=(2, 2), causes=("x", "y"), payload=9, digest=bytes(8)),
     coded.Shared(round=3, public=b"short", payload=9, digest=bytes(8)),
@@ -343,16 +239,9 @@ CONFLICTS: list[Schema] = [
     coded.SumTraining(**_SUMS, index=1, plan={}, seal=True, relays=(2, 0), metrics=True, addresses=("a",)),
     coded.SumQuestion(**_SUMS, plan={}, seal=False, chosen=b"x", set=bytes(24), named=(2,), row=1),
     coded.SumHeld(round=3, digest=b"12345678", sources=(2,)),
-    gradients.GradientPlan(
-        **_GRAD, index=1, partitions=(4, 4), coefficients=b"x", arithmetic="float64", parts=3, limit=0.5
-    ),
     replace(_TRAINING, batch=1 << 31),
     replace(_TRAINING, pixels=1 << 24),
     replace(_TRAINING, teachers=1 << 12, images=1 << 10, pixels=1 << 8),
-    linear.Build(plan=b"12345678", sizes=(3, 2**31 - 1), columns=5, bias=True),
-    linear.Owner(rows=2**31 - 1, columns=5, loss="hinge", data=b"0123456789abcdef"),
-    linear.Done(),
-    linear.Done(plan=b"1234567"),
 ]
 """Messages of which every field is in range, and which mean nothing all the same."""
 

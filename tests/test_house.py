@@ -214,7 +214,7 @@ IMPORTED = (
     "fedcomp.strategies.compressed, fedcomp.strategies.shared_support, fedcomp.strategies.coded.strategy",
     "fedcomp.strategies.coded.linear, fedcomp.strategies.coded.relay, fedcomp.strategies.coded.sums",
     "fedcomp.strategies.coded.gradients",
-    "fedcomp.flower.gossip, fedcomp.clients.gossip, fedcomp.strategies.gossip.strategy",
+    "fedcomp.clients.gossip, fedcomp.strategies.gossip.strategy",
     "fedcomp.flower.datalens, fedcomp.clients.private.datalens, fedcomp.strategies.private.datalens",
     "fedcomp.experiments.catalog.datalens",
     "fedcomp.gossip, fedcomp.gossip_simulation, fedcomp.gossip.topology, fedcomp.gossip.tuning, fedcomp.gossip.local",

@@ -238,12 +238,10 @@ WITHOUT_A_RULE = {
     "EndsDense": "others",  # a function
     "Event": "label",  # any text, of a ledger of any age
     "GossipSettings": "watch spool",  # a function; a path
-    "LinearSettings": "spool",  # a path
     "LowRank": "whole_tensors",  # any text: patterns of names
     "OnOff": "key",  # an object
     "PrivacySettings": "sampling",  # an object that checks itself
     "Push": "messages enough",  # messages; a function
-    "RelaySettings": "seed members watch",  # any integer; vertices of a graph that it does not know; a function
     "SmallDense": "patterns",  # any texts
     "Trace": "stays",  # intervals, which Presence checks
 }
@@ -271,7 +269,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "Pair": {"codec": TopK(0.1)},
     "Push": {"messages": ()},
     "Records": {"plan": DpSgdPlan(noise_multiplier=1.0, rate=0.1, steps=1, delta=1e-5)},
-    "RelaySettings": {"seed": 0},
     "Replay": {"codec": RandomProjection()},
     "SharedBasis": {"codec": PowerSGD()},
     "SharedSupport": {"codec": ScaleCom()},
@@ -359,8 +356,10 @@ def example(rule: Rule) -> Any:
             return rule.choices[0]
         case Maybe():
             return rule.unset
-        case Text() | Data():
-            return rule.take(type(rule.missing)() if not rule.least else "x" * rule.least)
+        case Text():
+            return rule.take("x" * rule.least)
+        case Data():
+            return rule.take(b"x" * rule.least)
         case Many():
             return [example(rule.each)] * rule.least
     raise NotImplementedError(rule)

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 HANDLERS: Final[Mapping[str, str]] = {
     "relay": "fedcomp.clients.coded.relay:RelayClient",
     "sumcode": "fedcomp.clients.coded.sums:SumCodeClient",
-    "gradcode": "fedcomp.clients.coded.gradients:GradientCodeClient",
     "noisysum": "fedcomp.clients.private.distributed_dp:NoisySumClient",
 }
 """Where each construction's client half stands; imported when a message asks for it."""

@@ -128,10 +128,10 @@ class _Drawn:
 
 
 class _Shown(DataLens):
-    def mechanism(self, shape: tuple[int, int]) -> Votes:
+    def mechanism(self, layout: Layout, server_round: int = 1) -> Votes:
         # The constructor asks for a mechanism before anything else is there.
         self.seen: list[Floats] = self.__dict__.get("seen", [])
-        return changed(super().mechanism(shape), _Watched, seen=self.seen)
+        return changed(super().mechanism(layout, server_round), _Watched, seen=self.seen)
 
 
 class TeacherVotes(Subject):
@@ -149,7 +149,7 @@ class TeacherVotes(Subject):
         self.teachers = teachers
         name = f"DataLens, {teachers} teacher{'s' * (teachers > 1)} a client"
         parts = {f"image {row}": slice(row * PIXELS, (row + 1) * PIXELS) for row in range(IMAGES)}
-        mechanism = self.start(True, 0, 0).mechanism((IMAGES, PIXELS))
+        mechanism = self.start(True, 0, 0).mechanism(Layout.flat(IMAGES * PIXELS))
         super().__init__(name, "replace", worlds, mechanism, parts, IMAGES * PIXELS)
 
     def start(self, noisy: bool, seed: int, trial: int) -> _Shown:

@@ -278,7 +278,7 @@ def faulty(loss: float, *, config: Config) -> dict[str, Any]:
     sent = ConfigRecord({"task": TASK, "clients": config.clients, "task.l2": problem.l2})
     # Half of the losses happen on the way there, half on the way back.
     kinds: dict[Any, float] = {"silent": loss / 2, "lost_reply": loss / 2}
-    faults = RandomFaults(Key(config.seed, "losses"), kinds, message_types=["train"])
+    faults = RandomFaults(Key(config.seed, "losses"), kinds, message_types=["query.coded_phase"])
     with InProcessGrid(app, config.clients, seed=config.seed, fault=faults) as grid:
         # Simulated seconds: in process nobody waits for a message that was lost.
         result = strategy.start(grid, start, int(config.settings["faulty_rounds"]), timeout=60, train_config=sent)
@@ -460,8 +460,9 @@ def _bytes(results: Mapping[str, RunResult]) -> Table:
         "messages": lambda result: total(result, "messages", direction="down"),
         "payload down, bytes": lambda result: total(result, "payload", direction="down", link="hub"),
         "payload up, bytes": lambda result: total(result, "payload", direction="up", link="hub"),
-        "set-up over the hub": lambda result: total(
-            result, "payload", round=1, message_type="query.coded_setup", link="hub"
+        # Where data are coded no other message brings what trains.
+        "set-up over the hub": lambda result: (
+            0 if result.spec.label == UNCODED else total(result, "payload", round=1, message_type="train", link="hub")
         ),
         "accuracy, %": lambda result: 100 * result.accuracy,
     }

@@ -83,6 +83,8 @@ class AskHead(Schema, key=OWN_CONFIG, prefix=PREFIX):
         Whether floats of other sizes are in the vector, as changes; else they travel as values, beside it.
     needs_model : bool
         :attr:`fedcomp.asks.Ask.model`.
+    oldest : int
+        The first of the rounds of which posts that links have brought may still be asked for.
     """
 
     protocol: Annotated[int, Version(ASKS)] = field(default=ASKS, kw_only=True)
@@ -104,6 +106,7 @@ class AskHead(Schema, key=OWN_CONFIG, prefix=PREFIX):
     say: Annotated[str, Text(64)] = ""
     cast: Annotated[bool, Flag(absent=True)] = True
     needs_model: Annotated[bool, Flag(absent=True)] = True
+    oldest: Number = 0
 
     def conflict(self) -> str:
         """Return why fields that are each in range contradict each other; empty when they do not."""
@@ -151,6 +154,12 @@ class AnswerHead(Schema, key=NODE_RECORD, separator="-"):
         Whether mass left the memory with this answer, and not in a frame of it (:attr:`fedcomp.asks.Answer.sent`).
     key : bytes
         The node's public key, where the server cannot know it yet.
+    address, signature : str, bytes
+        Where others reach it, and its signature of the key by the one that is pinned for it.
+    handed, parcels : int
+        Bytes that its links were given with this answer, and of how many posts.
+    missed : tuple of str
+        "node reason" of each link that failed.
     """
 
     partition_id: Annotated[int, Int(0, 2**31 - 1)]
@@ -169,6 +178,11 @@ class AnswerHead(Schema, key=NODE_RECORD, separator="-"):
     bare: Annotated[bool, Flag(absent=False)] = False
     sent: Annotated[bool, Flag(absent=False)] = False
     key: Annotated[bytes, Data(32)] = b""
+    address: Annotated[str, Text(300)] = ""
+    signature: Annotated[bytes, Data(144)] = b""
+    handed: Number = 0
+    parcels: Number = 0
+    missed: Annotated[tuple[str, ...], Many(Text(300, least=1), 65_536)] = ()
 
     def conflict(self) -> str:
         """Return why fields that are each in range contradict each other; empty when they do not."""

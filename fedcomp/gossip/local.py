@@ -29,7 +29,7 @@ class ArrayObjective(Protocol):
 
 
 class FlatObjective:
-    """An :class:`ArrayObjective` on the vector of a layout: what :func:`fedcomp.gossip.node.handle` takes as ``local``.
+    """An :class:`ArrayObjective` on the vector of a layout: what a node learns from.
 
     Parameters
     ----------

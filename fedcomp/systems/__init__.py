@@ -11,12 +11,14 @@ from fedcomp.params import shown
 from fedcomp.program import System
 
 SYSTEMS: Final[dict[str, str | type[System]]] = {
+    "coded-linear": "coded.linear:CodedLinear",
     "coded-relay": "coded.relay:CodedRelay",
     "coded-sum": "coded.sums:CodedSum",
     "conditional": "conditional:ConditionalRounds",
     "factors": "factors:FactorSharing",
     "forward": "forward:Forward",
     "gossip": "gossip:Gossip",
+    "gradient-code": "coded.gradients:GradientCode",
     "gradiveq": "gradiveq:FittedBasis",
     "noisy-sum": "private.distributed:NoisySum",
     "lsg": "private.lsg:LowRank",

@@ -182,7 +182,7 @@ class Forward(System, id="forward"):
 
     def _replayed(self, now: Now, total: Step, answers: Sequence[Answer]) -> Step:
         """Return the step as the numbers of which it is the sum, where they are shorter than the model."""
-        down, weight = self.reads({}, now.number, now.layout), sum(answer.weight for answer in answers)
+        down, weight = Replay(self.codec), sum(answer.weight for answer in answers)
         shares = [answer.weight / weight * now.scales.get(answer.node, 1.0) for answer in answers]
         frames = [answer.frames[self.SENT] for answer in answers]
         frame = down.join(list(zip(frames, shares, strict=True)), now.layout)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -41,8 +42,9 @@ Arrays = Mapping[str, NDArray[Any]]
 
 RETURNED: Final = "returned/"
 """How the name of a post begins that goes back to its sender. Names of all others are the life of a sender that wrote
-it, and which of its messages it is: "0/2"."""
+it, which of its messages it is, and the bytes of that, which need not pass the server: "0/2/1234"."""
 
+_NAME: Final = re.compile(r"\d{1,9}/\d{1,9}/\d{1,10}")
 _MOST: Final = 65_536
 _FIGURES: Final = 32
 _REASON: Final = 300
@@ -85,7 +87,7 @@ class NodeData(Protocol):
 
     learns: bool
 
-    def start(self, me: Me) -> tuple[Real, Arrays]:
+    def start(self, me: Me, dtype: str) -> tuple[Real, Arrays]:
         """Return the model to begin or join with, shape ``(d,)``, and the tensors that stay at home."""
         ...
 
@@ -104,19 +106,18 @@ class Turn(Said):
 
     Attributes
     ----------
-    do : {"step", "finish", "leave"}
-        Apply what came and begin an iteration; apply what came only; apply it and send away all there is.
+    do : {"step", "finish", "leave", "show"}
+        Apply what came and begin an iteration; apply what came only; apply it and send away all there is; say what the
+        model is after messages that wait, and change nothing.
     turn, epoch, life : int
         How many turns this node has had; how often a synchronous run has restarted; how often the node was given up.
     start : {"", "common", "empty", "reset"}
         How the state is made: go on, begin the run, join it, or go on from the own model in a new epoch.
     iteration, out, shares, into, weights, dense, resync
         See :class:`fedcomp.gossip.base.View`.
-    show : bool
-        Send the model, and figures of it.
     """
 
-    do: Annotated[str, OneOf("step", "finish", "leave")]
+    do: Annotated[str, OneOf("step", "finish", "leave", "show")]
     turn: Annotated[int, Int(absent=0)]
     iteration: Annotated[int, Int(absent=0)] = 0
     epoch: Annotated[int, Int(absent=0)] = 0
@@ -128,7 +129,6 @@ class Turn(Said):
     weights: Weights = ()
     resync: Nodes = ()
     dense: Annotated[bool, Flag(absent=False)] = False
-    show: Annotated[bool, Flag(absent=False)] = False
 
     def conflict(self) -> str:
         unequal = len(self.out) != len(self.shares) or len(self.into) != len(self.weights)
@@ -298,6 +298,8 @@ class Gossip(System, id="gossip"):
         For closing iterations of an algorithm that has no use for them.
     """
 
+    KEYS: ClassVar[bool] = True
+    TRACED: ClassVar[bool] = True
     LOST: ClassVar[Literal["rollback", "again"]] = "again"
     KEEPS: ClassVar[bool] = True
     SENT: ClassVar[str] = ""
@@ -334,6 +336,12 @@ class Gossip(System, id="gossip"):
             yield from self._observed(now, run)
         return self._kept(now, run)
 
+    def observing(self, now: Now) -> Round:
+        """Look at the models, and change nothing."""
+        run = self._course(now)
+        yield from self._observed(now, run)
+        return self._kept(now, run)
+
     def closing(self, now: Now) -> Round:
         """Run the closing iterations, deliver all messages and look at the models: what follows the last round."""
         run, synchronous = self._course(now), not self.algorithm.asynchronous
@@ -349,7 +357,12 @@ class Gossip(System, id="gossip"):
                 asks += self._see_off(now, run, set(idle))
                 run.iteration += bool(run.departing)
             yield from self._exchange(now, run, asks, closing=True)
+        yield from self._observed(now, run)
         return self._kept(now, run)
+
+    def course(self, state: Mapping[str, Any]) -> Course:
+        """Return how far the run of a state between two rounds is."""
+        return from_fields(Course, state["course"])
 
     def leave(self, state: dict[str, Any], node: int) -> dict[str, Any]:
         """Return the state between two rounds in which a member leaves in good order with its next turn: what it has
@@ -360,7 +373,7 @@ class Gossip(System, id="gossip"):
         ConfigError
             When it is not a member.
         """
-        run = from_fields(Course, state["course"])
+        run = self.course(state)
         if node not in run.members:
             raise ConfigError(f"node {node} cannot leave; members are {sorted(run.members)}")
         run.leaving.add(node)
@@ -376,7 +389,7 @@ class Gossip(System, id="gossip"):
         ConfigError
             When it is a member, or no vertex of the graph.
         """
-        run = from_fields(Course, state["course"])
+        run = self.course(state)
         if node in run.members or not 0 <= node < self.graph.n:
             members = sorted(run.members)
             raise ConfigError(f"node {node} cannot join; members are {members} of a graph of {self.graph.n}")
@@ -386,10 +399,12 @@ class Gossip(System, id="gossip"):
         return {**state, "course": to_plain(run)}
 
     def _course(self, now: Now) -> Course:
-        now.told.update(events=[], figures={}, models={}, traffic=GossipTraffic(), exchanges=0, repeated=0)
+        now.told.update(dict.fromkeys(("exchanges", "repeated", "answers", "started"), 0))
+        now.told.update(events=[], figures={}, models={}, traffic=GossipTraffic())
         if "course" in now.state:
-            return from_fields(Course, now.state["course"])
-        members = set(now.nodes) & set(range(self.graph.n))
+            return self.course(now.state)
+        # Who has not said which vertex it is has no key.
+        members = set(now.nodes) & set(range(self.graph.n)) & now.keys.keys()
         return Course(members=members, starts=dict.fromkeys(members, "common"))
 
     def _kept(self, now: Now, run: Course) -> Step | None:
@@ -405,7 +420,7 @@ class Gossip(System, id="gossip"):
         """Begin an iteration on all nodes that can; of a synchronous algorithm wait until everybody has, or is gone."""
         run.finished.clear()
         # Not those whose iterations failed: they would fail again, and every return costs all others an epoch.
-        there = {node for node in now.nodes if node < self.graph.n}
+        there = {node for node in now.nodes if node < self.graph.n and node in now.keys}
         away = there - run.members - run.departing - run.joining - run.left - run.excluded.keys() - now.open.keys()
         calls = [Ask(node, HELLO) for node in sorted(away)]
         if self.algorithm.asynchronous:
@@ -420,13 +435,27 @@ class Gossip(System, id="gossip"):
             yield from self._exchange(now, run, [])
 
     def _observed(self, now: Now, run: Course) -> Exchange:
-        """Ask all that have answered for their models, with the messages that wait for them."""
-        if run.torn and not self.algorithm.asynchronous:
-            # Messages of a torn iteration will never be applied: what the coming epoch begins with is shown.
-            self._restart(now, run, finishing=True)
-        idle = sorted(run.members - now.open.keys())
-        asks = [self._finish(now, run, n) for n in idle if run.starts.get(n, "") in ("", "reset")]
-        yield from self._exchange(now, run, asks)
+        """Ask all that have answered for their models, as they will be after the messages that wait for them."""
+        if now.open and not self.algorithm.asynchronous:
+            return
+        # Who has yet to begin has no model.
+        nodes = [n for n in sorted(run.members - now.open.keys()) if run.starts.get(n, "") in ("", "reset")]
+        # Messages of a torn iteration will never be applied: shown is what the coming reset leaves.
+        asks = [
+            self.question(run, node, () if run.torn else waiting(now.mailbox, node))
+            for node in nodes
+            if node in now.nodes
+        ]
+        if not asks:
+            return
+        answers = yield asks
+        for answer in answers:
+            self._shown(now, answer)
+
+    def question(self, run: Course, node: int, mail: Sequence[Post]) -> Ask:
+        """Return the question what a node's model is after messages."""
+        say = Turn("show", run.turns[node], run.iteration, run.epoch, start="reset" if run.torn else "")
+        return Ask(node, "query", say, mail=tuple(mail), expects=Done, model=False)
 
     def _restart(self, now: Now, run: Course, *, finishing: bool = False) -> None:
         """Begin an epoch of a synchronous run where the set of nodes has changed or an iteration was in vain."""
@@ -515,7 +544,7 @@ class Gossip(System, id="gossip"):
         return node in run.finished and node not in run.starts and not now.mailbox.waiting.get(node)
 
     def _finish(self, now: Now, run: Course, node: int) -> Ask:
-        return self._turn(run, "finish", View(node, run.iteration, seed=now.seed), show=True)
+        return self._turn(run, "finish", View(node, run.iteration, seed=now.seed))
 
     def _view(self, now: Now, run: Course, node: int, alive: frozenset[int] | None, dense: bool) -> View:
         """Return what a node must know of the iteration that begins; ``alive`` None: everybody is."""
@@ -531,7 +560,7 @@ class Gossip(System, id="gossip"):
             resync=range(self.graph.n) if anew else run.broken.get(node, ()),
         )
 
-    def _turn(self, run: Course, do: str, view: View, *, show: bool = False) -> Ask:
+    def _turn(self, run: Course, do: str, view: View) -> Ask:
         node = view.node
         run.turns[node] = run.turns.get(node, 0) + 1
         # In one turn only, which is repeated until it is answered.
@@ -549,7 +578,6 @@ class Gossip(System, id="gossip"):
             tuple(map(float, view.row.values())),
             tuple(sorted(view.resync)),
             view.dense,
-            show,
         )
         return Ask(node, say=say, expects=Done, model=start in ("common", "empty"))
 
@@ -568,6 +596,8 @@ class Gossip(System, id="gossip"):
         now.told["exchanges"] += 1
         now.told["repeated"] += len(repeated)
         answers = yield [*asks, *repeated, *calls]
+        now.told["answers"] += len(answers)
+        now.told["started"] += sum(ask.model for ask in asked.values())
         # Taken back for now: what becomes of a message depends on who is still there when all answers are read.
         for post in itertools.chain.from_iterable(answer.post for answer in answers):
             _withdraw(now.mailbox, post)
@@ -632,7 +662,6 @@ class Gossip(System, id="gossip"):
         facts = dict(zip(done.facts, done.values, strict=True))
         if turn.do == "finish":
             run.finished.add(node)
-            self._shown(now, answer, facts)
         elif turn.do == "leave":
             _note(now, "left", node, f"sent {len(answer.post)} messages")
         elif done.failed:
@@ -655,10 +684,11 @@ class Gossip(System, id="gossip"):
         expected = set(turn.out) if turn.do in ("step", "leave") else set()
         to = [post.to for post in posts]
         # Push-sum takes shares from whoever sends them, so only this keeps a node from writing to strangers.
-        if not set(to) <= expected or len(set(to)) != len(to) or any(_life(post) != str(turn.life) for post in posts):
+        named = all(_NAME.fullmatch(post.name) and _life(post) == str(turn.life) for post in posts)
+        if not set(to) <= expected or len(set(to)) != len(to) or not named:
             return f"messages to nodes {to[:20]}; expected at most one to each of {sorted(expected)}"
         most = largest_message(self.algorithm, now.layout.size, np.dtype(self.dtype).itemsize)
-        if (longest := max((len(post.data) for post in posts), default=0)) > most:
+        if (longest := max((max(_size(post), len(post.data)) for post in posts), default=0)) > most:
             return f"a message of {longest} bytes; the largest this run has is {most}"
         silent = done.fresh or bool(done.failed) or (synchronous and bool(done.needs))
         if silent and to:
@@ -675,7 +705,7 @@ class Gossip(System, id="gossip"):
             return f"{len(done.lost)} messages lost that came back; {len(ask.mail) - len(came)} did"
         if done.fresh and turn.start in ("common", "empty"):
             return "no memory, and none was needed: this turn begins with a new state"
-        return "a model that was not to be shown" if answer.frames and not turn.show else ""
+        return "a model that was not to be shown" if answer.frames else ""
 
     def _note_remarks(self, now: Now, run: Course, node: int, done: Done) -> None:
         for source, reason in zip(done.needs, done.reasons, strict=True):
@@ -688,10 +718,13 @@ class Gossip(System, id="gossip"):
                 run.noticed.add((node, source))
                 _note(now, "noticed", source, f"node {node} says: {remark}")
 
-    def _shown(self, now: Now, answer: Answer, facts: Mapping[str, float]) -> None:
+    def _shown(self, now: Now, answer: Answer) -> None:
         """Take a model that was shown; leave out one that is not of the run."""
         node, done, layout, wide = answer.node, answer.say, now.layout, np.dtype(self.dtype)
         assert isinstance(done, Done)
+        if done.fresh or done.needs:
+            _note(now, "unseen", node, "; ".join(done.reasons) or "it has no memory of the run")
+            return
         sizes = {"model": layout.size * wide.itemsize}
         sizes |= {_SHOWN + t.name: t.size * np.dtype(t.dtype).itemsize for t in layout.exact}
         if "model" not in answer.frames or any(sizes.get(name) != len(data) for name, data in answer.frames.items()):
@@ -704,17 +737,18 @@ class Gossip(System, id="gossip"):
         if not (np.isfinite(model).all() and all(np.isfinite(a).all() for a in own.values() if a.dtype.kind == "f")):
             _note(now, "unseen", node, "its model holds non-finite values")
             return
+        facts = dict(zip(done.facts, done.values, strict=True))
         now.told["models"][node] = Shown(model, own, dict(zip(done.figures, done.measured, strict=True)), facts)
 
     def _post(self, now: Now, run: Course, turn: Turn, answer: Answer) -> None:
         """Count what a node sent and put it on its way, or back where nobody can take it."""
-        node, counted = answer.node, dict[tuple[str, bytes], dict[Phase, int]]()
+        node, counted = answer.node, dict[str, dict[Phase, int]]()
         broken = run.broken.get(node, set())
         for post in answer.post:
             whole, receiving = post.to in turn.resync, post.to in run.members
             phase: Phase = "dense" if turn.dense else "resync" if whole else "train"
             # What goes to several neighbours is one message.
-            phases = counted.setdefault((post.name, bytes(post.data)), {})
+            phases = counted.setdefault(post.name, {})
             phases[phase] = phases.get(phase, 0) + 1
             if post.to in broken:
                 # Nothing but a whole estimate is of use, and only it mends the edge. A closing one needs no estimate.
@@ -725,8 +759,8 @@ class Gossip(System, id="gossip"):
                 now.mailbox.put([post])
             else:
                 self._send_back(now, run, [post])
-        for (_, data), phases in counted.items():
-            now.told["traffic"].count(len(data), phases)
+        for name, phases in counted.items():
+            now.told["traffic"].count(_size_in(name), phases)
 
     def _returned(self, now: Now, run: Course, node: int, ask: Ask, sources: Collection[int]) -> None:
         """Send back what a node could not apply, and whatever else of these sources waits for it: it follows that."""
@@ -739,7 +773,7 @@ class Gossip(System, id="gossip"):
 
     def _send_back(self, now: Now, run: Course, posts: Iterable[Post]) -> None:
         for post in posts:
-            now.told["traffic"].undelivered.add(len(post.data))
+            now.told["traffic"].undelivered.add(_size(post))
             # A new life never sent them: its counters and estimates know nothing of these messages.
             if self.algorithm.asynchronous and _life(post) == str(run.lives.get(post.source, 0)):
                 now.mailbox.put([Post(post.to, post.source, RETURNED + post.name, post.data)])
@@ -790,8 +824,12 @@ class Gossip(System, id="gossip"):
         if not isinstance(turn, Turn):
             raise AnswerError("the ask does not say what this node does next")
         held = _Held.of(memory)
+        if turn.do == "show":
+            if not memory or (held.turn, held.epoch) != (turn.turn, turn.epoch):
+                return memory, Answer(me.node, say=Done(fresh=True), bare=True)
+            return memory, self._carried_out(held, turn, ask.mail, me)[1]
         if turn.start in ("common", "empty"):
-            start, own = (me.start.astype(self.dtype), {}) if data is None else data.start(me)
+            start, own = (me.start.astype(self.dtype), {}) if data is None else data.start(me, self.dtype)
             common = np.zeros_like(start) if self.unlike else None
             joins = turn.start == "empty"
             state = (
@@ -844,7 +882,7 @@ class Gossip(System, id="gossip"):
         facts = algorithm.facts(state)
         figures: Mapping[str, float] = {}
         frames: dict[str, bytes] = {}
-        if turn.show and not (refused and not algorithm.asynchronous):
+        if turn.do == "show" and not (refused and not algorithm.asynchronous):
             model = np.asarray(algorithm.model(state), self.dtype)
             figures = {} if data is None else data.evaluate(me, model, own)
             frames = {"model": model.tobytes(), **{_SHOWN + name: array.tobytes() for name, array in own.items()}}
@@ -861,7 +899,7 @@ class Gossip(System, id="gossip"):
             figures=tuple(figures),
             measured=tuple(map(float, figures.values())),
         )
-        named = [(f"{turn.life}/{number}", multicast) for number, multicast in enumerate(outbox)]
+        named = [(f"{turn.life}/{number}/{len(each.payload)}", each) for number, each in enumerate(outbox)]
         posts = tuple(Post(me.node, to, name, each.payload) for name, each in named for to in each.destinations)
         answer = Answer(me.node, say=done, frames=frames, post=posts, bare=True)
         return _Held(state, own, change, held.turn, held.epoch), answer
@@ -918,6 +956,15 @@ def _note(now: Now, kind: str, node: int, reason: str) -> None:
 
 def _life(post: Post) -> str:
     return post.name.partition("/")[0]
+
+
+def _size(post: Post) -> int:
+    """Return the bytes of a message, by its sender's word: what is here may stand for one that a link has brought."""
+    return _size_in(post.name)
+
+
+def _size_in(name: str) -> int:
+    return int(name.rpartition("/")[2])
 
 
 def waiting(mailbox: Mailbox, node: int) -> tuple[Post, ...]:

@@ -1,60 +1,108 @@
-"""The server half of coded gradient descent: linear models on coded data, exact while enough devices answer.
+"""Coded gradient descent over Flower's messages: :class:`fedcomp.systems.coded.linear.CodedLinear`, asked of all nodes.
 
 **Privacy.** Raw training data leave their owners; with the transport "hub" they even pass through this server. The
 server learns the label of every example, and its margin in every iteration. Use it within one trust domain only.
-:mod:`fedcomp.coding.datacode` says what is computed and why it is exact; of the paper only the abstract was read, the
-construction is our reconstruction.
-
-One round is one iteration of full-batch gradient descent:
-
-    set-up       devices that are new, or lost what they held: join, share, build (their own messages, counted apart)
-    phase 1      w down to every device that is set up, margins up
-    phase 2      projected residuals down to as few devices as decode, parts of the gradient up; when one of them is
-                 lost, others make up for it (a retry), for which all that has arrived stays valid
-
-A device whose second answer does not fit its first (see :meth:`fedcomp.coding.datacode.CodedStep.contradicts`) is left
-out of the round, with both of them.
-
-A round whose answers do not determine the gradient is skipped and the model is unchanged, unless ``approximate`` is
-set: then it goes on with the partitions that are determined, and the report says how many examples are missing.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from numpy.typing import NDArray
+from flwr.serverapp.strategy import FedAvg
 
-from fedcomp.coding.datacode import CONDITION_OF, CodedStep, DataPlan
-from fedcomp.coding.errors import CodingError, NotDecodable
-from fedcomp.coding.stream import SplitMix64, derive
-from fedcomp.errors import ConfigError, FedcompError
-from fedcomp.flower import linear
+from fedcomp.coding.datacode import DataPlan
+from fedcomp.coding.transport import MAX_STORE_BYTES
+from fedcomp.errors import ConfigError
 from fedcomp.flower.logs import log
 from fedcomp.flower.records import to_arrays, to_record
-from fedcomp.flower.report import Reports, shorten
-from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
-from fedcomp.stateful import Stateful, nested
-from fedcomp.strategies.coded.linear_setup import Descent, LinearSetup, LinearShape, exchange
-from fedcomp.strategies.coded.settings import LinearSettings
+from fedcomp.flower.report import ReportSection, figure, shorten
+from fedcomp.flower.rounds import Exchanges
+from fedcomp.program import Now, Step
+from fedcomp.rules import TIMEOUT, Int, OneOf, checked
+from fedcomp.strategies.adaptive import Outcome
+from fedcomp.strategies.coded.links import SimulatedLinks, record_peer
+from fedcomp.strategies.coded.settings import TRANSPORTS, spool_conflict
 from fedcomp.strategies.parts import TASK_PREFIX, Settings
-from fedcomp.strategies.round_log import RoundLog
-from fedcomp.strategies.system import TRAINING, System, arguments, refuse_others, settings_of
+from fedcomp.strategies.server import Running, Server
+from fedcomp.strategies.system import TRAINING, System, refuse_others, settings_of
+from fedcomp.systems.coded.linear import CodedLinear, LinearModel
 
 if TYPE_CHECKING:
     from fedcomp.tasks.base import Task
 
-Real = NDArray[np.float64]
+SETUP: Final = "train"
+"""Message type of the set-up, under which a ledger counts what devices hand each other."""
 
-__all__ = ["CodedLinearGD", "Descent", "LinearModel"]
+
+@dataclass
+class Descent(ReportSection, name="linear"):
+    """What one step of coded gradient descent was made of. Devices are numbered by partition id.
+
+    Attributes
+    ----------
+    asked, answered : int
+        Devices asked in phase 1, and usable answers.
+    used : list of int
+        The devices whose parts of the gradient were added.
+    lost : list of int
+        Devices that were asked and did not answer usably, once per phase or retry they were lost in.
+    retries : int
+        Further attempts at phase 2.
+    skipped : str
+        Why the model is unchanged; empty when it moved.
+    examples, missing : int
+        Examples in the gradient, and those left out of an approximate one.
+    condition : float
+        Of the rows the margins were solved from.
+    joined, built : list of int
+        Devices that said who they are, and that made their combination, in this round.
+    setup_bytes : dict
+        Packed partitions handed over in this round, by link class: "hub-up", "hub-down", "peer".
+    transfers : int
+        How many of them went to a device that combines them.
+    refused : dict of int to str
+        Why an answer was not used; as the report says it by node.
+    """
+
+    asked: int = figure(unit="devices")
+    answered: int = figure(unit="devices")
+    used: list[int] = figure(list, unit="devices", show="count")
+    lost: list[int] = figure(list, unit="devices", show="count")
+    retries: int = figure()
+    skipped: str = figure("", show="reasons")
+    examples: int = figure(unit="examples")
+    missing: int = figure(unit="examples")
+    condition: float = figure(float("inf"))
+    joined: list[int] = figure(list, unit="devices", show="count")
+    built: list[int] = figure(list, unit="devices", show="count")
+    setup_bytes: dict[str, int] = figure(dict, unit="bytes", show="total")
+    transfers: int = figure(unit="partitions")
+    refused: dict[int, str] = figure(dict, unit="devices", show="none")
+
+    def line(self) -> str:
+        """Return what a step was made of."""
+        return f"{self.answered} answers, {self.retries} retries, {self.examples} examples"
 
 
-class CodedLinearGD(ExchangeStrategy, Stateful):
+class _Everybody(FedAvg):
+    """Asks all nodes that are there, whoever they are; the step is the program's."""
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return a message for each node."""
+        # As Flower's own strategies do, in the configuration that clients may go by.
+        config["server-round"] = server_round
+        content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
+        return [Message(content, node, "train") for node in grid.get_node_ids()]
+
+
+class CodedLinearGD(Server):
     """Full-batch gradient descent for a linear model whose training data are coded over the devices.
 
     The clients need the half :func:`fedcomp.clients.coded.linear.linear_device`;
@@ -63,8 +111,26 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
 
     Parameters
     ----------
-    **settings
-        See :class:`fedcomp.strategies.coded.settings.LinearSettings`.
+    partitions : int
+        k; 0 takes the entry "clients" of the training configuration, less ``parities``.
+    parities, code, density, loss, lr, l2, approximate, retries, payload
+        As of :class:`fedcomp.systems.coded.linear.CodedLinear`.
+    timeout : float, optional
+        Seconds for the replies of each exchange; default: the driver's timeout alone.
+    transport : str
+        "hub": partitions pass this server. "peers": they go from device to device, by the nodes' own peer addresses or,
+        where these have none, by simulated links on this machine.
+    spool : path, optional
+        Folder of the simulated links; default a temporary one.
+    seed : int
+        Names the draw of the encoding matrix.
+    configrecord_key : str
+        Name of the training configuration in the messages.
+
+    Raises
+    ------
+    ConfigError
+        For a value out of range, or a code and a density that do not fit.
 
     Attributes
     ----------
@@ -76,240 +142,118 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
     >>> strategy = CodedLinearGD(partitions=6, parities=4, code="balanced", lr=0.3)
     """
 
-    STATE: ClassVar[Mapping[str, Any]] = {"_setup": nested("_setup"), "reports": Reports}
+    system: CodedLinear
 
-    def __init__(self, **settings: Any) -> None:
-        self.settings = LinearSettings(**settings)
-        self.reports = Reports()
-        self._log = RoundLog("CodedLinearGD")
-        self._setup = LinearSetup(self.settings)
+    def __init__(
+        self,
+        *,
+        partitions: int = 0,
+        parities: int = 2,
+        code: str = "balanced",
+        density: float = 0.5,
+        loss: str = "logistic",
+        lr: float = 0.1,
+        l2: float = 0.0,
+        approximate: bool = False,
+        retries: int = 7,
+        timeout: float | None = None,
+        payload: str = "float64",
+        transport: str = "hub",
+        spool: str | os.PathLike[str] | None = None,
+        seed: int = 0,
+        configrecord_key: str = "config",
+    ) -> None:
+        self.partitions = checked("partitions", partitions, Int())
+        checked("transport", transport, OneOf(*TRANSPORTS))
+        if why := spool_conflict(transport, spool):
+            raise ConfigError(why)
+        seconds = checked("timeout", timeout, TIMEOUT)
+        self._links = SimulatedLinks(transport, spool, MAX_STORE_BYTES)
+        system = CodedLinear(
+            # Until the configuration of the first round says how many there are.
+            self.partitions or 1,
+            parities,
+            code,
+            density,
+            loss,
+            lr,
+            l2,
+            approximate,
+            retries,
+            payload,
+            self._links.root if transport == "peers" else None,
+            seed=seed,
+            seconds=None if seconds == float("inf") else seconds,
+        )
+        self._grid: Grid | None = None
+        super().__init__(system, _Everybody(fraction_evaluate=0.0, configrecord_key=configrecord_key), seed=seed)
 
     @property
     def plan(self) -> DataPlan | None:
         """The encoding matrix and who owns what; None until every owner has joined once."""
-        return self._setup.plan
+        return self.system.plan if self.state.get("plan") else None
 
     def summary(self) -> None:
         """Log the code and the loss."""
-        s = self.settings
+        s = self.system
         log.info("\t├──> CodedLinearGD: %s, %d parities, %s, lr %g", s.code, s.parities, s.loss, s.lr)
 
-    def round(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
+    def round(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Exchanges[Outcome]:
         """Set up who is not, then make one step of gradient descent; return the new model and the round's figures."""
-        whole = self.reports.begin(server_round)
-        report = whole.section(Descent)
-        moved, metrics = yield from self._step(arrays, config, grid, report)
-        whole.asked, whole.used = report.asked, len(report.used) if moved is not None else 0
-        if report.skipped:
-            whole.notes.append(f"the model is unchanged: {report.skipped}")
-        self._log.conclude(whole)
-        return moved, metrics
-
-    def _step(
-        self, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, report: Descent
-    ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
-        server_round = report.round
-        model = LinearModel(arrays)
-        # As Flower's own strategies do, in the configuration that clients may go by.
-        config["server-round"] = server_round
-        nodes = list(grid.get_node_ids())
-        yield from self._setup.run(nodes, config, model.shape, grid, report)
-        if self.plan is None:
-            return self._skip(report)
-        labels = [self._setup.labels[j] for j in range(self.plan.partitions)]
-        limit = CONDITION_OF[self.settings.payload]
-        # With a model of zeros all answers would be zero, right or wrong.
-        sent = model.vector if model.vector.any() else self._probe(server_round, len(model.vector))
-        step = CodedStep(
-            self.plan,
-            labels,
-            self.settings.loss,
-            self.settings.approximate,
-            max_condition=limit,
-            probe=sent is not model.vector,
-        )
-        online = {self._setup.devices[n]: n for n in nodes if n in self._setup.devices}
-        try:
-            answers = yield from self._phase1(online, sent, step, report)
-            step.decode(answers)
-            for device in step.odd:
-                report.refuse(device, NotDecodable("its margins contradict those of all others"))
-            yield from self._phase2(sorted(answers.keys() - step.odd), online, sent, step, report)
-            report.condition = step.condition
-        # The round is lost, not the run: devices stay set up, and the next round asks them again.
-        except CodingError as reason:
-            report.skipped = shorten(f"{type(reason).__name__}: {reason}")
-            return self._skip(report)
-        # The mean over the examples that are in the gradient, which in an approximate step are not all.
-        moved = model.step(step.gradient / step.included, self.settings.lr, self.settings.l2)
-        if moved is None:
-            report.skipped = "the step is not finite; lower lr"
-            return self._skip(report)
-        report.examples = step.included
-        report.missing = sum(map(len, labels)) - step.included
-        if report.missing:
-            report.notes.append(f"approximate: the gradient lacks {report.missing} examples")
-        metrics = report.metrics()
-        metrics["train_loss"] = step.mean_loss
-        return moved, metrics
-
-    def _probe(self, server_round: int, size: int) -> Real:
-        return SplitMix64(derive("probe", self.settings.seed, server_round)).normal(size)
-
-    def _skip(self, report: Descent) -> tuple[None, MetricRecord]:
-        return None, report.metrics()
-
-    def _phase1(
-        self, online: Mapping[int, int], sent: Real, step: CodedStep, report: Descent
-    ) -> Exchanges[dict[int, Real]]:
-        """Send the model to every device that is set up; return their products with it."""
-        vectors = dict.fromkeys(sorted(online.keys() & self._setup.ready), sent)
-        report.asked = len(vectors)
-        answers = yield from self._ask(
-            linear.PHASE1, vectors, (linear.MODEL, linear.MARGINS), step.margins_size, online, report
-        )
-        report.answered = len(answers)
-        return answers
-
-    def _phase2(
-        self, alive: list[int], online: Mapping[int, int], sent: Real, step: CodedStep, report: Descent
-    ) -> Exchanges[None]:
-        """Ask a decodable subset for its parts of the gradient; what is lost, others of those left make up for."""
-        used, silences = set[int](), Counter[int]()
-        assigned = step.assign(alive)
-        names = linear.RESIDUALS, linear.GRADIENT
-        while True:
-            answers = yield from self._ask(linear.PHASE2, assigned, names, len(sent), online, report)
-            wrong = step.contradicts(sent, answers)
-            for i in wrong:
-                del answers[i]
-                report.refuse(i, NotDecodable("its part of the gradient does not fit its margins"))
-            report.lost += wrong
-            used |= answers.keys()
-            if step.take(answers):
-                report.used = sorted(used)
-                return
-            silent = [i for i in assigned if i not in answers]
-            if report.retries == self.settings.retries:
-                raise NotDecodable(f"devices {silent} did not answer phase 2 usably, after {report.retries} retries")
-            # Who was silent once may have lost a message; who was silent twice is asked only in a repeat.
-            silences.update(silent)
-            alive = [i for i in alive if i not in wrong]
-            never = [i for i in alive if not silences[i]]
-            once = [i for i in alive if silences[i] < 2 and i not in silent]
-            report.retries += 1
-            assigned = _again(step, (never, once), report.retries, again=not wrong)
-
-    def _ask(
-        self,
-        phase: str,
-        vectors: Mapping[int, Real],
-        names: tuple[str, str],
-        size: int,
-        online: Mapping[int, int],
-        report: Descent,
-    ) -> Exchanges[dict[int, Real]]:
-        """Send each device its vector; return the usable answers of ``size`` numbers, note why others are not."""
-        take, give = names[1], names[0]
-        contents: dict[int, RecordDict | None] = {}
-        for device, vector in vectors.items():
-            content = contents[online[device]] = RecordDict()
-            linear.put_vector(content, give, vector, self.settings.payload)
-        header = linear.Phase(self._setup.plan_id, self.settings.payload)
-        replies = yield from exchange(contents, f"train.{phase}", header, timeout=self.settings.timeout)
-        answers: dict[int, Real] = {}
-        for node, reply in replies:
-            device = self._setup.devices[node]
-            try:
-                content = self._setup.content(reply, device)
-                answers[device] = linear.take_vector(content, take, size, self.settings.payload)
-            except FedcompError as reason:
-                report.refuse(device, reason)
-        report.lost += [i for i in vectors if i not in answers]
-        return answers
-
-    # Resuming.
-
-    def identity(self) -> str:
-        """Return code and loss, which must not change within a run."""
-        s = self.settings
-        return repr((s.code, s.partitions, s.parities, s.density, s.seed, s.loss))
-
-
-def _again(step: CodedStep, pools: tuple[list[int], ...], attempt: int, *, again: bool) -> dict[int, Real]:
-    """Return whom a retry asks: others in place of the lost devices, from the first of ``pools`` that suffices.
-
-    Every second time, and when there are no others, the same devices are asked again (if ``again``), as if only
-    messages were lost. An approximate step gives up what nobody else has from the third retry on.
-
-    Raises
-    ------
-    NotDecodable
-        When nobody is left to be asked.
-    """
-    if again and attempt % 2 == 0:
-        return step.repeat()
-    for pool in pools:
-        try:
-            return step.assign(pool, whole=True)
-        except NotDecodable:
-            continue
-    if again and (attempt == 1 or not step.approximate):
-        return step.repeat()
-    # Without ``whole``: from here on an approximate step may give up partitions.
-    return step.assign(pools[0])
-
-
-class LinearModel:
-    """A linear model in an ArrayRecord: one tensor of weights and, optionally, one number after it as bias.
-
-    Attributes
-    ----------
-    vector : ndarray of float64
-        Weights, then the bias if there is one.
-    shape : LinearShape
-
-    Raises
-    ------
-    ConfigError
-        When the record holds anything else.
-    """
-
-    def __init__(self, arrays: ArrayRecord) -> None:
+        self._grid = grid
+        self.system = replace(self.system, partitions=self._count(config), task=_task_in(config))
         named = to_arrays(arrays)
-        sizes = [array.size for array in named.values()]
-        floats = all(array.dtype.kind == "f" for array in named.values())
-        if not floats or len(sizes) not in (1, 2) or sizes[1:] not in ([], [1]) or not sizes[0]:
-            shapes = {name: array.shape for name, array in named.items()}
-            raise ConfigError(
-                f"the model has tensors {shapes}, expected one of weights and at most one number after it as bias: "
-                "coded gradient descent is exact for linear models only; use a linear task, such as 'digits-zero'"
-            )
-        self._named = named
-        self.shape = LinearShape(sizes[0], len(sizes) == 2)
-        self.vector: Real = np.concatenate([array.astype(np.float64).ravel() for array in named.values()])
+        # Before anybody is asked.
+        LinearModel(named)
+        # Steps are in float64, whatever the first model was in.
+        doubles = {name: array.astype("float64") for name, array in named.items()}
+        return (yield from super().round(server_round, to_record(doubles), config, grid))
 
-    def step(self, gradient: Real | float, lr: float, l2: float) -> ArrayRecord | None:
-        """Return the model after one step, in float64 and the former shapes; None when it is not finite."""
-        features = self.shape.features
-        with np.errstate(over="ignore", invalid="ignore"):
-            # The bias is not regularised.
-            full = gradient + l2 * np.where(np.arange(len(self.vector)) < features, self.vector, 0.0)
-            moved = self.vector - lr * full
-        if not np.isfinite(moved).all():
-            return None
-        parts = moved[:features], moved[features:]
-        named = zip(self._named.items(), parts, strict=False)
-        return to_record({name: part.reshape(old.shape) for (name, old), part in named})
+    def _count(self, config: ConfigRecord) -> int:
+        """Return the number of partitions."""
+        if self.state.get("plan"):
+            return len(self.state["labels"])
+        if self.partitions:
+            return self.partitions
+        clients, parities = config.get("clients"), self.system.parities
+        if not isinstance(clients, int) or clients <= parities:
+            raise ConfigError(
+                f"partitions=0 takes the number of clients less {parities} parities; the configuration says "
+                f"clients={clients!r}; give partitions, or a configuration with clients=N and fewer parities"
+            )
+        return clients - parities
+
+    def _take(self, x: Running, now: Now, step: Step | None) -> Outcome:
+        outcome, metrics = super()._take(x, now, step)
+        told, section = dict(now.told["linear"]), x.report.section(Descent)
+        for owner, sizes in told.pop("peer"):
+            if self._grid is not None:
+                # A message for each: that is how a ledger counts what passes between devices.
+                for size in sizes:
+                    record_peer(self._grid, x.report.round, x.addresses[owner], SETUP, [size])
+        for name, value in told.items():
+            setattr(section, name, value)
+        section.skipped = shorten(section.skipped)
+        refused = x.report.refused
+        section.refused = {node: refused[at] for node, at in x.addresses.items() if at in refused}
+        return outcome, MetricRecord({**section.metrics(), **(metrics or {})})
+
+    def identity(self) -> dict[str, str]:
+        """Return code and loss, which must not change within a run."""
+        s = self.system
+        return {"system": repr((s.code, self.partitions, s.parities, s.density, s.seed, s.loss))}
+
+
+def _task_in(config: ConfigRecord) -> str:
+    """Return what the clients make their rows from; the round and how they would train otherwise are no part of it."""
+    return repr(sorted((k, repr(v)) for k, v in config.items() if k == "task" or k.startswith("task.")))
 
 
 _UNUSED: Final = {**TRAINING, "inner": "fedavg", "fraction_evaluate": 0.0}
 """Settings of a client that trains by itself, without a meaning here but for ``lr``."""
 
 _OWN: Final = settings_of(
-    LinearSettings, "code", "parities", "density", "payload", "transport", "approximate", "retries"
+    CodedLinearGD, "code", "parities", "density", "payload", "transport", "approximate", "retries"
 )
 
 
@@ -323,9 +267,8 @@ def _build(settings: Settings, seed: int) -> CodedLinearGD:
     )
     # The server makes the steps, so it has to minimise what the clients' task does.
     loss = "hinge" if settings.get("task.model") == "svm" else "logistic"
-    l2 = float(settings.get("task.l2", 0.0))
-    own = arguments(LinearSettings, settings, _OWN)
-    return CodedLinearGD(loss=loss, lr=float(settings["lr"]), l2=l2, seed=seed, **own)
+    own: dict[str, Any] = {name: settings[name] for name in _OWN}
+    return CodedLinearGD(loss=loss, lr=float(settings["lr"]), l2=float(settings.get("task.l2", 0.0)), seed=seed, **own)
 
 
 def _check(strategy: CodedLinearGD, task: Task, clients: int) -> None:

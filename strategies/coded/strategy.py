@@ -64,7 +64,7 @@ from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push, own_loop
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.coded.links import RestingLinks, SimulatedLinks, record_peer
 from fedcomp.strategies.coded.report import CodingReport
-from fedcomp.strategies.coded.settings import CONSTRUCTIONS, CodedSettings
+from fedcomp.strategies.coded.settings import CONSTRUCTIONS, GRADIENT_CODE, CodedSettings
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.hooked import hooked
 from fedcomp.strategies.partitions import Holders
@@ -329,8 +329,8 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
         Any Flower strategy that works through hooks, usually :class:`fedcomp.strategies.compressed.Compressed`.
     **settings
         See :class:`fedcomp.strategies.coded.settings.CodedSettings`; and what only the chosen construction has:
-        :class:`~fedcomp.strategies.coded.settings.SumOptions`,
-        :class:`~fedcomp.strategies.coded.settings.GradientOptions`.
+        :class:`~fedcomp.strategies.coded.settings.SumOptions`; the construction "gradcode" is
+        :class:`~fedcomp.strategies.coded.gradients.GradientCoded`, with settings of its own.
 
     Attributes
     ----------
@@ -360,6 +360,15 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
         "_without_half": dict[int, str],
         "_reports": Reports,
     }
+
+    def __new__(cls, *args: Any, **settings: Any) -> Any:
+        if settings.get("construction") != GRADIENT_CODE:
+            return super().__new__(cls)
+        # A program, which needs nothing of this class.
+        from fedcomp.strategies.coded.gradients import GradientCoded
+
+        inner = args[0] if args else settings.pop("inner")
+        return GradientCoded(inner, CodedSettings.of(settings))
 
     def __init__(self, inner: Strategy, **settings: Any) -> None:
         require_inner(inner, "CodedFedAvg")

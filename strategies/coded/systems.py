@@ -7,11 +7,12 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from fedcomp.errors import ConfigError
-from fedcomp.strategies.coded.settings import CodedSettings, GradientOptions, SumOptions
+from fedcomp.strategies.coded.settings import CodedSettings, SumOptions
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.pair_systems import FIXED_POINT, build_pair
 from fedcomp.strategies.parts import PAIR_PREFIXES, Settings, make_inner
 from fedcomp.strategies.system import System, arguments, settings_of
+from fedcomp.systems.coded.gradients import GradientCode
 
 CODED: Final[Settings] = MappingProxyType(
     {
@@ -39,7 +40,8 @@ def _around_pair(settings: Settings, seed: int, *, construction: str, names: tup
 
 def _around_mean(settings: Settings, seed: int, *, construction: str, names: tuple[str, ...]) -> CodedFedAvg:
     """Return a construction that adds updates itself: around the inner strategy, with nothing compressed."""
-    own = arguments(CodedSettings, settings, names)
+    # None of these is unset by default but the timeout, for which 0 stands.
+    own = {name: settings[name] for name in names} | arguments(CodedSettings, settings, ["collect_timeout"])
     return CodedFedAvg(make_inner(settings), construction=construction, seed=seed, **own)
 
 
@@ -95,7 +97,7 @@ SYSTEMS: Final = (
         "one combination of the updates of s + 1 partitions, of which any n - s give the sum over all partitions",
         "gradcode",
         {
-            **settings_of(GradientOptions, "losses", "scheme", "arithmetic", "limit", "approximate", "quorum"),
+            **settings_of(GradientCode, "losses", "scheme", "arithmetic", "limit", "approximate", "quorum"),
             **settings_of(CodedSettings, "collect_timeout"),
         },
     ),

@@ -5,26 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
-from fedcomp.errors import LayoutError, StateError
-from fedcomp.flower import gossip
-from fedcomp.flower.payload import PayloadError
-from fedcomp.flower.records import read_array
 from fedcomp.flower.report import EventSection, figure
-from fedcomp.gossip.protocol import NodeAnswer
 from fedcomp.gossip.receiving import FARTHEST
-from fedcomp.gossip.relay import Relay
-from fedcomp.plain import fields_of
-
-_MOST_FIGURES: Final = 32
-
-_EVENTS: Final = ("gone", "joined", "left", "failed", "refused", "needed", "lost", "doubted", "noticed")
-"""What :class:`fedcomp.gossip.events.RelayReport` lists."""
+from fedcomp.gossip.traffic import GossipTraffic
 
 
 @dataclass
@@ -43,9 +32,8 @@ class Iterations(EventSection, name="gossip"):
         Bytes of this round's messages: ``edge``, ``node``, ``up`` and ``down`` (the relay's) and ``undelivered``; of
         the first two also by phase (``edge.train``, ``edge.dense``, ``edge.resync``), how many there were
         (``edge.messages``), and how many of the bytes are headers (``edge.headers``).
-    link_bytes : dict of str to int
-        Bytes that nodes handed to their links in this round, by edge ("0>1"), by their own word; failed attempts
-        included. Edges whose messages took the server instead are among the events, as ``mailbox``.
+    start : int
+        Bytes of the initial model, to nodes that begin or join.
     observed : dict of str to float
         Of the observation, if there was one.
     """
@@ -56,7 +44,7 @@ class Iterations(EventSection, name="gossip"):
     answers: int = figure(unit="nodes")
     members: list[int] = figure(list, unit="nodes", show="count")
     traffic: dict[str, int] = figure(dict, unit="bytes", show="flat")
-    link_bytes: dict[str, int] = figure(dict, unit="bytes", show="table")
+    start: int = figure(unit="bytes")
     observed: dict[str, float] = figure(dict, show="flat")
 
     def line(self) -> str:
@@ -81,41 +69,6 @@ class Observed:
     arrays: Mapping[str, NDArray[Any]]
     figures: Mapping[str, float]
     facts: Mapping[str, float]
-
-    @classmethod
-    def of(cls, reply: Message, initial: ArrayRecord, dtype: str) -> Observed:
-        """Read the reply to an observation of a run in ``dtype`` that began with ``initial``.
-
-        Raises
-        ------
-        PayloadError, AnswerError
-            When it holds none, or too many figures.
-        StateError
-            When the node has no model to show.
-        LayoutError
-            When it shows another model than the run's, or one that is not finite.
-        """
-        answer = answer_of(reply)
-        if answer.fresh or answer.failed:
-            raise StateError(answer.failed or "it has no memory of the run")
-        record = reply.content.get(gossip.MODEL)
-        if not isinstance(record, ArrayRecord):
-            raise PayloadError(f"the message has no model under {gossip.MODEL!r}")
-        if set(record) != set(initial):
-            raise LayoutError(f"its model has tensors {list(record)[:5]}, not those of the run: {list(initial)[:5]}")
-        arrays: dict[str, NDArray[Any]] = {}
-        for name, array in initial.items():
-            # Float tensors come in the run's dtype, which may not be the model's own; integer buffers in theirs.
-            own = np.dtype(array.dtype)
-            arrays[name] = read_array(record[name], name, tuple(array.shape), dtype if own.kind == "f" else own)
-            # One such model would make the mean of all of them NaN.
-            if not np.isfinite(arrays[name]).all():
-                raise LayoutError(f"its tensor {name!r} holds non-finite values")
-        figures = reply.content.get(gossip.FIGURES)
-        found = dict(figures) if isinstance(figures, MetricRecord) else {}
-        if len(found) > _MOST_FIGURES:
-            raise PayloadError(f"it reports {len(found)} figures; at most {_MOST_FIGURES} are taken")
-        return cls(arrays, {k: float(v) for k, v in found.items() if isinstance(v, int | float)}, answer.facts)
 
 
 def far_out(seen: Mapping[int, Observed]) -> dict[int, str]:
@@ -186,66 +139,25 @@ def _sum(values: Sequence[float]) -> float:
         return sum(values)
 
 
-def answer_of(reply: Message) -> NodeAnswer:
-    """Return the answer a reply carries.
-
-    Raises
-    ------
-    StateError
-        When the reply is an error.
-    PayloadError, AnswerError
-        When it carries no answer.
-    """
-    if reply.has_error():
-        raise StateError(f"error {reply.error.code}: {reply.error.reason}")
-    return gossip.take_answer(reply)
+def close(report: Iterations, told: Mapping[str, Any], initial: ArrayRecord) -> None:
+    """Write what a program told into a round's report; a round may have several, and their figures are added up."""
+    course = told["course"]
+    report.iteration, report.epoch, report.members = course.iteration, course.epoch, sorted(course.members)
+    report.exchanges += told["exchanges"]
+    report.answers += told["answers"]
+    report.start += told["started"] * sum(len(array.data) for array in initial.values())
+    for name, value in _bytes(told["traffic"]).items():
+        report.traffic[name] = report.traffic.get(name, 0) + value
+    for kind, vertex, reason in told["events"]:
+        report.note(kind, f"vertex {vertex}: {reason}")
 
 
-@dataclass(frozen=True)
-class Before:
-    """How far a run was when a round began: what has happened since then is the round's.
-
-    Attributes
-    ----------
-    traffic : dict
-        The fields of its :class:`~fedcomp.gossip.traffic.GossipTraffic`.
-    events : dict of str to int
-        How many events of each kind its report had.
-    """
-
-    traffic: Mapping[str, Any]
-    events: Mapping[str, int]
-
-    @classmethod
-    def of(cls, relay: Relay) -> Before:
-        """Return how far ``relay`` is."""
-        return cls(fields_of(relay.traffic), {kind: len(getattr(relay.report, kind)) for kind in _EVENTS})
-
-    def close(self, relay: Relay, report: Iterations) -> None:
-        """Write what has happened since then into a round's report."""
-        # Seeing off leavers counts iterations beyond the last one.
-        report.iteration = min(relay.iteration, relay.iterations + relay.skew_rounds)
-        report.epoch, report.members = relay.epochs.number, list(relay.members)
-        for name, value in _difference(fields_of(relay.traffic), self.traffic).items():
-            # Added, since a round reports twice: its exchanges, and what closes it.
-            report.traffic[name] = report.traffic.get(name, 0) + value
-        for kind in _EVENTS:
-            for _, vertex, reason in getattr(relay.report, kind)[self.events[kind] :]:
-                report.note(kind, f"vertex {vertex}: {reason}")
-
-
-def _difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, int]:
-    """Return the bytes of messages between two states of the counters, by name."""
-
-    def size(count: Mapping[str, int]) -> int:
-        return count["headers"] + count["bodies"]
-
+def _bytes(traffic: GossipTraffic) -> dict[str, int]:
+    """Return the bytes of messages by name."""
     out: dict[str, int] = {}
-    for side in ("edge", "node"):
-        phases = now[side]
-        out |= {f"{side}.{phase}": size(phases[phase]) - size(before[side][phase]) for phase in phases}
-        out[side] = sum(out[f"{side}.{phase}"] for phase in phases)
-        for name in ("messages", "headers"):
-            out[f"{side}.{name}"] = sum(phases[phase][name] - before[side][phase][name] for phase in phases)
-    out |= {name: size(now[name]) - size(before[name]) for name in ("up", "down", "undelivered")}
-    return out
+    for side, phases in (("edge", traffic.edge), ("node", traffic.node)):
+        out |= {f"{side}.{phase}": count.bytes for phase, count in phases.items()}
+        out[side] = sum(count.bytes for count in phases.values())
+        out[f"{side}.messages"] = sum(count.messages for count in phases.values())
+        out[f"{side}.headers"] = sum(count.headers for count in phases.values())
+    return out | {name: getattr(traffic, name).bytes for name in ("up", "down", "undelivered")}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fedcomp.flower.coded import MAX_STORE_BYTES
-from fedcomp.gossip.run import Observer
+from fedcomp.gossip.tuning import Observer
 from fedcomp.rules import TIMEOUT, Configured, Int, Maybe, NotNegative, OneOf, Seed, Switch, Text
 
 

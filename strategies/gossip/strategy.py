@@ -1,51 +1,65 @@
-"""The server half of decentralised learning: a mailbox between nodes that cannot reach each other.
+"""Decentralised learning over Flower's star, one iteration per round.
 
-Flower's nodes talk to the server only, so messages between them travel through it, unread. One round is one iteration:
-every node gets, in one message, the messages of the former iteration, finishes it, begins the next and answers with the
-messages of that. :class:`fedcomp.gossip.relay.Relay` decides who is asked to do what, and what happens to the messages
-of a node that does not answer; here its instructions become messages and replies its answers.
-
-There is no global model. In rounds that are due, and in the last one, every node is asked for its model; their mean is
-what the strategy returns, and the figures of each and their distance from the mean are in the round's metrics. What
-that costs is counted apart from training, in messages of a type of their own.
+:class:`fedcomp.systems.gossip.Gossip` says who does what; here its runs are given vertices, a report and an end. There
+is no global model: in rounds that are due, and in the last one, every node is asked for its model; their mean is what
+the strategy returns, and the figures of each and their distance from the mean are in the round's metrics.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Final
 
+import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
 
-from fedcomp.errors import ConfigError, FedcompError, StateError
-from fedcomp.flower import gossip
+from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower.logs import log
 from fedcomp.flower.records import to_arrays, widened
-from fedcomp.flower.report import Reports
-from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
+from fedcomp.flower.report import Report
+from fedcomp.flower.rounds import Exchanges, Push
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Algorithm, largest_message
-from fedcomp.gossip.protocol import Instruction, NodeAnswer
-from fedcomp.gossip.relay import ENDLESS, Relay, RelaySettings
-from fedcomp.gossip.topology import Topology, topology_of
-from fedcomp.gossip.vector import flatten
+from fedcomp.gossip.base import Algorithm
+from fedcomp.gossip.events import RunReport
+from fedcomp.gossip.topology import Complete, Topology, topology_of
+from fedcomp.gossip.traffic import GossipTraffic
+from fedcomp.gossip.tuning import DivergenceWatch, Observer
+from fedcomp.gossip.vector import GossipPolicy, unflatten
 from fedcomp.layout import Layout
-from fedcomp.plain import Count, from_plain
+from fedcomp.plain import Count
+from fedcomp.program import Now, Round
 from fedcomp.rules import Int, checked
-from fedcomp.stateful import Stateful, StatePart, nested
-from fedcomp.strategies.gossip.links import PeerLinks
-from fedcomp.strategies.gossip.report import Before, Iterations, Observed, answer_of, far_out, figures_of, mean_of
-from fedcomp.strategies.gossip.seats import Seats
+from fedcomp.strategies.gossip.report import Iterations, Observed, close, far_out, figures_of, mean_of
 from fedcomp.strategies.gossip.settings import GossipSettings
-from fedcomp.strategies.round_log import RoundLog
+from fedcomp.strategies.links import Links
+from fedcomp.strategies.running import Running
+from fedcomp.strategies.server import Server
+from fedcomp.systems.gossip import Course, Gossip
 
 __all__ = ["GossipRelay", "Iterations", "Observed", "figures_of", "mean_of"]
 
+_POLL_SECONDS: Final = 0.1
 
-class GossipRelay(ExchangeStrategy, Stateful):
+
+class _Everybody(FedAvg):
+    """Sends the model to all nodes that are online; which of them get it, and what else, is the program's to say."""
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
+        return [Message(content, node, "train", group_id=str(server_round)) for node in sorted(grid.get_node_ids())]
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        return ()
+
+
+class GossipRelay(Server):
     """Decentralised learning over Flower's star, one iteration per round.
 
     The clients need the half :func:`fedcomp.clients.gossip.gossip_node`; :mod:`fedcomp.clients.app` has it.
@@ -69,6 +83,10 @@ class GossipRelay(ExchangeStrategy, Stateful):
     settings : GossipSettings
     reports : Reports
         By round, with the section ``gossip``.
+    course : Course
+        How far the run is: iteration, members.
+    traffic, events : GossipTraffic, RunReport
+        Of the whole run.
 
     Raises
     ------
@@ -82,18 +100,12 @@ class GossipRelay(ExchangeStrategy, Stateful):
     'choco'
     """
 
-    TOGETHER: ClassVar[str] = (
-        "a decentralised run has its models on the nodes: a relay that is set back alone would take them for those of "
-        "an earlier iteration. Only the in-process engine stores both"
-    )
-
     STATE: ClassVar[Mapping[str, Any]] = {
-        "_relay": StatePart(
-            lambda strategy: strategy._save_relay(), lambda strategy, state: strategy._load_relay(state)
-        ),
-        "_seats": nested("_seats"),
+        **Server.STATE,
+        "vertices": Count,
+        "traffic": GossipTraffic,
+        "events": RunReport,
         "_initial": ArrayRecord | None,
-        "reports": Reports,
     }
 
     def __init__(
@@ -106,35 +118,44 @@ class GossipRelay(ExchangeStrategy, Stateful):
     ) -> None:
         self.algorithm = algorithm if isinstance(algorithm, Algorithm) else get_algorithm(algorithm)
         self.topology = topology
-        self.settings = GossipSettings(**settings)
-        s = self.settings
+        s = self.settings = GossipSettings(**settings)
         if s.skew_rounds and not self.algorithm.asynchronous:
             raise ConfigError(
                 f"skew_rounds={s.skew_rounds!r} is not valid with {self.algorithm.name}: closing iterations are for "
                 "push-sum algorithms; leave it at 0"
             )
-        self.setup = gossip.GossipSetup(self.algorithm.to_config(), s.dtype, s.dense_below, s.buffers)
-        self.reports = Reports()
         nodes = checked("nodes", nodes, Int())
-        self._count = nodes if isinstance(topology, str) else _vertices(topology, nodes)
-        self._log = RoundLog("GossipRelay")
-        self._links = PeerLinks(s) if s.transport == "peers" else None
-        self._seats = Seats(s, self._links)
+        self.vertices = nodes if isinstance(topology, str) else _vertices(topology, nodes)
+        self._watch: Observer | None = DivergenceWatch() if s.watch is True else (s.watch or None)
+        # Whether the system is that of the run's own graph.
+        self._fitted = False
+        super().__init__(
+            # Until the number of vertices is known a graph that any algorithm runs on stands for it.
+            Gossip(self.algorithm, Complete(2)),
+            _Everybody(configrecord_key=s.configrecord_key),
+            policy=GossipPolicy(s.dense_below, s.buffers),  # type: ignore[arg-type]
+            links=Links(s.spool, seal=s.seal, max_store_bytes=s.max_store_bytes) if s.transport == "peers" else None,
+            seed=s.seed,
+        )
+
+    def _begin(self) -> None:
+        super()._begin()
+        self.traffic, self.events = GossipTraffic(), RunReport()
         self._initial: ArrayRecord | None = None
-        self._relay: Relay | None = None
+        self._strangers: set[int] = set()
 
     @property
-    def relay(self) -> Relay:
-        """The mailbox.
+    def course(self) -> Course:
+        """How far the run is.
 
         Raises
         ------
         StateError
             Before the first round.
         """
-        if self._relay is None:
+        if "course" not in self.state:
             raise StateError("the run has not begun: nothing is under way before the first round")
-        return self._relay
+        return self.system.course(self.state)
 
     def graph(self, nodes: int) -> Topology:
         """Return the graph of a run of ``nodes`` nodes, checked against the algorithm.
@@ -157,192 +178,149 @@ class GossipRelay(ExchangeStrategy, Stateful):
         ConfigError
             When it does not take part.
         """
-        self.relay.leave(vertex)
-        self._seats.dismissed.add(vertex)
+        _ = self.course
+        self.state = self.system.leave(self.state, vertex)
 
     def summary(self) -> None:
         """Log algorithm and graph."""
         log.info("\t├──> GossipRelay: %r over %s", self.algorithm, self.topology)
 
+    def identity(self) -> dict[str, Any]:
+        """Return algorithm and model type, which must not change within a run."""
+        s = self.settings
+        names = {"dtype": s.dtype, "dense_below": s.dense_below, "buffers": s.buffers}
+        return {"algorithm": self.algorithm.to_config(), **names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a stored run.
+
+        Raises
+        ------
+        StateError
+            When it is of another number of nodes.
+        """
+        if self.vertices and state.get("vertices", self.vertices) not in (0, self.vertices):
+            raise StateError(
+                f"the stored run is of {state['vertices']} nodes, this strategy of {self.vertices}; resume with the "
+                "number the run was started with"
+            )
+        super().load_state_dict(state)
+
     def round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
         """Run one iteration on all nodes; the models stay with them."""
-        report = self.reports.begin(server_round).section(Iterations)
+        report = self.reports.begin(server_round)
         config["server-round"] = server_round
-        relay, clients = self._relay, config.get("clients")
-        # 0 when neither the graph nor the configuration says how many vertices there are.
-        count = self._count or (clients if isinstance(clients, int) else 0)
-        expected = range(count) if relay is None else relay.members
-        yield from self._seats.meet(grid, config, report, relay, expected)
-        if relay is None:
-            relay = self._begin(arrays, count or len(list(grid.get_node_ids())), report)
-        if relay.finishing:
-            # ENDLESS, as in _begin: how many rounds there will be, only the driver knows.
-            relay.prolong(ENDLESS)  # a finished run that is extended
-        # The relay counts over the whole run; a round reports the difference.
-        before = Before.of(relay)
-        yield from self._exchange(config, report, grid, self._seats.away(relay))
-        # Of a synchronous algorithm nobody can go on before everybody has answered or is given up.
-        while not (relay.algorithm.asynchronous or relay.settled):
-            yield from self._exchange(config, report, grid)
-        before.close(relay, report)
-        return None, report.metrics()
+        if self._initial is None:
+            self._initial = widened(arrays)
+        self._found(config, grid)
+        yield from self._run(report, config, grid, lambda system, now: system.round(now))
+        return None, report.section(Iterations).metrics()
 
     def close_round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, *, last: bool
     ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
         """After the last round run the closing iterations and deliver all messages; in rounds that are due, observe."""
-        whole, relay = self.reports[server_round], self.relay
-        report = whole.section(Iterations)
-        before = Before.of(relay)
-        if last:
-            relay.conclude()
-            # meet in the loop: a node that was offline for a moment gets its vertex back and can still finish.
-            while not relay.done:
-                yield from self._seats.meet(grid, config, report, relay, relay.members)
-                yield from self._exchange(config, report, grid)
+        report = self.reports[server_round]
+        section = report.section(Iterations)
         observed = None
         if last or server_round % self.settings.observe_every == 0:
-            observed = yield from self._observe(config, report)
-        before.close(relay, report)
-        whole.asked, whole.used = len(report.members), report.answers
-        self._log.conclude(whole)
-        return observed, report.metrics()
+            program = Gossip.closing if last else Gossip.observing
+            x, now = yield from self._run(report, config, grid, program)
+            observed = self._observed(x.layout, now, section)
+        report.asked, report.used = len(section.members), section.answers
+        self._log.conclude(report)
+        return observed, section.metrics()
 
-    def _begin(self, arrays: ArrayRecord, count: int, report: Iterations) -> Relay:
-        named = to_arrays(arrays)
-        layout = Layout.of(named, self.setup.policy)
-        if self.setup.dtype == "float32" and layout.wide:
+    def _run(
+        self, report: Report, config: ConfigRecord, grid: Grid, program: Callable[[Gossip, Now], Round]
+    ) -> Exchanges[tuple[Running, Now]]:
+        """Drive one of the system's programs; take what it told."""
+        assert self._initial is not None
+        self.roster.meet(grid)
+        self._grid = grid
+        messages = list(self.inner.configure_train(report.round, self._initial, config, grid))
+        yield from self._in_time(self._greet(report.round, messages))
+        x, now = self._ask(report.round, self._initial, messages)
+        if self.settings.dtype == "float32" and x.layout.wide:
             raise ConfigError(
-                f"{layout.wide[0].name} of the model is float64, and nodes would compute in float32, where small steps "
-                "of large values are lost: set dtype='float64', or convert the model to float32"
+                f"{x.layout.wide[0].name} of the model is float64, and nodes would compute in float32, where small "
+                "steps of large values are lost: set dtype='float64', or convert the model to float32"
             )
-        size = flatten(named, layout, self.setup.dtype).nbytes // max(1, layout.size)
-        self._initial = widened(arrays)
-        largest = largest_message(self.algorithm, layout.size, size)
-        # Random and not from the seed: two runs with one seed must not continue each other's memories.
-        self._relay = self._made(count, ENDLESS, secrets.token_hex(8), largest)
-        self._seats.note_outside(count, report)
-        return self._relay
+        yield from self._in_time(self._play(x, now, program(self.system, now)))
+        self.state, self.mailbox = dict(now.state), x.mailbox
+        self.traffic.add(now.told["traffic"])
+        self.events.add(now.told)
+        section = report.section(Iterations)
+        self._note_strangers(x, section)
+        close(section, now.told, self._initial)
+        if self._watch is not None:
+            self.events.watched(self._watch, now.told["figures"])
+        return x, now
 
-    def _made(self, count: int, iterations: int, session: str, largest: int) -> Relay:
-        graph, s = self.graph(count), self.settings
-        given = RelaySettings(
-            iterations,
-            session,
-            s.seed,
-            largest,
+    def _note_strangers(self, x: Running, section: Iterations) -> None:
+        """Report, once each, the nodes that are no vertex: of another number, or of one that another node holds."""
+        outside = {address for number, address in x.addresses.items() if number >= self.vertices}
+        refused = self.roster.settle((), dict.fromkeys(set(x.addresses.values()) - self.roster.silent))
+        for address in sorted(outside - self._strangers):
+            claim = self.roster.claims.get(address)
+            if claim is not None and claim >= self.vertices:
+                section.note("unknown", f"a node says it is vertex {claim} of a graph of {self.vertices}")
+            elif claim is not None:
+                section.note("unknown", refused.get(address, f"another node declares partition {claim}, too"))
+                log.warning("round %d: %s", x.report.round, refused.get(address, ""))
+        self._strangers = {address for address in outside if self.roster.claims.get(address) is not None}
+
+    def _in_time(self, play: Exchanges[Any]) -> Exchanges[Any]:
+        """Give every exchange the run's own time."""
+        try:
+            messages = next(play)
+            while True:
+                if self.settings.timeout is not None and not isinstance(messages, Push):
+                    messages = Push(list(messages), self.settings.timeout)
+                messages = play.send((yield messages))
+        except StopIteration as end:
+            return end.value
+
+    def _found(self, config: ConfigRecord, grid: Grid) -> None:
+        """Make the graph, once it is known of how many vertices; wait a while for nodes that are not there."""
+        s, clients = self.settings, config.get("clients")
+        deadline = time.monotonic() + s.wait
+        if not self.vertices:
+            self.vertices = clients if isinstance(clients, int) and clients else len(list(grid.get_node_ids()))
+        while len(list(grid.get_node_ids())) < self.vertices and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        if self._fitted:
+            return
+        self._fitted = True
+        graph = self.graph(self.vertices)
+        self.system = Gossip(
+            self.algorithm,
+            graph,
+            s.dtype,
             patience=s.patience,
-            skew_rounds=s.skew_rounds,
-            watch=s.watch,
-            by_reference=self._links is not None,
+            skew_rounds=graph.averaging_rounds() if s.skew_rounds == "auto" else s.skew_rounds,
         )
-        return Relay(self.algorithm.fitted(graph), graph, given)
 
-    def _exchange(
-        self, config: ConfigRecord, report: Iterations, grid: Grid, away: Sequence[int] = ()
-    ) -> Exchanges[None]:
-        """Send every node its instruction and settle what comes back; nodes ``away`` are asked for a sign of life."""
-        relay, node_of = self.relay, self._seats.node_of
-        instructions = relay.ask()
-        # They count as attempts like any silence: a vertex that stays without a node is given up.
-        errors = {v: "no node of this vertex is online" for v in instructions if v not in node_of}
-        messages = {v: self._message(i, config, report.round) for v, i in instructions.items() if v in node_of}
-        calls = {v: self._seats.hello(node_of[v], config) for v in away if v not in messages}
-        replies = yield Push([*messages.values(), *calls.values()], self.settings.timeout)
-        vertices = {m.metadata.message_id: v for v, m in (*messages.items(), *calls.items())}
-        answers, heard = dict[int, NodeAnswer](), set[int]()
-        for reply in replies:
-            vertex = vertices[reply.metadata.reply_to_message_id]
-            if vertex in calls:
-                # A sign of life is enough: it joins with a new state, whatever it says.
-                if reply.has_content():
-                    relay.join(vertex)
-                    heard.add(vertex)
-                continue
-            try:
-                answer = answer_of(reply)
-                if self._links is not None:
-                    self._links.take(reply, node_of[vertex], instructions[vertex], report, grid)
-                answers[vertex] = answer
-            except FedcompError as error:
-                errors[vertex] = f"{type(error).__name__}: {error}"
-        errors |= {v: "nothing came back in time" for v in messages if v not in answers and v not in errors}
-        heard |= answers.keys()
-        self._seats.holders.settle((node_of[v] for v in vertices.values()), {node_of[v]: None for v in heard})
-        relay.take(answers, errors)
-        report.exchanges += 1
-        report.answers += len(answers)
-        for vertex in sorted(errors):
-            report.note("unanswered", f"vertex {vertex}: {errors[vertex]}")
-
-    def _message(self, instruction: Instruction, config: ConfigRecord, server_round: int) -> Message:
-        content = RecordDict({self.settings.configrecord_key: config})
-        # The algorithm as it was fitted to the graph, which the settings do not have.
-        replace(self.setup, algorithm=self.relay.algorithm.to_config()).put(content)
-        gossip.put_instruction(content, instruction)
-        if self._links is not None:
-            self._links.put(content, instruction, self._seats.node_of, self.relay.oldest(), server_round)
-        kind = gossip.OBSERVE_TYPE if instruction.action == "observe" else gossip.EXCHANGE_TYPE
-        if instruction.start in ("common", "empty"):
-            assert self._initial is not None
-            content[gossip.MODEL] = self._initial
-            kind = gossip.START_TYPE
-        return Message(content, self._seats.node_of[instruction.node], kind)
-
-    def _observe(self, config: ConfigRecord, report: Iterations) -> Exchanges[ArrayRecord | None]:
-        """Ask every settled node for its model and figures; return the mean of the models."""
-        instructions = {v: i for v, i in self.relay.observe().items() if v in self._seats.node_of}
-        messages = [self._message(instruction, config, report.round) for instruction in instructions.values()]
-        replies = yield Push(messages, self.settings.timeout)
-        vertices = {m.metadata.message_id: v for m, v in zip(messages, instructions, strict=True)}
+    def _observed(self, layout: Layout, now: Now, report: Iterations) -> ArrayRecord | None:
+        """Return the mean of the models that were shown; report figures of them."""
+        assert self._initial is not None
+        given = {name: np.asarray(array) for name, array in to_arrays(self._initial).items() if name in layout.order}
         seen: dict[int, Observed] = {}
-        for reply in replies:
-            vertex = vertices[reply.metadata.reply_to_message_id]
-            try:
-                seen[vertex] = Observed.of(reply, self._initial or ArrayRecord(), self.setup.dtype)
-            except FedcompError as error:
-                report.note("unseen", f"vertex {vertex}: {error}")
+        for vertex, shown in sorted(now.told["models"].items()):
+            named = {**given, **unflatten(shown.model, layout), **shown.own}
+            seen[vertex] = Observed({name: named[name] for name in layout.order}, shown.figures, shown.facts)
         for vertex, reason in far_out(seen).items():
             report.note("unseen", f"vertex {vertex}: {reason}")
             del seen[vertex]
         if not seen:
             return None
-        # By vertex: replies come in any order, and sums of floats depend on it.
-        ordered = [seen[vertex] for vertex in sorted(seen)]
+        # By vertex: sums of floats depend on the order.
+        ordered = list(seen.values())
         middle = mean_of([found.arrays for found in ordered])
         report.observed = figures_of(ordered, middle)
         return ArrayRecord({name: Array(array) for name, array in middle.items()})
-
-    def identity(self) -> dict[str, Any]:
-        """Return algorithm, model type and transport, which must not change within a run."""
-        return self.setup.values() | ({} if self._links is None else {"transport": self.settings.transport})
-
-    def _save_relay(self) -> dict[str, Any] | None:
-        """Return the mailbox, and what the relay around it is made from."""
-        relay = self._relay
-        if relay is None:
-            return None
-        given = relay.settings
-        arguments = [relay.topology.n, relay.iterations, given.session, given.largest]
-        links = {} if self._links is None else {"links": self._links.save(relay)}
-        return {"made_from": arguments, "state": relay.state_dict(), **links}
-
-    def _load_relay(self, stored: Mapping[str, Any] | None) -> None:
-        if stored is None:
-            return
-        nodes, iterations, session, largest = from_plain(tuple[Count, Count, str, Count], stored["made_from"], "relay")
-        if self._count and nodes != self._count:
-            raise StateError(
-                f"the stored run is of {nodes} nodes, this strategy of {self._count}; resume with the number the run "
-                "was started with"
-            )
-        # Made with what the stored run was made with: its messages and its nodes' memories name that session.
-        self._relay = self._made(nodes, iterations, session, largest)
-        self._relay.load_state_dict(stored["state"])
-        if self._links is not None:
-            self._links.load(stored["links"])
 
 
 def _vertices(topology: Topology | Mapping[str, Any], nodes: int) -> int:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol
 
@@ -39,19 +40,22 @@ from fedcomp.flower.privacy import SECRET
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.report import Reports, ReportSection, figure
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
+from fedcomp.layout import Layout
 from fedcomp.plain import Count
 from fedcomp.privacy.events import Event
-from fedcomp.privacy.mechanism import PrivateSum, Votes
+from fedcomp.privacy.mechanism import Mechanism, Votes
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.privacy.votes import decode_rows, threshold
 from fedcomp.rng import Key
 from fedcomp.rules import Int, checked
 from fedcomp.stateful import Stateful, nested, next_epoch
+from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.private.promise import Once
 from fedcomp.strategies.private.settings import TeacherSettings, VoteSettings
-from fedcomp.strategies.receiving import Reception
-from fedcomp.strategies.replies import SentMessage
-from fedcomp.systems.private.rule import LENGTHS, Books
+from fedcomp.strategies.replies import Rejected, SentMessage, match_replies
+from fedcomp.strategies.round_log import RoundLog
+from fedcomp.systems.private.books import LENGTHS
+from fedcomp.systems.private.rule import Private
 from fedcomp.systems.private.settings import PrivacySettings
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -103,7 +107,7 @@ class Voted(ReportSection, name="datalens"):
     moved: float = figure(0.0, public=True)
 
 
-class DataLens(Books, ExchangeStrategy, Stateful):
+class DataLens(Private, ExchangeStrategy, Stateful):
     """A generator that is trained on noisy votes. The model of the run is the generator.
 
     The clients need the half :func:`fedcomp.clients.private.datalens.datalens_teachers`; :mod:`fedcomp.clients.app`
@@ -154,7 +158,7 @@ class DataLens(Books, ExchangeStrategy, Stateful):
         "_session": str,
         "_sequence": Count,
         "_moments": dict[str, NDArray[Any]] | None,
-        "_reception": nested("_reception"),
+        "reports": Reports,
     }
 
     def __init__(
@@ -182,12 +186,12 @@ class DataLens(Books, ExchangeStrategy, Stateful):
                 "the number of records: give population, the public number of records of all clients"
             )
         self.student, self.votes, self.teaching = student, votes, teachers
-        super().__init__(given, unit="client" if count == 1 else "record")
+        super().__init__(unit="client" if count == 1 else "record", **{"adjacency": "replace", **privacy})
         self.timeout = timeout
         self.clients = 0
-        self.mechanism((votes.images, votes.k))  # refuses its own arguments
+        self.mechanism(Layout.flat(votes.images * votes.k))  # refuses its own arguments
         self._once = Once("DataLens")
-        self._reception = Reception("DataLens")
+        self.reports, self._log = Reports(), RoundLog("DataLens")
         self._key = configrecord_key
         # Not from the seed: another run is another session, for which teachers start over.
         self._session = secrets.token_hex(8)
@@ -203,13 +207,13 @@ class DataLens(Books, ExchangeStrategy, Stateful):
         super().renumber()
         self._sequence = next_epoch(self._sequence)
 
-    @property
-    def reports(self) -> Reports:
-        """Per round: who was asked, what arrived, what was refused and why. For the server, not for release."""
-        return self._reception.reports
+    def shape(self, layout: Layout) -> tuple[int, int]:
+        """Return that of the votes on a round's images, (B, d)."""
+        return self.votes.images, layout.size // self.votes.images
 
-    def mechanism(self, shape: tuple[int, int]) -> Votes:
-        """Return the mechanism for B images of d pixels, ``shape`` (B, d)."""
+    def mechanism(self, layout: Layout, server_round: int = 1) -> Votes:
+        """Return the mechanism for as many pixels as all images of a round have."""
+        shape = self.shape(layout)
         return Votes(
             noise_multiplier=self.noise_multiplier,
             adjacency=self.adjacency,
@@ -219,12 +223,14 @@ class DataLens(Books, ExchangeStrategy, Stateful):
             by_row=True,
         )
 
-    def event(self, pixels: int) -> Event:
+    def event(self, mechanism: Mechanism, size: int) -> Event:
         """Return what a round costs: one release for each image."""
-        mechanism = self.mechanism((self.votes.images, pixels))
-        return mechanism.event(
-            rate=self.sampling.event_rate, size=self.votes.images * pixels, label="votes on generated images"
-        )
+        return mechanism.event(rate=self.sampling.event_rate, size=size, label="votes on generated images")
+
+    def released(self, noisy: NDArray[np.float64], layout: Layout, server_round: int) -> Any:
+        """Return the signs of the sums that pass the threshold: -1, 0 and 1, (B, d)."""
+        # Of the expected number of teachers, which is public; how many came is not.
+        return threshold(noisy, self.votes.beta * self.expected)
 
     @property
     def expected(self) -> float:
@@ -244,7 +250,7 @@ class DataLens(Books, ExchangeStrategy, Stateful):
 
     def open_ledger(self, path: Path) -> None:
         """Keep the ledger in a file from now on; events in it that the ledger lacks were paid and count."""
-        self._require_clients()
+        self.require_population()
         super().open_ledger(path)
 
     def over(self, server_round: int) -> str:
@@ -253,15 +259,20 @@ class DataLens(Books, ExchangeStrategy, Stateful):
         How many pixels an image has is known from the first round on, and matters only for what the noise sampler adds
         to delta; the round itself asks again, before any client is contacted.
         """
-        return self.unaffordable(self.event(self._pixels or self.votes.k), server_round)
+        layout = self._on_images
+        return self.unaffordable(self.event(self.mechanism(layout), layout.size), server_round)
+
+    @property
+    def _on_images(self) -> Layout:
+        return Layout.flat(self.votes.images * (self._pixels or self.votes.k))
 
     def statement(self) -> Statement:
         """Return what may be said about the run so far."""
-        self._require_clients()
+        self.require_population()
         one = self.teaching.teachers == 1
         return make_statement(
             self.privacy,
-            mechanism=self.mechanism((self.votes.images, self._pixels or self.votes.k)),
+            mechanism=self.mechanism(self._on_images),
             unit_note=(
                 "a client is one teacher, so all its records together are protected"
                 if one
@@ -291,20 +302,23 @@ class DataLens(Books, ExchangeStrategy, Stateful):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
         """Take one step of the generator; without one, and without a message, when the budget does not allow it."""
-        self._require_clients()
+        self.require_population()
         generator = to_arrays(arrays)
         # Made of the first round's configuration, which names the task; its optimiser is in the state of the run.
         student = self._made = self._made or self.student(dict(config))
         request, images = self._request(server_round, student, generator)
         # Before the budget is asked: what a round costs may depend on it.
         self._pixels = request.pixels
-        chosen: list[int] = []
-        # Teachers are contacted after the budget was asked; a release that would cross it is never prepared.
-        if not (reason := self.over(server_round)):
+
+        def there() -> list[int]:
             nodes = list(grid.get_node_ids())
             for why in self.surplus(nodes):
                 self._once.warn(why)
-            chosen, reason = self.sample(nodes, self.clients, server_round)
+            return nodes
+
+        # Teachers are contacted after the budget was asked; a release that would cross it is never prepared.
+        layout = self._on_images
+        chosen, reason = self.draw(there, layout, server_round, clients=self.clients)
         if reason:
             self._once.warn(reason, f"no teacher is asked in round {server_round}: {reason}")
             return None, None
@@ -320,37 +334,29 @@ class DataLens(Books, ExchangeStrategy, Stateful):
             content[datalens.MODEL] = arrays
         # Each message has a mapping of its own over the records, which are shared.
         sent = [SentMessage(Message(RecordDict(dict(content)), node, datalens.TYPE), node, 0) for node in chosen]
-        self._reception.meet(grid, afresh=True)
+        holders = Holders()
+        holders.meet(grid)
+        self.open(server_round, chosen)
         replies = yield Push([each.message for each in sent], self.timeout)
+        if not self.close(server_round):
+            return None, None
         report = self.reports.begin(server_round)
         report.asked = len(sent)
-        shape = (self.votes.images, request.pixels)
-        total = PrivateSum(self.mechanism(shape), shape)
-
-        def add(each: SentMessage, reply: Message) -> None:
-            # Whoever sent votes of which one cannot be verified is left out whole.
-            total.add_all(each.node, votes_of(reply, request))
-
-        report.used = sum(1 for _ in self._reception.received(sent, replies, report, add))
-        votes = report.section(Voted)
-        votes.answered = report.used
-        # All who were asked are recorded, whatever they answered: a turn is taken by being asked.
-        noisy = total.release(
-            self.privacy,
-            round=server_round,
-            entropy=self.entropy("noise", server_round),
-            event=self.event(request.pixels),
-            participants=chosen,
-        )
-        # Of the expected number of teachers, which is public; how many came is not.
-        passed = threshold(noisy, self.votes.beta * self.expected)
+        pairs = match_replies(sent, replies, report, holders)
+        # Whoever sent votes of which one cannot be verified is left out whole.
+        reads = ((each.node, each.node, partial(votes_of, reply, request)) for each, reply in pairs)
+        step = self.release(server_round, layout, None, reads, report.refuse)
+        assert step is not None
+        assert step.change is not None
+        passed, votes = step.change, report.section(Voted)
+        votes.answered = report.used = len(step.consumed)
         votes.moved = float(np.count_nonzero(passed)) / passed.size
         targets = (self.votes.eta * passed).astype(np.float32)
         moments = student.start() if self._moments is None else self._moments
         after, kept = student.step(generator, moments, request.key, targets)
         # Arithmetic on an array without dimensions gives a number, which no checkpoint takes for an array.
         self._moments = {name: np.asarray(array) for name, array in kept.items()}
-        self._reception.log.conclude(report, withheld=self.withholds)
+        self._log.conclude(report, withheld=self.withholds)
         if self.withholds:
             # The public sum shows it; who voted is forgotten with the rest.
             report.section(Voted).moved = votes.moved
@@ -383,7 +389,13 @@ class DataLens(Books, ExchangeStrategy, Stateful):
         )
         return request, images
 
-    def _require_clients(self) -> None:
+    def require_population(self) -> None:
+        """Refuse to go on without the public number of clients.
+
+        Raises
+        ------
+        ConfigError
+        """
         if not self.clients:
             raise ConfigError(
                 "the public number of clients is not known: give clients=N, which the threshold and delta depend on; "
@@ -408,8 +420,10 @@ def votes_of(reply: Message, request: TrainingRequest) -> NDArray[np.int8]:
     Raises
     ------
     FedcompError
-        When they are missing, damaged, or too many on an image.
+        When the reply is an error, or they are missing, damaged, or too many on an image.
     """
+    if reply.has_error():
+        raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
     frame = take_frame(reply.content, datalens.VOTES)
     if frame is None:
         raise PayloadError(f"the reply has no frame {datalens.VOTES!r}")

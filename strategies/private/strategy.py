@@ -38,13 +38,15 @@ from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.means import MEANS, is_mean
 from fedcomp.strategies.private.nodes import Shown, muted, online
 from fedcomp.strategies.private.promise import NoClientEvaluation, Once
+from fedcomp.strategies.private.sums import PrivateSink
 from fedcomp.strategies.replies import Arrival, SentMessage
 from fedcomp.strategies.round_log import RoundLog
 from fedcomp.strategies.running import Running
 from fedcomp.strategies.server import Server
 from fedcomp.strategies.sinks import ReleasedLayout, Sink, UpdateRule
 from fedcomp.systems.pair import Pair
-from fedcomp.systems.private.rule import NOT_COVERED, Contribution, Private
+from fedcomp.systems.private.books import NOT_COVERED
+from fedcomp.systems.private.rule import Contribution, Private
 from fedcomp.wire import FILLED
 
 __all__ = ["NOT_COVERED", "Contribution", "Outcome", "PrivateStrategy"]
@@ -329,8 +331,6 @@ class PrivateRule(UpdateRule):
 
     def begin(self, intake: Intake, arrivals: Sequence[Arrival]) -> Sink:
         """Return the sink of a round."""
-        from fedcomp.strategies.private.sums import PrivateSink
-
         return PrivateSink(self.strategy, intake)
 
 
@@ -358,9 +358,9 @@ class Alone(Server):
         self._asked = super()._ask(server_round, arrays, messages)
         return self._asked
 
-    def _message(self, x: Running, now: Now, ask: Ask, sequence: int, number: int = 0) -> SentMessage:
+    def _message(self, x: Running, now: Now, ask: Ask, sequence: int) -> SentMessage:
         if not self._bare:
-            return super()._message(x, now, ask, sequence, number)
+            return super()._message(x, now, ask, sequence)
         return SentMessage(x.base[ask.node], x.addresses[ask.node], sequence)
 
     def _close(self, x: Running, now: Now, step: Step | None) -> Outcome:

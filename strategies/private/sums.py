@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from flwr.app import Message, MetricRecord, RecordDict
 
@@ -10,7 +11,6 @@ from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.means import aggregate_once
-from fedcomp.strategies.private.strategy import PrivateStrategy
 from fedcomp.strategies.replies import Arrival
 from fedcomp.strategies.sinks import Sink
 
@@ -24,7 +24,7 @@ class PrivateSink(Sink):
     intake : Intake
     """
 
-    def __init__(self, strategy: PrivateStrategy, intake: Intake) -> None:
+    def __init__(self, strategy: Any, intake: Intake) -> None:
         self._strategy, self._intake = strategy, intake
         self._arrivals: list[Arrival] = []
         self._open = strategy.begins(intake.report, intake.codec, intake.layout)

@@ -42,7 +42,6 @@ from fedcomp.flower.coded import (
     put_bundle,
     take_bundle,
 )
-from fedcomp.flower.gradients import GradientPlan
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
@@ -294,7 +293,7 @@ def test_messages_that_cannot_be_understood_are_refused_with_the_reason() -> Non
     for msg, reason in (
         (
             message("train.default", {"round": 1, "construction": "unheard of"}),
-            "this client knows gradcode, noisysum, relay",
+            "this client knows noisysum, relay",
         ),
         (message("evaluate", {"round": 1}), "no messages of type 'evaluate'"),
     ):
@@ -327,19 +326,6 @@ RELAY, SUMS, NOISY = ({"construction": name, **QUERY} for name in ("relay", "sum
         ("train", SumTraining(**NOISY, index=1, plan={"a": 1}, seal=False, relays=(0, 1), metrics=False)),
         (COLLECT, SumReport(**SUMS, plan={"a": 1}, seal=False, row=0)),
         (SUM, SumQuestion(**SUMS, plan={"a": 1}, seal=False, chosen=b"x", set=bytes(24), row=0)),
-        (
-            "train",
-            GradientPlan(
-                **QUERY,
-                construction="gradcode",
-                index=1,
-                partitions=(0, 1),
-                coefficients=bytes(16),
-                arithmetic="float64",
-                parts=3,
-                limit=0.0,
-            ),
-        ),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )

@@ -41,9 +41,8 @@ def test_gossip_over_mutual_tls_and_a_node_that_nobody_reaches(tmp_path: Path, m
     found = json.loads((tmp_path / "found.json").read_text())
     hub, links = found["hub"], found["links"]
     assert links["models"] == hub["models"]
-    direct = {"0>1", "1>0", "1>2", "2>1", "3>2", "3>0"}
-    for taken, reasons in zip(links["links"], links["mailbox"], strict=True):
-        assert set(taken) == direct
-        assert sorted(reason[:8] for reason in reasons) == ["edge 0>3", "edge 2>3"]
+    assert links["peer"] > sum(links["edge"]) / 2
+    for reasons in links["mailbox"]:
+        assert sorted(reason[:8] for reason in reasons) == ["link 0>3", "link 2>3"]
         assert all("Connection refused" in reason and "not sent" not in reason for reason in reasons)
     assert all("Traceback" not in log for log in logs)

@@ -53,6 +53,7 @@ def test_stragglers_are_really_lost(small: Ran) -> None:
 def test_a_wrong_decoder_fails_the_claims(small: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of the survivors, added up as if they were plain updates."""
     from fedcomp.coding.gradcode import Cyclic, Decoding
+    from fedcomp.systems.coded import gradients
 
     config, _, findings, *_ = small
     settings = schemes(config)[coded(1)]
@@ -65,8 +66,13 @@ def test_a_wrong_decoder_fails_the_claims(small: Ran, monkeypatch: pytest.Monkey
         return Decoding((found != 0).astype(np.float64))
 
     monkeypatch.setattr(Cyclic, "_solve", wrong)
-    # Codes are drawn by what they amplify, of which a wrong decoder knows nothing.
-    found = module.among_stragglers(config, coded(1), settings, DRAWN)
+    # Codes are kept with what they decode by.
+    gradients.made.cache_clear()
+    try:
+        # Codes are drawn by what they amplify, of which a wrong decoder knows nothing.
+        found = module.among_stragglers(config, coded(1), settings, DRAWN)
+    finally:
+        gradients.made.cache_clear()
     assert abs(found["loss"][-1] / right["loss"][-1] - 1) > 1e-3
 
 

@@ -86,7 +86,7 @@ def test_a_private_run_shows_counts_of_public_fields_and_no_reason() -> None:
 
 def test_no_field_of_any_system_that_is_public_shows_texts_or_figures_of_single_nodes() -> None:
     # Their sections are known once they are imported.
-    import fedcomp.strategies.coded.linear_setup
+    import fedcomp.strategies.coded.linear
     import fedcomp.strategies.coded.report
     import fedcomp.strategies.gcn.report
     import fedcomp.strategies.gossip.report

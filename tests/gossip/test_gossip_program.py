@@ -304,9 +304,9 @@ def forge(answer: Answer, how: str) -> Answer:
     if how == "twice":
         return answer._replace(post=(*answer.post, first))
     if how == "another life":
-        return answer._replace(post=(first._replace(name="7/0"), *rest))
+        return answer._replace(post=(first._replace(name="7/0/9"), *rest))
     if how == "returned":
-        return answer._replace(post=(first._replace(name=RETURNED + "0/0"), *rest))
+        return answer._replace(post=(first._replace(name=RETURNED + "0/0/9"), *rest))
     if how == "too large":
         return answer._replace(post=(first._replace(data=first.data + bytes(10**6)), *rest))
     if how == "failed, but speaks":

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Message
+from flwr.app import Message
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 from test_shared_factors import KNOWN, SIZES, app, network, pair, record_of, run
-from toy import fedavg, stack
+from toy import fedavg
 
 from fedcomp import wire
 from fedcomp.codecs import Codec, Factors, TopK
 from fedcomp.errors import ConfigError
-from fedcomp.flower import asks, checkpoint
-from fedcomp.flower.faults import Delivery
+from fedcomp.flower import asks
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import FRAME
@@ -75,49 +73,6 @@ def test_the_last_layer_comes_first_and_every_byte_is_counted() -> None:
     assert [shapes for _, shapes in seen[::3]] == [[(5, 28), (0,)], [(5, 54), (0,)], [(5, 70), (0,)]]
     assert fetched == 6
     assert strategy.reports[1].payload_bytes == payload
-
-
-@pytest.mark.slow
-def test_a_lost_part_costs_that_clients_update_which_its_memory_puts_back() -> None:
-    """A question that comes twice is answered twice alike."""
-
-    def fault(delivery: Delivery) -> str | None:
-        if delivery.message_type != "query":
-            return None
-        lost = delivery.round == 2 and delivery.partition == 1
-        return "lost_reply" if lost else "duplicate" if delivery.round == 1 else None
-
-    strategy = LayerByLayer(remembering())
-    run(strategy, rounds=4, fault=fault)
-    assert [report.used for report in strategy.reports.values()] == [3, 2, 3, 3]
-    assert strategy.reports[2].lost == 1
-    assert [len(report.rolled_back) for report in strategy.reports.values()] == [0, 0, 1, 0]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("crashed", [False, True])
-def test_a_run_that_goes_on_elsewhere_ends_the_same(crashed: bool, tmp_path: Path) -> None:
-    """Also after a server that crashed once its clients had answered for all layers, whose round is made again."""
-
-    def engine() -> MeteredGrid:
-        return MeteredGrid(InProcessGrid(app(), len(SIZES), seed=4))
-
-    whole, path = LayerByLayer(remembering()), tmp_path / "run.ckpt"
-    expected = fit(whole, engine(), record_of(network()), 4, timeout=9).arrays
-    first, grid = LayerByLayer(remembering()), engine()
-
-    def save(number: int, arrays: ArrayRecord, outcome: Any) -> None:
-        if number == 2:
-            checkpoint.save(path, server_round=2, arrays=arrays, strategy=first, grid=grid)
-
-    fit(first, grid, record_of(network()), 3 if crashed else 2, timeout=9, on_round=save)
-    second, held = LayerByLayer(remembering()), checkpoint.load(path)
-    if not crashed:
-        grid = engine()
-    held.apply(second, *([] if crashed else [grid]))
-    found = fit(second, grid, held.arrays, 4, start_round=3, timeout=9).arrays
-    assert stack(found).tobytes() == stack(expected).tobytes()
-    assert [second.reports[number].used for number in (3, 4)] == [3, 3]
 
 
 @pytest.mark.long

@@ -20,15 +20,19 @@ from linear_toy import (
     uncoded,
     vector,
 )
+from toy import with_halves
 
 from fedcomp.clients.app import app as generic_app
-from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.clients.programs import programs
+from fedcomp.errors import ConfigError, FedcompError, NoUsableReply
 from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import Delivery, Fault, RandomFaults
 from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.records import to_arrays
 from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
-from fedcomp.strategies.coded.linear import CodedLinearGD, LinearModel
+from fedcomp.strategies.coded.linear import CodedLinearGD
+from fedcomp.systems.coded.linear import LinearModel
 from fedcomp.tasks import get_task
 from fedcomp.tasks.linear import linear_rows
 
@@ -36,7 +40,7 @@ from fedcomp.tasks.linear import linear_rows
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "loss"), [("balanced", "logistic"), ("mds", "squares"), ("general", "hinge")])
 def test_equals_uncoded_descent_with_random_losses_in_both_phases(code: str, loss: str) -> None:
-    faults = RandomFaults(Key(2, "losses"), {"silent": 0.05, "lost_reply": 0.05}, message_types=["train"])
+    faults = RandomFaults(Key(2, "losses"), {"silent": 0.05, "lost_reply": 0.05}, message_types=["query"])
     lr = 0.1 if loss == "squares" else 0.5
     density = 1.0 if code == "general" else 0.5
     strategy = CodedLinearGD(partitions=6, parities=6, code=code, density=density, loss=loss, lr=lr, l2=0.01)
@@ -105,7 +109,7 @@ def test_approximate_says_what_is_missing() -> None:
     strategy = CodedLinearGD(partitions=3, parities=3, code="replication", lr=0.5, approximate=True)
     result = run(strategy, metered(6, fault=fault), 3)
     assert [report.missing for report in strategy.reports.sections("linear").values()] == [len(data(2).x)] * 3
-    assert all("lacks 14 examples" in report.notes[0] for report in strategy.reports.sections("linear").values())
+    assert all("lacks 14 examples" in strategy.reports[number].notes[0] for number in (1, 2, 3))
     assert result.train_metrics_clientapp[1]["linear.missing"] == 14
     # It is the exact gradient of the other partitions.
     assert np.abs(vector(result.arrays) - uncoded(2, [True] * 3)).max() < 1e-10
@@ -215,7 +219,7 @@ def test_a_parity_waits_for_an_owner_that_is_away() -> None:
             grid.inner.add_node(0)
 
     result = fit(strategy, grid, model(), 5, on_round=leave)
-    assert strategy.reports[3].linear.notes == ["device 4 waits for partitions [0], whose owners are not there"]
+    assert strategy.reports[3].notes == ["device 4 waits for partitions [0], whose owners are not there"]
     assert [report.answered for report in strategy.reports.sections("linear").values()] == [5, 3, 3, 5, 5]
     assert strategy.reports[4].linear.built == [0, 4]
     assert np.abs(vector(result.arrays) - uncoded(3, [True] * 5)).max() < 1e-10
@@ -285,7 +289,7 @@ def test_float32_vectors_are_not_solved_for_what_float64_ones_are() -> None:
 
 @pytest.mark.slow
 def test_a_resumed_run_gives_the_same_bits(tmp_path: Path) -> None:
-    faults = RandomFaults(Key(3, "losses"), {"silent": 0.1}, message_types=["train"])
+    faults = RandomFaults(Key(3, "losses"), {"silent": 0.1}, message_types=["query"])
 
     def make() -> tuple[CodedLinearGD, MeteredGrid]:
         return CodedLinearGD(partitions=4, parities=4, code="gaussian", lr=0.5), metered(8, fault=faults)
@@ -326,10 +330,10 @@ def test_models_that_are_not_linear_are_refused() -> None:
     integers = ArrayRecord({"a": Array(np.zeros(3, np.int64))})
     for wrong in (two, three, integers, ArrayRecord({})):
         with pytest.raises(ConfigError, match="exact for linear models only"):
-            LinearModel(wrong)
+            LinearModel(to_arrays(wrong))
     with pytest.raises(ConfigError, match="linear task"):
         CodedLinearGD(partitions=2).start(metered(4), two, num_rounds=1)
-    assert not LinearModel(ArrayRecord({"w": Array(np.zeros(3))})).shape.bias
+    assert not LinearModel({"w": np.zeros(3)}).bias
 
 
 @pytest.mark.filterwarnings("ignore::fedcomp.tasks.sources.DataWarning")
@@ -350,8 +354,12 @@ def test_tasks_that_are_not_linear_say_so_and_linear_ones_give_their_rows() -> N
 
 def test_an_app_without_the_handlers_is_told_what_it_lacks() -> None:
     strategy = CodedLinearGD(partitions=2, parities=1)
-    run(strategy, metered(3, app=ClientApp()), 1)
+    with pytest.raises(NoUsableReply):
+        run(strategy, metered(3, app=with_halves([programs()])), 1)
     assert "linear_device(rows)" in strategy.reports[1].linear.refused[0]
+    with pytest.raises(NoUsableReply):
+        run(strategy, metered(3, app=ClientApp()), 1)
+    assert "fedcomp.client(app)" in strategy.reports[1].linear.refused[0]
 
 
 def test_partitions_follow_from_the_number_of_clients() -> None:

@@ -26,12 +26,13 @@ import fedcomp.clients.coded.linear as coded_linear_client
 from fedcomp.clients.edge import PEER_ADDRESS, PEER_STORE
 from fedcomp.coding.listener import Listener, ListenerLimits
 from fedcomp.coding.spool import Spool
-from fedcomp.flower import linear
+from fedcomp.errors import NoUsableReply
+from fedcomp.flower import asks
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import take_frame
+from fedcomp.flower.payload import FRAME
 from fedcomp.strategies.coded.linear import CodedLinearGD
 
 
@@ -46,9 +47,8 @@ class Weighed(MeteredGrid):
         self.weighed = getattr(self, "weighed", {"down": 0, "up": 0})
         for direction, those in (("down", batch), ("up", replies)):
             for message in those:
-                for name in list(message.content if message.has_content() else ()):
-                    if name.startswith(linear.PARTITION):
-                        self.weighed[direction] += len(take_frame(message.content, name) or b"")
+                frames = asks.data_in(message.content, FRAME) if message.has_content() else {}
+                self.weighed[direction] += sum(len(d) for name, d in frames.items() if name.startswith("partition"))
         return replies
 
 
@@ -67,7 +67,8 @@ def test_set_up_bytes_are_those_handed_over_through_the_hub(code: str) -> None:
     down = grid.ledger.total("payload", message_type=SETUP, direction="down")
     assert down == grid.weighed["down"] + 10 * (6 * 8 + 4)
     up = grid.ledger.total("payload", message_type=SETUP, direction="up")
-    assert up == grid.weighed["up"] + sum(len(data(j).y) + 4 for j in range(6))
+    # And a digest of each owner's data.
+    assert up == grid.weighed["up"] + sum(len(data(j).y) + 4 + 16 for j in range(6))
     assert grid.ledger.total("payload", round=(2, 3), message_type=SETUP) == 0
     # The two phases: one vector and its checksum each way.
     assert grid.ledger.total("payload", round=2, message_type=PHASE1, direction="down") == 10 * (6 * 8 + 4)
@@ -180,5 +181,6 @@ def test_partitions_go_over_tcp_and_a_device_nobody_reaches_is_a_loss(
 
 def test_half_an_address_is_refused() -> None:
     strategy = CodedLinearGD(partitions=2, parities=1, transport="peers")
-    run(strategy, metered(3, node_config=lambda i: {PEER_ADDRESS: "tcp://127.0.0.1:9"}), 1)
+    with pytest.raises(NoUsableReply):
+        run(strategy, metered(3, node_config=lambda i: {PEER_ADDRESS: "tcp://127.0.0.1:9"}), 1)
     assert "needs both peer-address and peer-store" in strategy.reports[1].linear.refused[0]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message
 from linear_toy import (
     FEATURES,
     PHASE1,
@@ -15,52 +15,51 @@ from linear_toy import (
     SETUP,
     client,
     data,
+    frame,
     metered,
     model,
     moves,
     run,
-    set_header,
+    set_frame,
+    set_words,
     tampered,
     uncoded,
     vector,
     with_vector,
 )
-from message_examples import all_damages
 from toy import with_halves
 
-from fedcomp.clients.coded.linear import LinearRows, linear_device
-from fedcomp.flower import linear
-from fedcomp.flower._private import acting_as
+from fedcomp.clients.coded.linear import linear_device
+from fedcomp.clients.programs import programs
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import PayloadError, put_frame, take_frame
+from fedcomp.flower.payload import NODE_RECORD
 from fedcomp.flower.rounds import fit
-from fedcomp.flower.schema import Schema
 from fedcomp.strategies.coded.linear import CodedLinearGD
+from fedcomp.systems.coded.linear import LinearRows
 
 
-def drop_header(reply: Message) -> None:
-    del reply.content[linear.HEADER]
+def drop_words(reply: Message) -> None:
+    reply.content.config_records[NODE_RECORD].pop("say")
 
 
 def damage(name: str) -> Callable[[Message], None]:
     def change(reply: Message) -> None:
-        frame = bytearray(take_frame(reply.content, name) or b"")
-        frame[3] ^= 16
-        put_frame(reply.content, name, bytes(frame))
+        data = bytearray(frame(reply, name))
+        data[3] ^= 16
+        set_frame(reply, name, bytes(data))
 
     return change
 
 
 WRONG = {
-    "another shape": (with_vector("NAME", np.ones(3)), "expected"),
-    "NaN": (with_vector("NAME", np.full(99, np.nan)), "expected"),
-    "another type": (with_vector("NAME", np.ones(99), "float32"), "expected"),
-    "another plan": (set_header(plan=b"wrongone"), "belongs to plan"),
-    "no header": (drop_header, "nothing under"),
-    "damaged": (damage("NAME"), "checksum"),
+    "another shape": (with_vector("product", np.ones(3)), "expected"),
+    "NaN": (with_vector("product", np.full(99, np.nan)), "expected"),
+    "another type": (with_vector("product", np.ones(99), "float32"), "expected"),
+    "no words": (drop_words, "says NoneType, expected Done"),
+    "damaged": (damage("product"), "checksum"),
 }
 
 
@@ -68,7 +67,7 @@ WRONG = {
 @pytest.mark.parametrize("phase", [1, 2])
 @pytest.mark.parametrize("kind", WRONG)
 def test_hostile_replies_are_left_out_with_a_reason(phase: int, kind: str) -> None:
-    name, size = (linear.MARGINS, ROWS) if phase == 1 else (linear.GRADIENT, FEATURES + 1)
+    name, size = ("product", ROWS) if phase == 1 else ("product", FEATURES + 1)
     change, said = {
         "another shape": (with_vector(name, np.ones(3)), "expected"),
         "NaN": (with_vector(name, np.r_[np.nan, np.ones(size - 1)]), "not all finite"),
@@ -88,7 +87,7 @@ def test_hostile_replies_are_left_out_with_a_reason(phase: int, kind: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [1.0, 1e200, 1e308])
 def test_a_wrong_answer_among_two_more_than_needed_is_left_out_and_with_fewer_the_step_stops(value: float) -> None:
-    change = with_vector(linear.MARGINS, np.full(ROWS, value))
+    change = with_vector("product", np.full(ROWS, value))
     strategy = CodedLinearGD(partitions=4, parities=3, code="mds", lr=0.5)
     result = run(strategy, metered(7, app=tampered(PHASE1, 2, change)), 3)
     assert moves(strategy) == [True] * 3
@@ -119,7 +118,7 @@ def test_a_device_that_was_wrong_is_not_asked_again_in_the_round() -> None:
             asked.append(delivery.round)
         return "silent" if delivery.message_type == PHASE2 and delivery.partition == 5 else "none"
 
-    wrong = tampered(PHASE2, 2, with_vector(linear.GRADIENT, np.ones(FEATURES + 1)))
+    wrong = tampered(PHASE2, 2, with_vector("product", np.ones(FEATURES + 1)))
     strategy = CodedLinearGD(partitions=3, parities=3, code="replication", lr=0.5)
     run(strategy, metered(6, fault=fault, app=wrong), 2)
     assert moves(strategy) == [False, False]
@@ -133,8 +132,8 @@ def replayed(partition: int) -> Callable:
     def call(msg: Message, context: Context) -> Message:
         reply = honest(msg, context)
         if msg.metadata.message_type == PHASE2 and context.node_config["partition-id"] == partition:
-            kept.append(take_frame(reply.content, linear.GRADIENT) or b"")
-            put_frame(reply.content, linear.GRADIENT, kept[0])
+            kept.append(frame(reply, "product"))
+            set_frame(reply, "product", kept[0])
         return reply
 
     return call
@@ -146,7 +145,7 @@ def replayed(partition: int) -> Callable:
 def test_a_wrong_part_of_the_gradient_is_noticed_and_made_up_for(kind: str, payload: str) -> None:
     size = FEATURES + 1
     value = {"ones": 1.0, "huge": 1e308 if payload == "float64" else 3e38}.get(kind, 0.0)
-    wrong = tampered(PHASE2, 2, with_vector(linear.GRADIENT, np.full(size, value), payload))
+    wrong = tampered(PHASE2, 2, with_vector("product", np.full(size, value), payload))
     strategy = CodedLinearGD(partitions=4, parities=3, code="mds", lr=0.5, payload=payload)
     result = run(strategy, metered(7, app=replayed(2) if kind == "replayed" else wrong), 4)
     assert moves(strategy) == [True] * 4
@@ -164,12 +163,7 @@ def test_wrong_figures_for_what_was_handed_over_are_not_counted() -> None:
     honest = CodedLinearGD(partitions=4, parities=3, code="mds", transport="peers")
     run(honest, metered(7), 1)
     for sent in ([2**62] * 3, [400] * 4, []):
-
-        def change(reply: Message, sent: list[int] = sent) -> None:
-            header = reply.content.config_records[linear.HEADER]
-            if "sent" in header:
-                header["sent"] = sent
-
+        change = set_words(sent=sent)
         strategy = CodedLinearGD(partitions=4, parities=3, code="mds", transport="peers")
         grid = metered(7, app=tampered(SETUP, 2, change))
         run(strategy, grid, 1)
@@ -187,7 +181,7 @@ def test_data_that_differ_where_labels_do_not_are_told_apart() -> None:
         own = data(int(context.node_config["partition-id"]))
         return LinearRows(scale["now"] * own.x, own.y, own.loss)
 
-    grid = metered(5, app=with_halves([linear_device(rows)]))
+    grid = metered(5, app=with_halves([linear_device(rows), programs()]))
     first = CodedLinearGD(partitions=3, parities=2, code="mds")
     run(first, grid, 1)
     scale["now"] = 2.0
@@ -209,11 +203,11 @@ def test_data_that_differ_where_labels_do_not_are_told_apart() -> None:
 
 def test_wrong_owners_are_not_taken_in() -> None:
     wrong: dict[str, tuple[Callable[[Message], None], str]] = {
-        "loss": (set_header(loss="hinge"), "has loss 'hinge', this server has 'logistic'"),
-        "features": (set_header(columns=4), "has 4 features, the model has 5"),
-        "labels": (with_vector(linear.LABELS, np.full(14, 2.0), "int8"), "other than 0 and 1"),
-        "number": (with_vector(linear.LABELS, np.ones(3), "int8"), "expected 14 numbers"),
-        "no labels": (lambda reply: reply.content[linear.HEADER].pop("label-type"), "sent no labels"),
+        "loss": (set_words(loss="hinge"), "has loss 'hinge', this server has 'logistic'"),
+        "features": (set_words(columns=4), "has 4 features, the model has 5"),
+        "labels": (with_vector("labels", np.full(14, 2.0), "int8"), "other than 0 and 1"),
+        "number": (with_vector("labels", np.ones(3), "int8"), ": 14 numbers of type int8"),
+        "no labels": (set_words(label_type=""), "sent no labels"),
     }
     for change, said in wrong.values():
         strategy = CodedLinearGD(partitions=4, parities=1)
@@ -244,25 +238,6 @@ def test_a_second_node_for_the_same_partition_does_not_replace_the_first() -> No
     strategy = CodedLinearGD(partitions=3, parities=2, code="mds", lr=0.5)
     within = Blind(liar, 5, seed=4, fault=twins)
     result = run(strategy, MeteredGrid(within, TrafficLedger()), 2)
-    assert f"only node {within.node_id_of(1)}" in strategy.reports[2].linear.refused[1]
+    assert f"only node {within.node_id_of(1)}" in strategy.reports[2].refused[within.node_id_of(4)]
     assert moves(strategy) == [True, True]
     assert np.abs(vector(result.arrays) - uncoded(3, [True] * 2)).max() < 1e-10
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        (SETUP, linear.Join(partitions=3, labels=True)),
-        (SETUP, linear.Share(partitions=3, plan=b"12345678")),
-        (SETUP, linear.Build(plan=b"12345678", sizes=(14, 14, 14), columns=5, bias=True)),
-        (PHASE1, linear.Phase(b"12345678", "float64")),
-        (PHASE2, linear.Phase(b"12345678", "float64")),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_damaged_message_is_refused_and_changes_nothing(kind: str, said: Schema) -> None:
-    app, context = client(), Context(1, 2, {"partition-id": 1, "num-partitions": 3}, RecordDict(), {})
-    for what, content in all_damages(said):
-        with acting_as(1, 2), pytest.raises(PayloadError):
-            print(what, app(Message(content, 2, kind), context))
-    assert not context.state

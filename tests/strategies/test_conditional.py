@@ -7,31 +7,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian
-from program_runs import owed
-from test_conservation import Sum, in_order
 from toy import client_app, fedavg, model, stack, update
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.conditional import conditional
-from fedcomp.clients.memory import MEMORY
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import Identity, TopK, chain
 from fedcomp.drift.schedule import ScheduleSettings
-from fedcomp.errors import ConfigError, NoUsableReply
-from fedcomp.flower.asks import SAY
-from fedcomp.flower.faults import Delivery, RandomFaults
+from fedcomp.errors import ConfigError
+from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import NODE_RECORD, round_of
 from fedcomp.flower.rounds import fit
 from fedcomp.gossip import get_algorithm
-from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.privacy.local import Privatise
 from fedcomp.program import HELLO
-from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.conditional import Conditional, Quietness
 from fedcomp.strategies.gossip.strategy import GossipRelay
@@ -44,8 +37,6 @@ EMPTY = 560
 """Bytes of a reply of this type without a record, on a deployment's connection: ids, metadata, the tree of objects."""
 
 TRAINS = fedavg(fraction_evaluate=0.0)
-
-LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()}, NONE_DENSE)
 
 Loss = Callable[[int, int], float]
 
@@ -110,22 +101,6 @@ def test_quiet_nodes_are_left_out_of_the_mean_not_averaged_as_zero(query: bool) 
     report = strategy.reports[first]
     assert len(said(strategy, first).quiet) == 2
     assert (report.asked, report.used, report.lost, report.refused) == (1, 1, 0, {})
-
-
-@pytest.mark.parametrize("query", [True, False])
-def test_memory_keeps_its_mass_while_a_node_is_quiet(query: bool) -> None:
-    """What was not sent is sent when the node speaks again: nothing is rolled back, nothing begins afresh."""
-
-    def loss(partition: int, number: int) -> float:
-        return moving(partition, number) if partition or number > 6 else 1.0
-
-    strategy = made(max_skip=2, query=query)
-    run(strategy, app(loss), rounds=9)
-    quiet = [number for number in strategy.reports if said(strategy, number).quiet]
-    assert quiet
-    assert all(strategy.reports[number].rolled_back == [] for number in strategy.reports)
-    assert [number for number in strategy.reports if strategy.reports[number].fresh] == [1]
-    assert any(said(strategy, number).due for number in strategy.reports)
 
 
 @pytest.mark.parametrize("query", [True, False])
@@ -208,102 +183,6 @@ def test_clients_whose_apps_bring_nothing_train_in_every_round_and_are_named(que
     assert len(said(strategy, 3).unaware) == 3
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind"), [("lost_reply", "query"), ("silent", "query"), ("duplicate", "query"), ("late", "query")]
-)
-def test_faults_of_queries_cost_one_node_one_round(fault: str, kind: str) -> None:
-    def hit(delivery: Delivery) -> str | None:
-        wanted = delivery.message_type.startswith(kind) and delivery.round == 2 and delivery.partition == 1
-        return fault if wanted else None
-
-    strategy = made()
-    run(strategy, app(moving), rounds=4, fault=hit)
-    away = 0 if fault == "duplicate" else 1
-    assert (strategy.reports[2].lost, strategy.reports[2].refused) == (away, {})
-    assert [strategy.reports[number].used for number in (1, 2, 3, 4)] == [3, 3 - away, 3, 3]
-    assert all(not strategy.reports[number].fresh for number in (2, 3, 4))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("query", [True, False])
-@pytest.mark.parametrize("downlink", [None, TopK(density=0.3)], ids=["plain", "downlink"])
-def test_any_faults_leave_made_equal_to_delivered_plus_owed(downlink: TopK | None, query: bool) -> None:
-    """Losses, crashes, duplicates, damage on two fifths of all messages, and quiet rounds between."""
-
-    def loss(partition: int, number: int) -> float:
-        return moving(partition, number) if (partition + number // 4) % 3 else 1.0
-
-    faults = {"lost_reply": 0.08, "duplicate": 0.08, "late": 0.08, "raise": 0.08, "silent": 0.04, "corrupt": 0.02}
-    inner = Sum()
-    strategy = made(Compressed(inner, TopK(density=0.1), downlink), max_skip=2, query=query)
-    plan = RandomFaults(Key(11, "faults"), faults, pushes=3)  # type: ignore[arg-type]
-    with InProcessGrid(app(loss), 6, seed=4, fault=plan) as grid:
-        fit(strategy, MeteredGrid(grid), model(), 60)
-        for node in grid.get_node_ids():
-            context = grid.context(node)
-            done = context.state.array_records["toy.sum"]["sum"].numpy()
-            left = in_order(LAYOUT, owed(strategy, context, node, LAYOUT).astype(np.float32))
-            np.testing.assert_array_equal(inner.delivered[int(context.node_config["partition-id"])] + left, done)
-    reports = strategy.reports.values()
-    assert sum(len(report.section(Quietness).quiet) for report in reports) > 50
-    assert sum(len(report.rolled_back) for report in reports) > 10
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"sequence": 99}, "answers message 99"),
-        ({"say": "Offer"}, "Offer has no entries ['quiet']"),
-        ({"say": "Nothing"}, "has no words 'Nothing'"),
-        ({"fedcomp.say.quiet": 1}, "quiet"),
-        ({"fedcomp.say.other": True}, "has no entries ['other']"),
-        ({"fedcomp.frame.values": b"mass of nothing"}, "sends ['values'], and its app has not trained"),
-        (None, "its app cannot take part in Conditional"),
-    ],
-)
-@pytest.mark.parametrize("query", [True, False])
-def test_a_wrong_answer_costs_its_sender_alone(change: Any, match: str, query: bool) -> None:
-    inner = app(lambda partition, number: 1.0 if partition == 2 else moving(partition, number))
-
-    def hostile(message: Message, context: Context) -> Message:
-        reply = inner(message, context)
-        entries = dict(reply.content[NODE_RECORD])
-        if context.node_config["partition-id"] == 2 and entries.get("say") == "Status" and entries.get(SAY + "quiet"):
-            kept = {"partition-id": 2} if change is None else {**entries, **change}
-            reply.content[NODE_RECORD] = ConfigRecord(kept)
-        return reply
-
-    strategy = made(query=query)
-    run(strategy, hostile, rounds=3)
-    assert strategy.reports[3].used == 2
-    assert [match in found for found in strategy.reports[3].refused.values()] == [True], strategy.reports[3].refused
-
-
-def test_a_run_whose_first_answers_are_all_unusable_ends() -> None:
-    inner = app(still)
-
-    def broken(message: Message, context: Context) -> Message:
-        reply = inner(message, context)
-        if message.metadata.message_type == "train":
-            reply.content = RecordDict()
-        return reply
-
-    with pytest.raises(NoUsableReply):
-        run(made(), broken, rounds=1)
-
-
-def test_a_message_that_comes_twice_counts_its_loss_once() -> None:
-    """A redelivered message must not make a window of losses of one loss."""
-
-    def hit(delivery: Delivery) -> str | None:
-        return "duplicate" if delivery.round == 1 else None
-
-    strategy = made(query=False)
-    run(strategy, app(still), rounds=1, fault=hit)
-    assert strategy.reports[1].used == 3
-    assert not said(strategy, 1).quiet
-
-
 def test_a_loss_counts_once_where_nothing_remembers_the_reply() -> None:
     """Codecs without memory do not store replies: the app answers twice, and the window must not fill twice as fast."""
 
@@ -322,60 +201,6 @@ def test_quiet_nodes_are_not_sent_again_what_they_hold() -> None:
     _, grid = run(made(inner, query=False, max_skip=20), app(still), rounds=30)
     # The last differences of a lossy downlink take some rounds; after that nothing is left to say.
     assert grid.ledger.total("payload", round=30, direction="down") == 0
-
-
-def test_what_a_node_decides_by_survives_its_process() -> None:
-    """A deployment starts a process for each message: the only memory is the state."""
-    seen: list[int] = []
-
-    def fresh(message: Message, context: Context) -> Message:
-        seen.append(MEMORY in context.state)
-        return app(still)(message, context)
-
-    strategy = made(query=False)
-    run(strategy, fresh, rounds=3)
-    assert len(said(strategy, 3).quiet) == 3
-    assert seen == [0, 0, 0, 1, 1, 1, 1, 1, 1]
-
-
-def test_settings_that_changed_start_anew() -> None:
-    apps = [app(still), app(still, settings=ScheduleSettings(window=3, patience=0))]
-
-    def replaced(message: Message, context: Context) -> Message:
-        # A query names no round.
-        return apps[(round_of(message) or 9) > 2](message, context)
-
-    strategy = made(query=False)
-    run(strategy, replaced, rounds=3)
-    assert len(said(strategy, 2).quiet) == 3
-    assert strategy.reports[3].used == 3
-    assert sum("decides by other settings" in note for note in strategy.reports[3].notes) == 3
-
-
-def test_another_strategy_on_the_same_nodes_starts_anew() -> None:
-    """Losses of a first run must not settle those of a second one, whose rounds begin again."""
-    client = app(still)
-    with InProcessGrid(client, 3, seed=4) as grid:
-        fit(made(query=False), MeteredGrid(grid), model(), 3)
-        second = made(query=False)
-        fit(second, MeteredGrid(grid), model(), 2)
-    assert [second.reports[number].used for number in (1, 2)] == [3, 0]
-
-
-def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Any) -> None:
-    from fedcomp.flower import checkpoint
-
-    whole, _ = run(made(max_skip=2), app(odd_move), rounds=8)
-    path = tmp_path / "run.ckpt"
-    with InProcessGrid(app(odd_move), 3, seed=4) as grid:
-        strategy = made(max_skip=2)
-        result = fit(strategy, grid, model(), 4)
-        checkpoint.save(path, server_round=4, arrays=result.arrays, strategy=strategy, grid=grid)
-    with InProcessGrid(app(odd_move), 3, seed=4) as grid:
-        strategy, saved = made(max_skip=2), checkpoint.load(path)
-        saved.apply(strategy, grid)
-        found = stack(fit(strategy, grid, saved.arrays, 8, start_round=5).arrays)
-    assert found.tobytes() == whole.tobytes()
 
 
 @pytest.mark.parametrize(

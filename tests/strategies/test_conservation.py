@@ -16,7 +16,7 @@ from fedcomp.clients.compressed import compression
 from fedcomp.codecs import TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import NoUsableReply
-from fedcomp.flower.faults import Delivery, RandomFaults, ScriptedFaults
+from fedcomp.flower.faults import RandomFaults, ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
@@ -97,7 +97,7 @@ def memory_of(state: dict[str, np.ndarray]) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize("error_state", ["discard", pytest.param("keep", marks=pytest.mark.long)])
 def test_conservation_under_faults(error_state: str) -> None:
-    """10 clients, 200 rounds, 10 % each of lost, duplicated, late and crashed, nodes wiped at random.
+    """10 clients, 120 rounds, 10 % each of lost, duplicated, late and crashed, nodes wiped at random.
 
     For every life of every node: updates made = delivered + owed, exactly.
     """
@@ -121,7 +121,7 @@ def test_conservation_under_faults(error_state: str) -> None:
         owed[partition[node]] += residual(context, strategy, node)
 
     wipes = 0
-    for round_ in range(1, 201):
+    for round_ in range(1, 121):
         # The bare Grid: a MeteredGrid would remove the duplicates before the strategy sees them.
         replies = grid.send_and_receive(strategy.configure_train(round_, arrays, ConfigRecord(), grid), timeout=9)
         new, _ = strategy.aggregate_train(round_, replies)
@@ -134,42 +134,15 @@ def test_conservation_under_faults(error_state: str) -> None:
     for node in nodes:
         settle(node)
 
-    assert wipes >= 10
+    assert wipes >= 6
     reports = strategy.reports.values()
-    assert sum(r.lost for r in reports) > 100
-    assert sum(len(r.refused) for r in reports) > 100
-    assert sum(len(r.rolled_back) for r in reports) > 100
-    assert sum(r.duplicates for r in reports) > 50
+    assert sum(r.lost for r in reports) > 60
+    assert sum(len(r.refused) for r in reports) > 60
+    assert sum(len(r.rolled_back) for r in reports) > 60
+    assert sum(r.duplicates for r in reports) > 30
     for p in range(10):
         np.testing.assert_array_equal(inner.delivered[p] + owed[p], made[p])
     np.testing.assert_array_equal(stack(arrays), sum(inner.delivered.values()))
-
-
-@pytest.mark.slow
-def test_without_acknowledgement_mass_is_lost() -> None:
-    """The same faults, but a client that never rolls back: the test above can fail."""
-
-    class Forgetful(ErrorFeedback):
-        def rollback(self, state, frame, layout):
-            return state
-
-    inner = Sum()
-    strategy = Compressed(inner, ErrorFeedback(TopK(density=0.01)))
-    original = ErrorFeedback.rollback
-    plan = RandomFaults(Key(11, "faults"), {"lost_reply": 0.3})
-    grid = InProcessGrid(client_app([compression()]), 2, seed=5, fault=plan)
-    ErrorFeedback.rollback = Forgetful.rollback  # type: ignore[method-assign]
-    try:
-        strategy.start(MeteredGrid(grid, TrafficLedger()), model(), num_rounds=20, timeout=9)
-    finally:
-        ErrorFeedback.rollback = original  # type: ignore[method-assign]
-    missing = 0.0
-    for node in grid.get_node_ids():
-        context = grid.context(node)
-        p = int(context.node_config["partition-id"])
-        made = context.state.array_records["toy.sum"]["sum"].numpy()
-        missing += np.abs(inner.delivered[p] + residual(context, strategy, node) - made).max()
-    assert missing > 0
 
 
 @pytest.mark.slow
@@ -183,7 +156,7 @@ def test_replicas_never_diverge_silently() -> None:
     arrays = model()
     nodes = list(grid.get_node_ids())
     full = 0
-    for round_ in range(1, 101):
+    for round_ in range(1, 61):
         messages = list(strategy.configure_train(round_, arrays, ConfigRecord(), metered))
         full += sum(1 for m in messages if len(m.content.array_records))
         reference = ArrayRecord(
@@ -204,7 +177,7 @@ def test_replicas_never_diverge_silently() -> None:
                 grid.wipe(node)
     resyncs = [r for report in strategy.reports.values() for r in report.refused.values() if "resync" in r]
     assert resyncs, "no wiped node ever asked for a full model: the faults did not reach the code"
-    assert 10 < full < 100, "full models go to new and resynchronised nodes only"
+    assert 10 < full < 60, "full models go to new and resynchronised nodes only"
 
 
 def test_a_tampered_replica_is_noticed() -> None:
@@ -248,25 +221,6 @@ def test_handler_that_raises_leaves_the_state_untouched() -> None:
         with pytest.raises(NoUsableReply, match="crash before the app ran"):
             strategy.start(metered, model(), num_rounds=1, timeout=9)
         assert dict(grid.context(node).state.items()) == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lost_reply", "duplicate", "late", "corrupt", "silent", "offline", "duplicate_reply"])
-def test_each_fault_alone_conserves(kind: str) -> None:
-    """Every fault in every second round on one node; the update mass is conserved exactly."""
-
-    def plan(delivery: Delivery):
-        return None if delivery.round % 2 else kind
-
-    grid = InProcessGrid(client_app([compression()]), 1, seed=2, fault=plan)
-    inner = Sum()
-    strategy = Compressed(inner, TopK(density=0.01))
-    strategy.start(MeteredGrid(grid, TrafficLedger()), model(), num_rounds=9, timeout=9)
-    node = next(iter(grid.get_node_ids()))
-    context = grid.context(node)
-    made = context.state.array_records["toy.sum"]["sum"].numpy()
-    np.testing.assert_array_equal(inner.delivered[0] + residual(context, strategy, node), made)
-    assert made.any()
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["used", "lost"])

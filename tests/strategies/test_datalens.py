@@ -22,13 +22,14 @@ from fedcomp.flower.faults import ScriptedFaults
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.privacy import Private, find_private
 from fedcomp.flower.rounds import drive, fit
+from fedcomp.layout import Layout
 from fedcomp.privacy import mechanism
 from fedcomp.privacy.accounting import CLASSICAL_ORDERS, classical_epsilon, gaussian_epsilon, releases_for
 from fedcomp.privacy.entropy import Entropy, SystemEntropy
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.gaussian import lattice_delta
-from fedcomp.privacy.mechanism import GridGaussian, PrivateSum, Votes
+from fedcomp.privacy.mechanism import GridGaussian, Mechanism, PrivateSum, Votes
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import encode_rows
 from fedcomp.rng import Key
@@ -65,7 +66,7 @@ def test_1_11_d_the_ledger_holds_one_release_for_each_image_of_each_round() -> N
     assert made.privacy.releases == IMAGES * ROUNDS
     assert paid_per_image(made)
     mu = math.sqrt(IMAGES * ROUNDS) / 20.0
-    exact = gaussian_epsilon(mu, lattice_delta(mu, 1e-5, made.mechanism((IMAGES, PIXELS)).grid_sigma))
+    exact = gaussian_epsilon(mu, lattice_delta(mu, 1e-5, made.mechanism(Layout.flat(IMAGES * PIXELS)).grid_sigma))
     assert made.privacy.epsilon() == pytest.approx(exact, rel=1e-9)
     # What one client or record of a teacher may change in all: B votes, each by sqrt(k) there and back.
     said = made.statement()
@@ -76,8 +77,8 @@ def test_1_11_d_the_ledger_holds_one_release_for_each_image_of_each_round() -> N
 class OneEventPerBatch(DataLens):
     """MUTANT: all images of a batch are paid for as one release."""
 
-    def event(self, pixels: int) -> Event:
-        return replace(super().event(pixels), releases=1)
+    def event(self, mechanism: Mechanism, size: int) -> Event:
+        return replace(super().event(mechanism, size), releases=1)
 
 
 def test_mutant_one_event_per_batch_is_caught() -> None:

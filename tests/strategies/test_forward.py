@@ -19,7 +19,6 @@ from fedcomp.clients.forward import forward_gradients
 from fedcomp.clients.private.topagg import votes_only
 from fedcomp.codecs import RandomProjection, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
-from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
@@ -336,17 +335,3 @@ def test_conditional_rounds_around_it_are_refused() -> None:
     """Its clients answer by themselves: the half that may be quiet never sees a message."""
     with pytest.raises(ConfigError, match="has no hooks"):
         Conditional(made())
-
-
-def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Any) -> None:
-    whole, _ = run(made(), rounds=6)
-    path = tmp_path / "run.ckpt"
-    with InProcessGrid(app(), NODES, seed=4) as grid:
-        strategy = made()
-        result = fit(strategy, grid, start(), 3)
-        checkpoint.save(path, server_round=3, arrays=result.arrays, strategy=strategy, grid=grid)
-    with InProcessGrid(app(), NODES, seed=4) as grid:
-        strategy, saved = made(), checkpoint.load(path)
-        saved.apply(strategy, grid)
-        found = to_arrays(fit(strategy, grid, saved.arrays, 6, start_round=4).arrays)
-    np.testing.assert_array_equal(found["w"], whole["w"])

@@ -19,7 +19,7 @@ from fedcomp.clients.coded.mod import coded as coded_mod
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.programs import programs
-from fedcomp.codecs import LGC, QSGD, FixedPoint, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
+from fedcomp.codecs import QSGD, FixedPoint, Identity, RandomK, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -34,10 +34,7 @@ from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.gradiveq import FittedBasis
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.lgc import LearnedGradients
-from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.distributed_dp import NoisyMean
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import LocalMean, local_dp
@@ -103,9 +100,6 @@ FRAMES = {
         [compression()],
     ),
     "shared support": (lambda **o: SharedSupport(ScaleCom(1.0), **o), [programs()]),
-    "shared basis": (lambda **o: SharedBasis(PowerSGD(min_rate=1e9), **o), [programs()]),
-    "fitted basis": (lambda **o: FittedBasis(GradiVeQ(width=40), **o), [programs()]),
-    "learned gradients": (lambda **o: LearnedGradients(LGC(1.0), **o), [programs()]),
 }
 
 

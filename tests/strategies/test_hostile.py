@@ -15,7 +15,7 @@ from fedcomp import wire
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.programs import programs
-from fedcomp.codecs import LGC, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, TopK
+from fedcomp.codecs import Identity, RandomK, ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
@@ -23,9 +23,6 @@ from fedcomp.flower.payload import FRAME, put_frame
 from fedcomp.flower.records import same_model
 from fedcomp.layout import SmallDense
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.gradiveq import FittedBasis
-from fedcomp.strategies.lgc import LearnedGradients
-from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.replies import MAX_ENTRIES, MAX_NUMBERS, MAX_RECORDS, weight_of
 from fedcomp.strategies.shared_support import SharedSupport
@@ -296,18 +293,6 @@ PATHS: dict[str, Callable[[], tuple[Strategy, Client]]] = {
         SharedSupport(ScaleCom(1.0)),
         client_app([programs()]),
     ),
-    "shared basis": lambda: (
-        SharedBasis(PowerSGD(rank=2)),
-        client_app([programs()]),
-    ),
-    "fitted basis": lambda: (
-        FittedBasis(GradiVeQ(width=40)),
-        client_app([programs()]),
-    ),
-    "learned gradients": lambda: (
-        LearnedGradients(LGC(1.0)),
-        client_app([programs()]),
-    ),
 }
 
 
@@ -318,8 +303,6 @@ PATHS: dict[str, Callable[[], tuple[Strategy, Client]]] = {
         *(("frames", name) for name in LARGE),
         ("private", "5,000 settings"),
         ("shared support", "5,000 metrics"),
-        ("shared basis", "5,000 metrics"),
-        ("fitted basis", "5,000 metrics"),
     ],
 )
 def test_d4_a_reply_that_holds_too_much_is_refused_unread(path: str, name: str, monkeypatch) -> None:

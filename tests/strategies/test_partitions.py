@@ -19,7 +19,7 @@ from toy import SHAPES, client_app, fedavg, model, update
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.programs import programs
-from fedcomp.codecs import LGC, FixedPoint, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, TopK
+from fedcomp.codecs import FixedPoint, Identity, RandomK, ScaleCom, TopK
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -28,10 +28,7 @@ from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import fit
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.gradiveq import FittedBasis
-from fedcomp.strategies.lgc import LearnedGradients
 from fedcomp.strategies.partitions import Holders, contest
-from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.replies import Usual, agreeing
 from fedcomp.strategies.shared_support import SharedSupport
@@ -77,18 +74,6 @@ MEANS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "plain": (lambda: Compressed(fedavg(), TopK(1.0)), client_app),
     "shared support": (
         lambda: SharedSupport(ScaleCom(density=1.0), fraction_evaluate=1.0),
-        lambda: client_app([programs()]),
-    ),
-    "shared basis": (
-        lambda: SharedBasis(PowerSGD(rank=2), fraction_evaluate=1.0),
-        lambda: client_app([programs()]),
-    ),
-    "fitted basis": (
-        lambda: FittedBasis(GradiVeQ(width=40), fraction_evaluate=1.0),
-        lambda: client_app([programs()]),
-    ),
-    "learned gradients": (
-        lambda: LearnedGradients(LGC(density=1.0), fraction_evaluate=1.0),
         lambda: client_app([programs()]),
     ),
 }

@@ -28,8 +28,8 @@ from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.strategies.private.topagg import topagg
+from fedcomp.systems.private.books import LENGTHS
 from fedcomp.systems.private.lsg import LowRank
-from fedcomp.systems.private.rule import LENGTHS
 
 NODES, SHAPE = 6, (60, 50)
 

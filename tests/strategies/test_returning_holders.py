@@ -74,7 +74,7 @@ PATHS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], ArrayR
         lambda: CodedLinearGD(partitions=3, parities=1, code="mds", lr=0.5),
         linear_toy.client,
         linear_toy.model,
-        lambda strategy: strategy._setup.holders,
+        lambda strategy: strategy.roster,
     ),
 }
 

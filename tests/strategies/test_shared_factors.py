@@ -23,8 +23,10 @@ from fedcomp.flower.faults import RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import NODE_RECORD
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
 SIZES = (5, 12, 9)
 RATE = 0.2
@@ -176,6 +178,25 @@ def test_what_cannot_be_sent_as_factors_is_sent_whole_and_said(options: dict) ->
         assert len(report.remarks) == 3
         assert all("momentum" in said for said in report.remarks.values())
         assert report.figures()["report.remarks"] == 3
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_in_a_private_round_a_reply_says_nothing_of_it(private: bool) -> None:
+    """What could not be captured follows from the training, and no noise is on it."""
+    inner, said = app(momentum=True, steps=2), []
+
+    def look(msg: Message, context: Context) -> Message:
+        reply = inner(msg, context)
+        said.append(str(reply.content[NODE_RECORD].get("remark", "")))
+        return reply
+
+    rounds: Strategy = fedavg(fraction_evaluate=0.0)
+    if private:
+        rounds = DpFedAvg(rounds, clip=1.0, noise_multiplier=1.0, delta=1e-3, population=3)
+    grid = MeteredGrid(InProcessGrid(look, 3, seed=4), TrafficLedger())
+    pair(rounds, mode="rank").start(grid, record_of(network()), num_rounds=1, timeout=9)
+    assert ["momentum" in remark for remark in said] == [not private] * 3
+    assert not (private and any(said))
 
 
 @pytest.mark.parametrize("codec", [TopK(0.1), Factors(mode="dad", **KNOWN)])

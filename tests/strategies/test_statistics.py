@@ -12,13 +12,10 @@ from toy import fedavg, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.programs import programs
-from fedcomp.codecs import LGC, GradiVeQ, PowerSGD, ScaleCom, TopK
+from fedcomp.codecs import ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.gradiveq import FittedBasis
-from fedcomp.strategies.lgc import LearnedGradients
-from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.shared_support import SharedSupport
 
 WIDTH = 1500
@@ -61,10 +58,6 @@ def training(mod) -> ClientApp:
 def strategies():
     yield Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.05)), compression()
     yield SharedSupport(ScaleCom(density=0.05), fraction_evaluate=0.0), programs()
-    yield SharedBasis(PowerSGD(rank=2), fraction_evaluate=0.0), programs()
-    yield FittedBasis(GradiVeQ(width=40), sampling=3, compression=2, fraction_evaluate=0.0), programs()
-    coded = LGC(density=0.05, raw=0)
-    yield LearnedGradients(coded, warmup_rounds=1, training_rounds=2, fraction_evaluate=0.0), programs()
 
 
 def lowest(strategy, mod, initial: ArrayRecord, rounds: int = 8) -> list[float]:

@@ -42,6 +42,8 @@ from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.local import Privatise
 from fedcomp.program import Me, System
 from fedcomp.rng import Key
+from fedcomp.systems.coded.gradients import GradientCode, Part
+from fedcomp.systems.coded.linear import CodedLinear, LinearRows, Links
 from fedcomp.systems.coded.relay import CodedRelay
 from fedcomp.systems.coded.sums import CodedSum
 from fedcomp.systems.conditional import ConditionalRounds
@@ -92,6 +94,10 @@ class Entry:
     data : object, optional
         What the app brings beside training, or in its place (:attr:`fedcomp.program.Me.data`). Of a function the first
         argument is a client.
+    weighs : bool
+        Whether the weights that the driver knows count. Else what the app brings says them.
+    early : bool
+        Whether a round is over before all have answered.
     least : int
         Clients of which a round can be made.
     posts : bool
@@ -112,6 +118,8 @@ class Entry:
     frozen: float | None = 0.0
     outer: int = 0
     data: Any = None
+    weighs: bool = True
+    early: bool = False
     least: int = 1
     posts: bool = False
     secret: bool = False
@@ -221,6 +229,39 @@ def slopes(me: Me, directions: Iterable[Vector]) -> NDArray[np.float64]:
     return np.array([-made @ direction for direction in directions])
 
 
+def partition(me: Me, which: int) -> Part:
+    """Return what training on a partition comes to: what its node would have made, with that one's weight."""
+    before = me.layout.unflatten(me.start)
+    after = me.layout.unflatten(me.start + update(me.number, which, me.layout.size))
+    return Part(before, after, "metrics", {"num-examples": which + 1})
+
+
+class Rows:
+    """What the owners of data bring."""
+
+    def rows(self, me: Me, partitions: int) -> LinearRows:
+        m = 6 + me.node % 3
+        x = update(1, me.node, 4 * m).reshape(m, 4).astype(np.float64) / 1000
+        return LinearRows(x, (x.sum(1) > 0).astype(np.float64), "logistic")
+
+    def links(self, me: Me, spool: str) -> Links:
+        raise AssertionError("partitions pass the server")
+
+
+def descended(updates: Updates, rounds: int, layout: Layout) -> NDArray[np.float64]:
+    """Return gradient descent on the rows of the first three nodes together."""
+    owned = [Rows().rows(Me(n, 1, 0, layout, _none, _none), 3) for n in range(3)]
+    x = np.concatenate([np.c_[each.x, np.ones(len(each.x))] for each in owned])
+    y, w = np.concatenate([each.y for each in owned]), np.zeros(5)
+    for _ in range(rounds):
+        w -= 500.0 * x.T @ (1 / (1 + np.exp(-x @ w)) - y) / len(y)
+    return w
+
+
+def _none(*args: Any) -> Any:
+    raise AssertionError("nobody trains")
+
+
 class Unsettled:
     """A node that has something to send in every round."""
 
@@ -256,7 +297,7 @@ class Pulled:
 
     learns = True
 
-    def start(self, me: Me) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
+    def start(self, me: Me, dtype: str) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
         return me.start.copy(), {}
 
     def learn(self, me: Me, z: NDArray[Any], own: Mapping[str, NDArray[Any]], key: Key) -> Learnt:
@@ -374,7 +415,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         frozen=None,
     ),
     "low-rank": Entry(LowRank(clip=1e9, rank=3, keep=0.5, mask="noisy_magnitude", history=2), frozen=None),
-    "random-mask": Entry(LowRank(clip=1e9, rank=0, keep=0.5), frozen=ROUNDED, another=True),
+    "low-rank-none": Entry(LowRank(clip=1e9, rank=0, keep=0.5, mask="noisy_magnitude"), frozen=ROUNDED, another=True),
     "lgc-ring": Entry(LearnedGradients(LGC(0.05, raw=0), 1, 1), exchanges=2, another=True),
     "lgc-server": Entry(
         LearnedGradients(LGC(0.05, instance="server", ef="decoded", raw=0, innovation=0.005), 1, 1),
@@ -415,6 +456,26 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "record-dp-whole": Entry(Records(PLAN), reference=plain_averaging, frozen=ROUNDED, data=noised, another=True),
     "local-dp": Entry(
         Local(chain(Privatise(1e5, 1e-6, insecure_deterministic=True), ErrorFeedback(TopK(0.05)))), frozen=None
+    ),
+    "gradient-code": Entry(
+        GradientCode(losses=2, scheme="cyclic", arithmetic="gf31", limit=8192.0),
+        reference=plain_averaging,
+        data=partition,
+        frozen=None,
+        weighs=False,
+        early=True,
+        least=3,
+    ),
+    "coded-linear": Entry(
+        CodedLinear(partitions=3, parities=2, code="mds", lr=500.0),
+        reference=descended,
+        exchanges=5,
+        shapes={"weight": (1, 4), "bias": (1,)},
+        data=Rows(),
+        weighs=False,
+        early=True,
+        least=3,
+        sums=False,
     ),
     "pair-dgc": Entry(Pair(DGC(density=0.05, warmup=2)), another=True),
     "passing": Entry(Passing(ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), exchanges=2),

@@ -13,7 +13,7 @@ from toys import Passing
 
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import LGC, GradiVeQ, PowerSGD, ScaleCom
-from fedcomp.program import System
+from fedcomp.program import Mean, System
 from fedcomp.strategies.cohort import Cohort, CohortSettings
 from fedcomp.strategies.server import Server
 from fedcomp.systems.factors import FactorSharing
@@ -53,8 +53,14 @@ MORE: dict[str, System] = {
 """Options that change what travels or is remembered, beside those of the registry."""
 
 # What needs more than a trained model brings an app of its own: test_forward_program.py and test_factors_program.py.
+# Boxes are sealed at random, and replies packed by each driver in its own way: what posts is in
+# test_posts_over_messages.py.
 PLAIN = {
-    name: entry for name, entry in ENTRIES.items() if entry.data is None and not isinstance(entry.system, FactorSharing)
+    name: entry
+    for name, entry in ENTRIES.items()
+    # What is for private sums alone is compared where these are.
+    if entry.data is None and Mean in entry.system.RULES and not isinstance(entry.system, FactorSharing)
+    if not entry.system.KEYS
 }
 QUICK = [name for name, entry in PLAIN.items() if not entry.another] + ["lgc-server"]
 

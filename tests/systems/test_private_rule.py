@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -201,3 +202,11 @@ def test_contributions_are_bounded_one_by_one() -> None:
     local = driver(Pair(Identity()), Clipped(clip=5.0, **quiet))
     play(local, 1, [2])
     assert 0.98 * 5.0 / NODES <= np.linalg.norm(local.model) <= 1.001 * 5.0 / NODES
+
+
+def test_one_place_releases_sums() -> None:
+    """Wherever else a sum was made and released, the order of bounds, books and noise would be kept by hand."""
+    root = Path(__file__).resolve().parents[2]
+    files = [path for folder in ("fedcomp", "strategies", "clients") for path in (root / folder).rglob("*.py")]
+    makes = {path.relative_to(root).as_posix() for path in files if re.search(r"\bPrivateSum\(", path.read_text())}
+    assert makes == {"fedcomp/systems/private/rule.py"}

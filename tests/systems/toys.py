@@ -150,13 +150,15 @@ class Halving(System, id="halving"):
         if not isinstance(ask.say, Begin):
             raise AnswerError("does not say whether to begin")
         mass = np.float64(1 << 40) * (me.node + 1) if ask.say.begin else memory["mass"]
-        mass = mass + sum(float(np.frombuffer(post.data, np.float64)[0]) for post in ask.mail)
+        # What cannot be read is not this node's, and goes back.
+        back = tuple(Post(me.node, post.source, "mass", post.data) for post in ask.mail if len(post.data) != 8)
+        mass = mass + sum(float(np.frombuffer(post.data, np.float64)[0]) for post in ask.mail if len(post.data) == 8)
         # Of an integer, so that nothing is lost in a rounding.
         half = np.floor(mass / 2)
         to = (me.node + me.number) % self.nodes
         turns = memory["turns"] + 1 if "turns" in memory else np.float64(1)
         post = Post(me.node, to, "mass", np.float64([half]).tobytes())
-        return {"mass": np.array(mass - half), "turns": np.array(turns)}, Answer(me.node, post=(post,), bare=True)
+        return {"mass": np.array(mass - half), "turns": np.array(turns)}, Answer(me.node, post=(post, *back), bare=True)
 
 
 SYSTEMS.update({kind.ID: kind for kind in (Passing, SealedPassing, Halving)})

@@ -16,10 +16,9 @@ verifies votes. What else of a round may be known (names, counts, lengths, error
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,123 +26,21 @@ from numpy.typing import NDArray
 from fedcomp.codecs import Codec
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.layout import Layout, Update, Vector
-from fedcomp.privacy.entropy import Entropy, make_entropy
+from fedcomp.privacy.entropy import Entropy
 from fedcomp.privacy.errors import Unbounded
-from fedcomp.privacy.events import Adjacency, Event
-from fedcomp.privacy.ledger import PrivacyLedger
+from fedcomp.privacy.events import Event
 from fedcomp.privacy.mechanism import Mechanism, PrivateSum
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.program import Given, Now, Released, Step
 from fedcomp.rng import Key
 from fedcomp.rules import Int, checked
+from fedcomp.systems.private.books import LENGTHS, NOT_COVERED, Books
 from fedcomp.systems.private.settings import PrivacySettings
 
 Contribution = NDArray[Any]
 
 Read = Callable[[], Vector]
 """Returns the update of one client, or raises a FedcompError."""
-
-NOT_COVERED: Final = (
-    "the choice of hyper-parameters and of the model, and preprocessing of the data",
-    "who takes part, and when",
-    "a client that reconnects under another node id, which is counted as another client",
-    "the server's own reports and logs (who was refused, and why)",
-    "the server's evaluation of released models on data of its own",
-)
-"""What no statement of these rules extends to."""
-
-LENGTHS: Final = "the length of every message, which follows what is in it (pad=False)"
-"""What a statement does not extend to where frames are not padded."""
-
-
-class Books:
-    """The ledger, the sampling and the randomness of one private run.
-
-    Parameters
-    ----------
-    given : PrivacySettings
-    unit : str
-        Whose contribution is hidden.
-
-    Attributes
-    ----------
-    privacy : PrivacyLedger
-        What was released, and what it cost.
-    exhausted : str
-        Why nobody is left who could be asked, empty while somebody is.
-    """
-
-    def __init__(self, given: PrivacySettings, *, unit: str = "client") -> None:
-        self.noise_multiplier, self.noise, self.pad = given.noise_multiplier, given.noise, given.pad
-        self.adjacency: Adjacency = given.adjacency
-        self.delta, self.budget, self.sampling = given.delta, given.budget, given.drawn
-        self.insecure_deterministic, self.seed = given.insecure_deterministic, given.seed
-        self.privacy = PrivacyLedger(
-            delta=given.delta,
-            population=given.population,
-            adjacency=given.adjacency,
-            sampling=given.drawn,
-            budget=given.budget,
-            unit=unit,
-        )
-        self.exhausted = ""
-        self._again = 0
-
-    @property
-    def withholds(self) -> bool:
-        """Whether what a round costs rests on nobody knowing who took part: then neither log nor reports say."""
-        return self.sampling.event_rate < 1.0
-
-    def open_ledger(self, path: Path) -> None:
-        """Keep the ledger in a file from now on; events in it that the ledger lacks were paid and count."""
-        self.privacy.open(Path(path))
-
-    def unaffordable(self, event: Event, server_round: int) -> str:
-        """Return why the budget does not allow a round with ``event``, empty when it does."""
-        # With the round: events that it holds already are on the same units, and cost more together.
-        if self.privacy.affords(event, round=server_round):
-            return ""
-        return (
-            f"the budget of epsilon {self.budget:g} at delta {self.delta:g} allows no further round: "
-            f"{self.privacy.epsilon():.4g} is spent"
-        )
-
-    def sample(self, nodes: Sequence[int], clients: int, server_round: int, *, count: int = 0) -> tuple[list[int], str]:
-        """Return which of the connected ``nodes`` are asked in a round, and why nobody is, empty when somebody may be.
-
-        Parameters
-        ----------
-        clients : int
-            Public number of all that may ever take part.
-        count : int
-            The most that are drawn; 0 for all who may.
-        """
-        if len(nodes) > clients:
-            # Not an error that ends the run: a client that came back may for a while be there under its former id, too.
-            return [], (
-                f"{len(nodes)} clients are online, and their number was given as {clients}. What is promised rests on "
-                "the number of all that may ever take part: end this run, and begin one that says it"
-            )
-        entropy = self.entropy("sampling", server_round)
-        chosen = self.sampling.draw(nodes, self.privacy, server_round, entropy, count=count)
-        # An empty Poisson draw is a round like any other; of a cap it means that all turns are taken.
-        capped = self.sampling.kind == "capped" and nodes and not chosen
-        self.exhausted = "every client that is online has taken part as often as it may" if capped else ""
-        return chosen, self.exhausted
-
-    def surplus(self, nodes: Sequence[int]) -> Iterator[str]:
-        """Yield why some of ``nodes`` are never asked."""
-        for node in self.privacy.surplus(nodes):
-            yield (
-                f"node {node} is not asked: the {self.privacy.population} clients of the population have all taken "
-                "part, and under another id one of them would have its turns again"
-            )
-
-    def entropy(self, purpose: str, server_round: int) -> Entropy:
-        """Return the source of randomness for one purpose of a round, other than that of the same round made before."""
-        # A stream of its own for each: seeded noise must not continue the stream that drew the nodes.
-        key = Key(self.seed, f"privacy/{purpose}", server_round, self._again)
-        return make_entropy(key, insecure_deterministic=self.insecure_deterministic)
 
 
 class Private(Books, Released, ABC):
@@ -154,6 +51,8 @@ class Private(Books, Released, ABC):
     count : int
         The most clients of a round (0: all who may), drawn uniformly; not with Poisson sampling, and not under
         "add_remove", where another client would take the place of a removed one.
+    unit : str
+        Whose contribution is hidden.
     **privacy
         See :class:`fedcomp.systems.private.settings.PrivacySettings`; ``noise_multiplier`` at least.
 
@@ -173,12 +72,12 @@ class Private(Books, Released, ABC):
     votes: ClassVar[bool] = False
     """Whether contributions are votes: then, and only then, the codec must be one that votes."""
 
-    def __init__(self, *, count: int = 0, **privacy: Any) -> None:
+    def __init__(self, *, count: int = 0, unit: str = "client", **privacy: Any) -> None:
         given = PrivacySettings(**privacy)
         count = checked("count", count, Int())
         # With the count, which the ledger's own check does not know.
         given.drawn.check(given.adjacency, count=count)
-        super().__init__(given)
+        super().__init__(given, unit=unit)
         self.count = count
         self.chosen: list[int] = []
         self._layout: Layout | None = None
@@ -200,6 +99,8 @@ class Private(Books, Released, ABC):
     def contribution(self, update: Vector, layout: Layout, server_round: int) -> Contribution:
         """Return what the mechanism is given for one client's ``update``; default the update.
 
+        With one axis more than the sum it is that of several units, each of which is bounded by itself; all or none.
+
         Parameters
         ----------
         update : ndarray, (layout.size,)
@@ -211,6 +112,10 @@ class Private(Books, Released, ABC):
             When the client is to be left out.
         """
         return update
+
+    def shape(self, layout: Layout) -> tuple[int, ...]:
+        """Return the shape of a sum; default that of a vector."""
+        return (layout.size,)
 
     def opened(self, server_round: int, chosen: Sequence[int]) -> None:
         """Prepare for a round in which the units ``chosen`` will be asked; called before they are."""
@@ -268,7 +173,9 @@ class Private(Books, Released, ABC):
                 "about updates; use another codec, or accept that with pad=False"
             )
 
-    def draw(self, nodes: Callable[[], Sequence[int]], layout: Layout, server_round: int) -> tuple[list[int], str]:
+    def draw(
+        self, nodes: Callable[[], Sequence[int]], layout: Layout, server_round: int, *, clients: int = 0
+    ) -> tuple[list[int], str]:
         """Return who is asked, and why nobody is, empty when somebody may be. No round is open.
 
         Parameters
@@ -277,6 +184,8 @@ class Private(Books, Released, ABC):
             Returns who is there; only called where the budget allows the round.
         layout : Layout
             Of what will be released: the budget is asked for it, before anybody is drawn.
+        clients : int
+            Public number of all that may ever take part; default the population, whose units they are.
 
         Raises
         ------
@@ -289,7 +198,7 @@ class Private(Books, Released, ABC):
         self._again = sum(entry.round == server_round for entry in self.privacy.entries)
         if reason := self.over(server_round):
             return [], reason
-        return self.sample(nodes(), self.population, server_round, count=self.count)
+        return self.sample(nodes(), clients or self.population, server_round, count=self.count)
 
     def open(self, server_round: int, chosen: Sequence[int]) -> None:
         """Begin the round in which ``chosen`` are about to be asked, possibly nobody."""
@@ -356,7 +265,8 @@ class Private(Books, Released, ABC):
         """
         kept = layout if support is None else Layout.flat(int(support.size))
         mechanism = self.mechanism(kept, server_round)
-        total = PrivateSum(mechanism, (kept.size,))
+        shape = self.shape(kept)
+        total = PrivateSum(mechanism, shape)
         self.begun(server_round)
         used = []
         for node, unit, read in given:
@@ -365,10 +275,10 @@ class Private(Books, Released, ABC):
                 if unit not in self.chosen:
                     raise Unbounded(f"node {unit} was not asked in this round")
                 update = read()
-                if update.shape != (layout.size,):
+                if support is not None and update.shape != (layout.size,):
                     raise Unbounded(f"an update has shape {update.shape}, expected ({layout.size},)")
                 contribution = self.contribution(update if support is None else update[support], kept, server_round)
-                total.add(unit, contribution)
+                total.add_all(unit, contribution if contribution.ndim > len(shape) else contribution[None])
                 self.added(contribution)
                 used.append(node)
             except FedcompError as why:

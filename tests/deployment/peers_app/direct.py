@@ -14,8 +14,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedcomp.clients.client import client as around
-from fedcomp.clients.gossip import gossip_node
-from fedcomp.flower.gossip import EXCHANGE_TYPE, GossipSetup
+from fedcomp.clients.gossip import GossipSetup, gossip_node
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
@@ -70,12 +69,11 @@ def main(grid: Grid, context: Context) -> None:
         sections = relay.reports.sections("gossip")
         found[name] = {
             "models": models,
-            "links": [section.link_bytes for section in sections.values()],
-            "mailbox": [section.events.get("mailbox", []) for section in sections.values()],
+            "mailbox": [[n for n in relay.reports[r].notes if n.startswith("link ")] for r in sections],
             "events": sorted({kind for section in sections.values() for kind in section.events}),
             "edge": [section.traffic["edge"] for section in sections.values()],
             "messages": [section.traffic["edge.messages"] for section in sections.values()],
-            "hub": metered.ledger.total("wire", round=2, message_type=EXCHANGE_TYPE, link="hub"),
+            "hub": metered.ledger.total("wire", round=2, message_type="train", link="hub"),
             "peer": metered.ledger.total("wire", link="peer"),
         }
     out = Path(str(context.run_config["out"]))
