@@ -400,7 +400,7 @@ class RecordDp(NoClientEvaluation, Server):
                 account = self._account_in(reply)
                 # The same reply, delivered again, is not another training.
                 if self._said.get(number) != account:
-                    self._book(message.node, take_node(reply), account)
+                    self._pay(message.node, take_node(reply), account)
                 self._said[number] = account
                 report.section(Spent).heads[message.node] = account.head
             except FedcompError as reason:
@@ -427,7 +427,7 @@ class RecordDp(NoClientEvaluation, Server):
             )
         return said
 
-    def _book(self, node: int, declared: int | None, account: Account) -> None:
+    def _pay(self, node: int, declared: int | None, account: Account) -> None:
         """Write down what a training cost.
 
         Raises
@@ -453,7 +453,7 @@ class RecordDp(NoClientEvaluation, Server):
 
     def identity(self) -> dict[str, str]:
         """Return what must not change within a run; the budget may."""
-        system = replace(self.system, plan=replace(self.plan, budget=0.0))
+        system = Records(replace(self.plan, budget=0.0), self.system.codecs[0])
         return {"system": repr(system), "downlink": repr(self.downlink)}
 
 
