@@ -35,7 +35,7 @@ class ClientHalf:
     mod : callable, optional
         Sees every message of the app before its handlers do, and every reply after them.
     handlers : mapping of str to callable
-        Handlers of the system's own message types, such as ``"query.gcn_plan"``. All mods stand around them, the app's
+        Handlers of the system's own message types, such as ``"train.gcn"``. All mods stand around them, the app's
         own included.
     outside, inside : tuple of str
         Names of the halves that this one's mod encloses, and of those that enclose it. A name that is not among an

@@ -307,8 +307,7 @@ class Memory:
                 for name, record in reply.items():
                     store[REPLY + name] = record
         sent = head.sequence if keeps and left is not None else self.sent
-        for name, data in answer.keep.items():
-            put_frame(store, KEEP + name, data)
+        keep_in(store, answer.keep)
         former_held = _held(context, head)
         Held(
             head.session,
@@ -426,6 +425,12 @@ def kept_in(state: RecordDict) -> Frames:
     """Return what a node keeps whatever becomes of its memory, by name."""
     found = {name.removeprefix(KEEP): take_frame(state, name) for name in state if name.startswith(KEEP)}
     return {name: data for name, data in found.items() if data is not None}
+
+
+def keep_in(store: RecordDict, frames: Frames) -> None:
+    """Keep what a half of a system wants kept, by name."""
+    for name, data in frames.items():
+        put_frame(store, KEEP + name, data)
 
 
 def keep_blobs(store: RecordDict, blobs: Mapping[str, Frame]) -> None:

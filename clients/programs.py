@@ -31,6 +31,7 @@ from fedcomp.clients.memory import (
     held_model,
     hold_model,
     keep_blobs,
+    keep_in,
     kept_in,
 )
 from fedcomp.clients.messages import NOT_WITHOUT_NOISE, AppError, changed, made, partition_of, reply_arrays, require_ids
@@ -54,7 +55,7 @@ from fedcomp.flower.schema import OtherVersion, SchemaError
 from fedcomp.flower.state import UNSETTLED, StaleMessage
 from fedcomp.layout import Layout, Update, Vector, policy_from_config
 from fedcomp.privacy.local import asks_for_noise
-from fedcomp.program import EVALUATE, HELLO, Answer, Ask, Collect, Me, System
+from fedcomp.program import EVALUATE, HELLO, NO_FRAMES, Answer, Ask, Collect, Frames, Me, System
 from fedcomp.rng import Key
 from fedcomp.systems import SYSTEMS, get_system
 from fedcomp.systems.private.local import Local
@@ -446,8 +447,9 @@ class _Exchange:
         talks = self.system is not None and type(self.system).evaluation is not System.evaluation
         if self.system is not None and talks and self.head.sequence and not self.refused[0]:
             # Asked for by the system's own conversation: its half reads what came for the app.
-            self._prepared(self.system, record)
+            kept = self._prepared(self.system, record)
         else:
+            kept = NO_FRAMES
             self.msg.content = _plain(self.msg.content, self.head.model, record)
         reply = self.call_next(self.msg, self.context)
         if reply.has_error():
@@ -462,12 +464,14 @@ class _Exchange:
             content,
             AnswerHead(number, head.sequence, version=version, unsupported="; ".join(filter(None, self.refused))),
         )
-        self.context.state = self._store(record, version)
+        store = self._store(record, version)
+        keep_in(store, kept)
+        self.context.state = store
         reply.content = content
         return reply
 
-    def _prepared(self, system: System, record: ArrayRecord) -> None:
-        """Let the client half of the system see what came for the app's evaluation; nothing changes."""
+    def _prepared(self, system: System, record: ArrayRecord) -> Frames:
+        """Let the system's half see what came for the app's evaluation; return what the node keeps of it."""
         head, number, content = self.head, partition_of(self.context), self.msg.content
         sent, lacks = self._blobs()
         if lacks:
@@ -488,7 +492,9 @@ class _Exchange:
             kept=kept_in(self.context.state),
             run=head.session,
         )
-        system.client({} if memory is None else dict(memory.state), Ask(number, EVALUATE, say, frames, sent), me)
+        state = {} if memory is None else dict(memory.state)
+        _, answer = system.client(state, Ask(number, EVALUATE, say, frames, sent), me)
+        return answer.keep
 
     def _store(self, record: ArrayRecord | None, version: int = 0) -> RecordDict:
         """Return a copy of the node's state with the blobs and the model of this message."""

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 SYSTEM: Final = "skewed-gcn"
 
-_PLAN: Final = "query.gcn_plan"
-_ROWS: Final = "query.gcn_rows"
+_QUERY: Final = "query"
 _TRAIN: Final = "train.gcn"
 _EVALUATE: Final = "evaluate.gcn"
 _SUMMED: Final = (
@@ -38,6 +37,8 @@ _SUMMED: Final = (
     "evaluate_feature_bytes_logical",
     "evaluate_feature_bytes_link",
     "evaluate_id_bytes",
+    "evaluate_setup_bytes",
+    "evaluate_structure_bytes",
 )
 
 
@@ -74,13 +75,12 @@ def outcome(result: RunResult) -> dict[str, Any]:
 
         ``local_mass`` and ``scale``, means over rounds of lambda and s.
 
-        ``plan_wire``, ``rows_wire``, ``train_wire``, ``wire``: whole serialised messages, both directions, of plans, of
-        rows to the server, of training (models and rows to clients), and all there are. ``model_bytes``: tensors of
+        ``query_wire``, ``train_wire``, ``wire``: whole serialised messages, both directions, of plans and of what
+        owners are asked for, of training (models and rows to clients), and all there are. ``model_bytes``: tensors of
         models and updates in the training messages, both directions.
 
-        ``gap_rows``, ``gap_link``, ``gap_ids``: how far the strategy's figures are from the ledger's payloads, in
-        bytes: of rows to the server, of rows over both legs, of lists of ids. NaN where adjacency rows travelled in the
-        same messages.
+        ``gap_asked``, ``gap_link``: how far the strategy's figures are from the ledger's payloads, in bytes: of all
+        that plans and owners say and are told, rows to the server among it; and of rows over both legs.
 
         ``points``: round, accuracy, and link bytes of features so far, of every evaluation. ``task``: its record.
     """
@@ -95,7 +95,7 @@ def outcome(result: RunResult) -> dict[str, Any]:
         if not math.isnan(record.accuracy):
             points.append((float(record.round), record.accuracy, float(sent)))
     ledger = result.ledger
-    wires = {"plan_wire": _PLAN, "rows_wire": _ROWS, "train_wire": _TRAIN}
+    wires = {"query_wire": _QUERY, "train_wire": _TRAIN}
     return {
         "accuracy": result.accuracy,
         "loss": next(r.loss for r in reversed(result.rounds) if not math.isnan(r.accuracy)),
@@ -125,23 +125,18 @@ def _figure(record: RoundRecord, name: str) -> int:
 def _against_ledger(result: RunResult, ledger: TrafficLedger, sums: Mapping[str, int]) -> dict[str, Any]:
     """Compare the strategy's own figures with the payloads of the messages, which the ledger took when they were sent.
 
-    What is left of the messages to those who train or evaluate when the model is taken out are rows. Where adjacency
-    rows travel too the ledger cannot tell them apart.
+    What is left of the messages to those who train or evaluate when the model is taken out are rows.
     """
     from flwr.app import Array
 
     model = sum(len(Array(array).data) for array in result.arrays.values())
     asked = ledger.total("messages", message_type=(_TRAIN, _EVALUATE), direction="down")
     down = ledger.total("payload", message_type=(_TRAIN, _EVALUATE), direction="down") - model * asked
-    rows_up = ledger.total("payload", message_type=_ROWS, direction="up")
-    ids = ledger.total("payload", message_type=_PLAN, direction="up")
-    ids += ledger.total("payload", message_type=_ROWS, direction="down")
-    logical, link, lists = (
-        sums[name] + sums[f"evaluate_{name}"] for name in ("feature_bytes_logical", "feature_bytes_link", "id_bytes")
-    )
+    figures = ("feature_bytes_logical", "feature_bytes_link", "id_bytes", "setup_bytes", "structure_bytes")
+    logical, link, *others = (sums[name] + sums[f"evaluate_{name}"] for name in figures)
     trained = ledger.total("payload", message_type=_TRAIN)
-    gaps = {"gap_rows": rows_up - logical, "gap_link": rows_up + down - link, "gap_ids": ids - lists}
     return {
         "model_bytes": trained - (sums["feature_bytes_link"] - sums["feature_bytes_logical"]),
-        **{name: math.nan if sums["structure_bytes"] else abs(gap) for name, gap in gaps.items()},
+        "gap_asked": abs(ledger.total("payload", message_type=_QUERY) - logical - sum(others)),
+        "gap_link": abs(logical + down - link),
     }

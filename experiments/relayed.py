@@ -56,14 +56,14 @@ def without_messages(spec: RunSpec) -> Central:
     if not isinstance(strategy, GossipRelay):
         raise ConfigError(f"{system.title} is not a decentralised algorithm; there is nothing to compare")
     options = {k.removeprefix(TASK_PREFIX): v for k, v in settings.items() if k.startswith(TASK_PREFIX)}
-    task, setup = get_task(spec.task, **options), strategy.setup
+    task, how = get_task(spec.task, **options), strategy.settings
     batch = int(settings["batch_size"])
     objectives = [
-        LocalObjective(task, i, spec.clients, seed=spec.seed, batch_size=batch, dtype=setup.dtype)
+        LocalObjective(task, i, spec.clients, seed=spec.seed, batch_size=batch, dtype=how.dtype)
         for i in range(spec.clients)
     ]
     start = objectives[0].start()
-    layout = Layout.of(start, setup.policy)
+    layout = Layout.of(start, strategy.policy)
     # A home of its own for every node: its buffers move with its gradients, as they do on a node.
     locals_ = [
         FlatObjective(objective, layout, {t.name: start[t.name] for t in layout.exact}) for objective in objectives
@@ -72,7 +72,7 @@ def without_messages(spec: RunSpec) -> Central:
         strategy.algorithm,
         strategy.graph(spec.clients),
         locals_,
-        flatten(start, layout, setup.dtype),
+        flatten(start, layout, how.dtype),
         spec.rounds,
         layout=layout,
         seed=spec.seed,

@@ -388,7 +388,7 @@ class _Run:
         ledger, where = self.grid.ledger, {"round": server_round, "link": "hub", "message_type": "train"}
         return {
             "gossip.overhead": ledger.total("wire", **where) - ledger.total("payload", **where),
-            "gossip.observation": ledger.total("wire", round=server_round, message_type="query"),
+            "gossip.observation": ledger.total("wire", round=server_round, message_type="query.show"),
         }
 
     def _notes(self) -> dict[str, Any]:

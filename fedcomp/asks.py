@@ -20,6 +20,9 @@ NO_FRAMES: Frames = {}
 HELLO = "query.hello"
 """Kind of an ask that comes before a round's training: words up and down, no model, and no memory changes."""
 
+SHOW = "query.show"
+"""Kind of a question that the app helps to answer: its message holds the strategy's configuration, as one to train."""
+
 EVALUATE = "evaluate"
 """Kind of an ask that brings the model to be evaluated; the app evaluates once the half has read it."""
 

@@ -386,6 +386,8 @@ class Local:
             weight=0.0 if answer.bare else self.weight(ask.node),
             post=tuple(post._replace(source=ask.node) for post in answer.post),
         )
+        if answer.keep and ask.kind != HELLO:
+            self.kept[ask.node] = {**self.kept.get(ask.node, {}), **answer.keep}
         if ask.kind in (HELLO, EVALUATE):
             return Reply(sequence, client.generation, answer, carries=False)
         left = answer.frames.get(self.system.SENT) if answer.sent is None else answer.sent
@@ -393,8 +395,6 @@ class Local:
             pending, sent = left, sequence
         reply = Reply(sequence, client.generation, answer, left is not None)
         client.memory, client.pending, client.sent, client.last, client.asked = memory, pending, sent, reply, asked
-        if answer.keep:
-            self.kept[ask.node] = {**self.kept.get(ask.node, {}), **answer.keep}
         return reply
 
     def _move(self, step: Step, number: int) -> None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from fedcomp.asks import EVALUATE as EVALUATE
 from fedcomp.asks import HELLO as HELLO
 from fedcomp.asks import NO_FRAMES as NO_FRAMES
+from fedcomp.asks import SHOW as SHOW
 from fedcomp.asks import Answer, AnswerError, Ask, Frames, Said, Wait
 from fedcomp.asks import Post as Post
 from fedcomp.codecs import Codec, State

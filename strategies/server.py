@@ -26,7 +26,7 @@ from flwr.serverapp.strategy import FedAvg, Result, Strategy
 from numpy.typing import NDArray
 
 from fedcomp import params
-from fedcomp.asks import read_mark, wait_for
+from fedcomp.asks import SHOW, read_mark, wait_for
 from fedcomp.codecs import Codec, get_codec
 from fedcomp.codecs.base import all_finite
 from fedcomp.errors import ConfigError, FedcompError
@@ -474,7 +474,7 @@ class Server(Evaluating):
         peer, base = self.roster.peer(address), x.base[ask.node]
         content, fields, data = RecordDict(), dict[str, Any](), dict[str, Frame]()
         coming: set[str] = set()
-        if ask.kind in ("train", EVALUATE):
+        if ask.kind in ("train", EVALUATE, SHOW):
             # Strategies put the same records into all messages; what is added here is this node's alone.
             content = base.content.copy()
             fields = {"model": x.record}
@@ -484,6 +484,9 @@ class Server(Evaluating):
             elif self.down is not None and not x.own:
                 fields, coming = self.down.fill(content, x.record, peer, data)
             fields["policy"] = policy_config(self.policy, x.layout)
+        elif not ask.model:
+            # What an app is configured by: it brings what the half answers with.
+            content = RecordDict({k: v for k, v in base.content.items() if isinstance(v, ConfigRecord)})
         brought = dict(ask.blobs)
         if self.links is not None:
             # The same for all nodes, so that it travels where it has changed.

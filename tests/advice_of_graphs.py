@@ -10,22 +10,26 @@ from unittest.mock import patch
 import numpy as np
 from advice import KEY, Row, row
 from graph_federation import PARTS, graph, grid, initial, reports, run, strategy
-from graph_nodes import FULL, Nodes, asking, node, ready, values
 from graph_toys import toy_adjacency, toy_parts
+from toy import with_halves
 
+from fedcomp.clients.compressed import compression
 from fedcomp.experiments import engines
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.systems import check
-from fedcomp.flower._private import adopt_identity
 from fedcomp.graphs.adjacency import HaloStructure
 from fedcomp.graphs.base import Conditions, GraphPart, UnknownStructure
 from fedcomp.graphs.cache import noisy_rows
-from fedcomp.graphs.ids import decode_norms
 from fedcomp.graphs.plan import plan_round, plan_step
 from fedcomp.graphs.rowcodecs import get_row_codec
-from fedcomp.graphs.settings import SamplerSettings
+from fedcomp.graphs.settings import RoundSettings, RowSettings, SamplerSettings
+from fedcomp.layout import Layout, Update
+from fedcomp.program import Answer, Ask, Me
+from fedcomp.systems.graphs.system import Graphs
+from fedcomp.systems.graphs.words import Fetch, Needs, Plan, Turn, by_part
 
 NODES, OWNERS = 40, 4  # of toy_parts
+FULL = SamplerSettings(sampler="full")
 P = toy_adjacency(NODES, OWNERS, 5.0)
 HALO = toy_parts(structure="halo")
 PART = toy_parts()[0]
@@ -193,41 +197,77 @@ ROW_CODECS = (
 )
 
 
-SOME = SamplerSettings(n=12)
-MEASURED = asking(SamplerSettings(n=8, mode="measured"), batch_size=4)
+EXACT = RowSettings(codec="dense-f64", cache="all")
+SOME = Graphs(sampler=SamplerSettings(n=12), rows=EXACT, rounds=RoundSettings(batch_size=4))
+MEASURED = replace(SOME, sampler=SamplerSettings(n=8, mode="measured"))
+EMPTY_LAYOUT = Layout.flat(1)
 
 
-def owners(parts: list[GraphPart]) -> Nodes:
-    """Return nodes without a server; messages are made outside of an app, which needs an identity."""
-    adopt_identity((1, 1, 1))
-    return Nodes(parts)
+class Held:
+    """An app that owns a part, and notes its steps."""
+
+    seen = ()
+
+    def __init__(self, part: GraphPart) -> None:
+        self.part = part
+        self.steps: Any = None
+
+    def load(self, steps: Any) -> None:
+        self.steps = steps
 
 
-def interrupted(again: bool, ask: Any = None, structure: str = "full", norms: bool = False) -> bool:
-    """Whether a node that loses its state between plan and training, and plans again, learns as one that kept it."""
-    models = []
+def told(system: Graphs, part: GraphPart, say: Any, frames: Any, kept: dict[str, bytes]) -> tuple[Answer, Any]:
+    """Ask an owner; return its answer, and the steps that it would compute."""
+    app = Held(part)
+    ask = Ask(part.index, "train" if type(say) is Turn else "query", say, frames)
+    made = Update(np.zeros(1, np.float32), EMPTY_LAYOUT)
+    _, answer = system.client(
+        {}, ask, Me(part.index, 1, 3, EMPTY_LAYOUT, lambda: made.vector, lambda *_: made, app, kept=dict(kept))
+    )
+    kept.update(answer.keep)
+    return answer, app.steps
+
+
+def fetched(system: Graphs, parts: list[GraphPart], index: int, kept: dict[str, bytes]) -> dict[str, bytes]:
+    """Let an owner plan, with all it needs on the way; return the rows that it wants."""
+    brought: dict[str, bytes] = {}
+    while True:
+        answer, _ = told(system, parts[index], Plan("train"), brought, kept)
+        kind = answer.say.kind if isinstance(answer.say, Needs) else "rows"
+        brought = {}
+        for owner, ids in by_part(answer.frames, len(parts), "ids")["ids"].items():
+            fetch = Fetch(kind, kind == "structure" and system.sampler.measures)
+            got, _ = told(system, parts[owner], fetch, {f"ids/{index}": ids}, {})
+            brought[f"{kind}/{owner}"] = got.frames[f"{kind}/{index}"]
+        if kind == "rows":
+            return brought
+
+
+def interrupted(again: bool, system: Graphs = SOME, structure: str = "full") -> bool:
+    """Whether a node that loses its state between plan and training, and plans again, takes the steps of one that kept
+    it."""
+    parts, taken = toy_parts(structure=structure), []
     for lost in (False, True):
-        nodes = owners(toy_parts(structure=structure))
-        sent = nodes.norms(1) if norms else {}
-        known = sum(len(decode_norms(frame)[0]) for frame in sent.values())
-        asked = replace(ask or asking(SOME, batch_size=4, cache="all"), norms=known)
-        planned_for, wants, _ = nodes.plan(1, asked, sent)
-        rows = nodes.rows(1, planned_for, wants)
+        kept: dict[str, bytes] = {}
+        rows = fetched(system, parts, 1, kept)
         if lost:
-            nodes.contexts[1] = node(1)
-            if again:
-                planned_for, wants, _ = nodes.plan(1, asked, sent)
-                rows = nodes.rows(1, planned_for, wants)
-        models.append(values(nodes.carry_out(1, planned_for, rows)))
-    return all(np.array_equal(models[0][name], models[1][name]) for name in models[0])
+            kept.clear()
+            rows = fetched(system, parts, 1, kept) if again else rows
+        _, steps = told(system, parts[1], Turn("train"), rows, kept)
+        taken.append(steps.plans[0].inputs.tolist())
+    return taken[0] == taken[1]
 
 
 def without_rows(again: bool) -> bool:
     """Whether a node learns that lacks rows it wants; ``again``: that plans and fetches before."""
-    nodes, ask = owners(toy_parts()), asking(SOME, batch_size=4)
-    asked, rows = ready(nodes, 1, ask)
-    reply = nodes.carry_out(1, asked, rows if again else {})
-    return bool(reply.content["metrics"]["num-examples"] == 4)
+    parts, kept = toy_parts(), dict[str, bytes]()
+    rows = fetched(SOME, parts, 1, kept)
+    _, steps = told(SOME, parts[1], Turn("train"), rows if again else {}, kept)
+    return len(steps.plans) == 1
+
+
+def learns_from_nothing() -> Any:
+    return told(SOME, nothing_to_learn_from(1)[1], Turn("train"), {}, {})
 
 
 def nothing_to_learn_from(index: int) -> list[GraphPart]:
@@ -252,43 +292,49 @@ def learns(*arguments: Any, **settings: Any) -> bool:
 
 RUNS = (
     row(
-        "clients/gcn.py",
+        "fedcomp/systems/graphs/owner.py",
         "has no node to learn from; use fewer parts, or skip the client",
-        lambda: owners(nothing_to_learn_from(1)).turn(1, asking(SOME)),
+        learns_from_nothing,
         lambda: trains(strategy(), nothing_to_learn_from(1), PARTS - 1) and trains(strategy(), graph(2), 2),
     ),
     row(
-        "clients/gcn.py",
+        "fedcomp/systems/graphs/owner.py",
         "this node no longer has the adjacency rows it planned with ({}); let it plan again",
-        lambda: interrupted(again=False, structure="halo"),
-        lambda: interrupted(again=True, structure="halo"),
+        lambda: interrupted(False, replace(SOME, structure="halo"), "halo"),
+        lambda: interrupted(True, replace(SOME, structure="halo"), "halo"),
     ),
     row(
-        "clients/gcn.py",
+        "fedcomp/systems/graphs/owner.py",
         "this node no longer has the feature norms it planned with; let it plan again",
-        lambda: interrupted(again=False, ask=MEASURED, norms=True),
-        lambda: interrupted(again=True, ask=MEASURED, norms=True),
+        lambda: interrupted(False, MEASURED),
+        lambda: interrupted(True, MEASURED),
     ),
     row(
-        "clients/gcn.py",
+        "fedcomp/systems/graphs/owner.py",
         "are neither in the message nor kept here, the first of node {}; let this node plan again",
         lambda: without_rows(again=False),
         lambda: without_rows(again=True),
     ),
     row(
-        "strategies/gcn/owners.py",
-        "Give all of them the same task, options and seed",
-        lambda: trains(strategy(), [*graph()[:3], graph(seed=4)[3]]),
+        "fedcomp/systems/graphs/system.py",
+        "wrap it with fedcomp.client(app, graph_owner(...))",
+        lambda: run(strategy(), grid(graph(), with_halves([compression()])), 1),
         lambda: trains(strategy(), graph()),
     ),
     row(
-        "strategies/gcn/owners.py",
+        "fedcomp/systems/graphs/conversation.py",
+        "Give all of them the same task, options and seed",
+        lambda: trains(strategy(), [*graph()[:2], *graph(seed=4)[2:]]),
+        lambda: trains(strategy(), graph()),
+    ),
+    row(
+        "fedcomp/systems/graphs/conversation.py",
         "set structure={}, or the task's option to {}",
         lambda: trains(strategy(), graph(structure="halo")),
         lambda: trains(strategy(structure="halo"), graph(structure="halo")) and trains(strategy(), graph()),
     ),
     row(
-        "strategies/gcn/strategy.py",
+        "fedcomp/systems/graphs/options.py",
         "use structure='full', or another sampler",
         lambda: strategy(sampler="fastgcn", structure="halo"),
         lambda: (

@@ -19,7 +19,6 @@ from toy import with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gcn import Learner, graph_owner
-from fedcomp.flower.gcn import EVALUATE_TYPE, PLAN_TYPE, ROWS_TYPE, SETUP_TYPE, TRAIN_TYPE
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import models, round_of
@@ -35,8 +34,6 @@ NODES, PARTS, DEGREE, FEATURES, HIDDEN, SEED, LR = 48, 4, 5.0, 6, 5, 3, 0.3
 
 ENOUGH = NODES
 """Columns per layer with which nothing is sampled."""
-
-TYPES = (SETUP_TYPE, PLAN_TYPE, ROWS_TYPE, TRAIN_TYPE, EVALUATE_TYPE)
 
 Named = dict[str, NDArray[Any]]
 

@@ -18,7 +18,6 @@ from fedcomp.flower import (
     coded,
     datalens,
     folder,
-    gcn,
     protocol,
     state,
 )
@@ -26,9 +25,6 @@ from fedcomp.flower.payload import put_frame
 from fedcomp.flower.schema import Document, Field, Frames, Schema, Version
 from fedcomp.layout import Layout
 from fedcomp.rules import LARGEST, REQUIRED, Data, Int, Many, OneOf, Real, Rule, Text
-
-_ASK = gcn.PlanRequest("s", -3, 1, "train", 2, 8, "{}", "dense-f64", "lru", 4096, 0.5, (0, 3), 2.0, 1)
-_HELLO = gcn.GraphHello("d", 1, 4, 40, 10, 8, 2, 6, "halo")
 
 _QUERY = {"run": b"run 0001", "transport": "peers", "max_store": 1 << 20, "spool": "/tmp/x", "round": 3}
 _RELAY, _SUMS = ({"construction": name, **_QUERY} for name in ("relay", "sumcode"))
@@ -46,15 +42,6 @@ def plain(message: Any) -> Any:
 
 
 EXAMPLES: dict[str, Schema] = {
-    "gcn.GraphSetup": gcn.GraphSetup("s", "hello", True, 2),
-    "gcn.GraphSetup/norms": gcn.GraphSetup("s", "norms"),
-    "gcn.GraphHello": _HELLO,
-    "gcn.PlanRequest": _ASK,
-    "gcn.PlanRequest/plain": replace(_ASK, absent=(), cache="none", cache_bytes=0, noise=0.0, scale=0.0, norms=0),
-    "gcn.Needs": gcn.Needs("structure", 0),
-    "gcn.Fetch": gcn.Fetch("s", "rows", "csr", 0.1),
-    "gcn.Fetch/structure": gcn.Fetch("s", "structure", norms=True),
-    "gcn.Refused": gcn.Refused((0, 2), "ids of another part"),
     "datalens.TrainingRequest": _TRAINING,
     "datalens.Answered": datalens.Answered("s", 3),
     "protocol.Announcement": protocol.Announcement(
@@ -205,7 +192,6 @@ EXAMPLES: dict[str, Schema] = {
     "coded.SumShared/missed": coded.SumShared(
         **_NEWS, tag=bytes(24), missed=(0, 2), causes=("x", "y"), signature=b"signed"
     ),
-    "gcn.Figures": gcn.Figures(2, 5, 6, 2, 7, 20, 1.5, 0.7, 3.0, 0.1),
 }
 """By module and class; after a slash, what is special. The plain ones leave out all that may be left out."""
 
@@ -213,12 +199,6 @@ CONFLICTS: list[Schema] = [
     asks.AskHead(number=1, seed=0, session=b"session!", version=8, base=9),
     asks.AskHead(number=1, seed=0, session=b"session!", sequence=4, consumed=4),
     asks.AnswerHead(2, copies=(3, 1, 2)),
-    replace(_HELLO, index=4),
-    replace(_HELLO, owned=41),
-    replace(_HELLO, train=11),
-    replace(_HELLO, test=11),
-    replace(_ASK, scale=0.5),
-    gcn.Fetch("s", "rows"),
     coded.Shared(round=3, missed=(2,), payload=9, digest=bytes(8)),
     coded.Shared(round=3, missed=(2, 2), causes=("x", "y"), payload=9, digest=bytes(8)),
     coded.Shared(round=3, public=b"short", payload=9, digest=bytes(8)),

@@ -487,7 +487,7 @@ _BYTES: Final = {
     "rows, link": "feature_bytes_link",
     "ids": "id_bytes",
     "norms": "setup_bytes",
-    "plan messages": "plan_wire",
+    "plan and row messages": "query_wire",
     "models": "model_bytes",
     "train messages": "train_wire",
     "all messages": "wire",
@@ -863,9 +863,8 @@ def _byte_claims(found: Found) -> list[Claim]:
     # Compressed updates are no tensors, which the comparison takes out of the messages.
     runs = [run for label, made in found.groups.items() for run in made if not label.endswith(UPDATES)]
     gaps = {
-        "rows in the ledger's payloads, to the server, less those reported: bytes": [r.gap_rows for r in runs],
+        "rows, norms and lists of ids in the ledger's payloads less those reported: bytes": [r.gap_asked for r in runs],
         "rows in the ledger's payloads, both links, less those reported: bytes": [r.gap_link for r in runs],
-        "lists of ids in the ledger's payloads less those reported: bytes": [r.gap_ids for r in runs],
         "bytes of rows on both links less twice those sent by owners, without deduplication": [
             abs(r.feature_bytes_link - 2 * r.feature_bytes_logical) for r in runs
         ],

@@ -40,11 +40,3 @@ class Diverged(FedcompError, ArithmeticError):
 # A kind of divergence, so that a pilot run that ends with it counts as failed (tune_gamma).
 class Saturated(Diverged):
     """Innovations left the range of a quantiser whose scale is given in advance."""
-
-
-class StaleInstruction(StateError):
-    """An older instruction arrived after a newer one was carried out: doing it again would count messages twice."""
-
-
-class NodeAnswerError(FedcompError, ValueError):
-    """What a node answered is not an answer to what it was asked: a forged destination, too large a message."""

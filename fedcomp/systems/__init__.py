@@ -19,6 +19,7 @@ SYSTEMS: Final[dict[str, str | type[System]]] = {
     "forward": "forward:Forward",
     "gossip": "gossip:Gossip",
     "gradient-code": "coded.gradients:GradientCode",
+    "graphs": "graphs.system:Graphs",
     "gradiveq": "gradiveq:FittedBasis",
     "noisy-sum": "private.distributed:NoisySum",
     "lsg": "private.lsg:LowRank",

@@ -33,7 +33,7 @@ from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.traffic import GossipTraffic, Phase
 from fedcomp.mailbox import Mailbox, Post
 from fedcomp.plain import Count, from_fields, to_plain
-from fedcomp.program import HELLO, Answer, AnswerError, Ask, Me, Now, Round, Said, Step, System
+from fedcomp.program import HELLO, SHOW, Answer, AnswerError, Ask, Me, Now, Round, Said, Step, System
 from fedcomp.rng import Key
 from fedcomp.rules import Flag, Int, Made, Many, OneOf, Switch, Text
 from fedcomp.rules import Real as Number
@@ -455,7 +455,7 @@ class Gossip(System, id="gossip"):
     def question(self, run: Course, node: int, mail: Sequence[Post]) -> Ask:
         """Return the question what a node's model is after messages."""
         say = Turn("show", run.turns[node], run.iteration, run.epoch, start="reset" if run.torn else "")
-        return Ask(node, "query", say, mail=tuple(mail), expects=Done, model=False)
+        return Ask(node, SHOW, say, mail=tuple(mail), expects=Done, model=False)
 
     def _restart(self, now: Now, run: Course, *, finishing: bool = False) -> None:
         """Begin an epoch of a synchronous run where the set of nodes has changed or an iteration was in vain."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -9,7 +10,7 @@ from fedcomp.codecs import Codec, State, get_codec
 from fedcomp.codecs.base import padded
 from fedcomp.codecs.factors import at_model, wanted_by
 from fedcomp.layout import Layout, Update, Vector
-from fedcomp.program import Answer, Ask, Me, Mean, Now, Released, Round, Single, System
+from fedcomp.program import Answer, Ask, Me, Mean, Now, Released, Round, Single, Step, System
 from fedcomp.rules import Made
 from fedcomp.wire import Frame
 
@@ -37,6 +38,10 @@ class Pair(System, id="pair"):
 
     def round(self, now: Now) -> Round:
         answers = yield [Ask(node, dense=True) for node in now.nodes]
+        return self.summed(now, answers)
+
+    def summed(self, now: Now, answers: Sequence[Answer]) -> Step | None:
+        """Return what the updates in answers come to."""
         codec = at_model(self.codec, lambda: now.layout.unflatten(now.model))
         return now.mean_of(codec, [self._voting(now, answer) for answer in answers])
 

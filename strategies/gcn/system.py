@@ -9,8 +9,8 @@ import numpy as np
 
 from fedcomp.errors import ConfigError
 from fedcomp.graphs.base import GraphError
-from fedcomp.graphs.settings import SamplerSettings
-from fedcomp.strategies.gcn.settings import RoundSettings, RowSettings
+from fedcomp.graphs.rowcodecs import get_row_codec
+from fedcomp.graphs.settings import RoundSettings, RowSettings, SamplerSettings
 from fedcomp.strategies.gcn.strategy import SkewedGCN
 from fedcomp.strategies.parts import CODEC_PREFIXES, TASK_PREFIX, Settings, around, make_inner
 from fedcomp.strategies.system import System, refuse_others, settings_of
@@ -113,19 +113,19 @@ def _check(strategy: SkewedGCN, task: GraphTask, clients: int) -> None:
     An owner whose codec cannot hold its rows would answer nobody, and the run go on without them, as if it were away.
     """
     layers = task.options["layers"]
-    if strategy.sampler.layers != layers:
+    if strategy.system.sampler.layers != layers:
         raise ConfigError(
             f"the model of task {task.name!r} has {layers} layers, and the sampler is to make "
-            f"{strategy.sampler.layers}; set layers={layers}"
+            f"{strategy.system.sampler.layers}; set layers={layers}"
         )
-    if strategy.codec.name != _PICKY:
+    if strategy.system.rows.codec != _PICKY:
         return
-    if strategy.rows.noise:
+    if strategy.system.rows.noise:
         raise ConfigError(f"row_codec={_PICKY} cannot hold rows with noise on them; use a dense row codec or noise=0")
     features = task.graph.features
     try:
         # Encoded and thrown away: only the codec knows what it can hold, and it names the node.
-        strategy.codec.encode(np.arange(len(features)), features)
+        get_row_codec(_PICKY).encode(np.arange(len(features)), features)
     except GraphError as error:
         raise ConfigError(f"row_codec={_PICKY} does not fit task {task.name!r}: {error}") from error
 

@@ -241,6 +241,9 @@ class GossipRelay(Server):
         self.roster.meet(grid)
         self._grid = grid
         messages = list(self.inner.configure_train(report.round, self._initial, config, grid))
+        for peer in self.roster.peers.values():
+            # Every vertex is wanted: one that broke when it was greeted is greeted again at once.
+            peer.greet = 0
         yield from self._in_time(self._greet(report.round, messages))
         x, now = self._ask(report.round, self._initial, messages)
         if self.settings.dtype == "float32" and x.layout.wide:

@@ -152,6 +152,8 @@ class DataLens(Private, ExchangeStrategy, Stateful):
     ... )
     """
 
+    votes: ClassVar[bool] = True
+
     STATE: ClassVar[Mapping[str, Any]] = {
         "privacy": nested("privacy"),
         "clients": Count,
@@ -185,7 +187,7 @@ class DataLens(Private, ExchangeStrategy, Stateful):
                 f"with {count} teachers per client a record is what is protected, and delta must be below one over "
                 "the number of records: give population, the public number of records of all clients"
             )
-        self.student, self.votes, self.teaching = student, votes, teachers
+        self.student, self.voting, self.teaching = student, votes, teachers
         super().__init__(unit="client" if count == 1 else "record", **{"adjacency": "replace", **privacy})
         self.timeout = timeout
         self.clients = 0
@@ -209,7 +211,7 @@ class DataLens(Private, ExchangeStrategy, Stateful):
 
     def shape(self, layout: Layout) -> tuple[int, int]:
         """Return that of the votes on a round's images, (B, d)."""
-        return self.votes.images, layout.size // self.votes.images
+        return self.voting.images, layout.size // self.voting.images
 
     def mechanism(self, layout: Layout, server_round: int = 1) -> Votes:
         """Return the mechanism for as many pixels as all images of a round have."""
@@ -218,7 +220,7 @@ class DataLens(Private, ExchangeStrategy, Stateful):
             noise_multiplier=self.noise_multiplier,
             adjacency=self.adjacency,
             noise=self.noise,
-            k=min(self.votes.k, shape[1]),
+            k=min(self.voting.k, shape[1]),
             shape=shape,
             by_row=True,
         )
@@ -230,7 +232,7 @@ class DataLens(Private, ExchangeStrategy, Stateful):
     def released(self, noisy: NDArray[np.float64], layout: Layout, server_round: int) -> Any:
         """Return the signs of the sums that pass the threshold: -1, 0 and 1, (B, d)."""
         # Of the expected number of teachers, which is public; how many came is not.
-        return threshold(noisy, self.votes.beta * self.expected)
+        return threshold(noisy, self.voting.beta * self.expected)
 
     @property
     def expected(self) -> float:
@@ -264,7 +266,7 @@ class DataLens(Private, ExchangeStrategy, Stateful):
 
     @property
     def _on_images(self) -> Layout:
-        return Layout.flat(self.votes.images * (self._pixels or self.votes.k))
+        return Layout.flat(self.voting.images * (self._pixels or self.voting.k))
 
     def statement(self) -> Statement:
         """Return what may be said about the run so far."""
@@ -279,7 +281,7 @@ class DataLens(Private, ExchangeStrategy, Stateful):
                 else f"a record is in the hands of one teacher, of which a client has {self.teaching.teachers}, for as "
                 "long as the assignment of records to clients is disjoint as well; a client as a whole is not protected"
             ),
-            clip=f"at most {self.votes.k} votes of -1 or 1 on an image, counted by the server; "
+            clip=f"at most {self.voting.k} votes of -1 or 1 on an image, counted by the server; "
             "no gradient leaves a client",
             trust="the server sees single votes and is trusted; clients and users of the generator are not",
             protects="every generator and every image made by it, so the final one and all before it",
@@ -291,8 +293,8 @@ class DataLens(Private, ExchangeStrategy, Stateful):
         """Log the parameters."""
         log.info(
             "\t├──> DataLens: %d images a step, %d votes on each, %d teachers a client, noise multiplier %g (%s)",
-            self.votes.images,
-            self.votes.k,
+            self.voting.images,
+            self.voting.k,
             self.teaching.teachers,
             self.noise_multiplier,
             self.adjacency,
@@ -351,7 +353,7 @@ class DataLens(Private, ExchangeStrategy, Stateful):
         passed, votes = step.change, report.section(Voted)
         votes.answered = report.used = len(step.consumed)
         votes.moved = float(np.count_nonzero(passed)) / passed.size
-        targets = (self.votes.eta * passed).astype(np.float32)
+        targets = (self.voting.eta * passed).astype(np.float32)
         moments = student.start() if self._moments is None else self._moments
         after, kept = student.step(generator, moments, request.key, targets)
         # Arithmetic on an array without dimensions gives a number, which no checkpoint takes for an array.
@@ -368,17 +370,17 @@ class DataLens(Private, ExchangeStrategy, Stateful):
     ) -> tuple[TrainingRequest, NDArray[np.float32]]:
         # Below 2**63, which is the largest integer a message carries.
         draw = Key(self.seed, "datalens/draw", server_round).u64() >> 1
-        images = student.images(generator, Key(draw, "datalens"), self.votes.images)
+        images = student.images(generator, Key(draw, "datalens"), self.voting.images)
         request = TrainingRequest(
             session=self._session,
             sequence=self._sequence + 1,
             draw=draw,
-            images=self.votes.images,
+            images=self.voting.images,
             pixels=images.shape[1],
             teachers=self.teaching.teachers,
-            k=min(self.votes.k, images.shape[1]),
-            saturation=float(self.votes.saturation or 0.0),
-            stochastic=self.votes.stochastic,
+            k=min(self.voting.k, images.shape[1]),
+            saturation=float(self.voting.saturation or 0.0),
+            stochastic=self.voting.stochastic,
             steps=self.teaching.steps,
             pretrain=self.teaching.pretrain,
             batch=self.teaching.batch,
@@ -405,7 +407,7 @@ class DataLens(Private, ExchangeStrategy, Stateful):
     def identity(self) -> dict[str, Any]:
         """Return what must not change within a run; the ledger adds what it was begun with."""
         own = ("noise_multiplier", "adjacency", "noise", "insecure_deterministic", "seed")
-        return {**asdict(self.votes), **asdict(self.teaching), **{name: getattr(self, name) for name in own}}
+        return {**asdict(self.voting), **asdict(self.teaching), **{name: getattr(self, name) for name in own}}
 
     def check_state(self, values: Mapping[str, Any]) -> None:
         """Learn the number of clients, which the ledger is read with; refuse a state of another number."""

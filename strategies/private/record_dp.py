@@ -400,7 +400,7 @@ class RecordDp(NoClientEvaluation, Server):
                 account = self._account_in(reply)
                 # The same reply, delivered again, is not another training.
                 if self._said.get(number) != account:
-                    self._pay(message.node, take_node(reply), account)
+                    self._charge(message.node, take_node(reply), account)
                 self._said[number] = account
                 report.section(Spent).heads[message.node] = account.head
             except FedcompError as reason:
@@ -427,7 +427,7 @@ class RecordDp(NoClientEvaluation, Server):
             )
         return said
 
-    def _pay(self, node: int, declared: int | None, account: Account) -> None:
+    def _charge(self, node: int, declared: int | None, account: Account) -> None:
         """Write down what a training cost.
 
         Raises

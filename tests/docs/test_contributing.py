@@ -27,7 +27,7 @@ OF_THEIR_KIND = {
 """Files of tests that iterate over all of a kind, and which example each takes."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_examples_pass_the_tests_of_their_kind(tmp_path: Path) -> None:
     """In a process of its own: what the page registers is known there alone."""
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("tests/docs", "tests"))

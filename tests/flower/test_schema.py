@@ -106,9 +106,9 @@ def test_an_error_reply_says_nothing() -> None:
 
     asked = Message(RecordDict(), 2, "query")
     reply = Message(Error(1, "lost"), reply_to=asked)
-    schema = type(EXAMPLES["gcn.Needs"])
+    schema = type(next(iter(EXAMPLES.values())))
     assert schema.find(reply) is schema.find(asked) is None
-    with pytest.raises(SchemaError, match=r"nothing under 'fedcomp\.gcn'"):
+    with pytest.raises(SchemaError, match="nothing under 'fedcomp"):
         schema.take(reply)
 
 

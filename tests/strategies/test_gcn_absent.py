@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord
 from graph_federation import (
     ENOUGH,
     PARTS,
-    Meddler,
     averaging,
     bits,
     client,
@@ -28,28 +27,21 @@ from graph_federation import (
 )
 from plain_grid import PlainGrid
 
-from fedcomp.errors import ConfigError
 from fedcomp.flower.faults import Delivery, RandomFaults
-from fedcomp.flower.gcn import EVALUATE_TYPE, HEADER, PLAN_TYPE, ROWS_TYPE, SETUP_TYPE, TRAIN_TYPE
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.graphs.base import GraphPart
 from fedcomp.rng import Key
 from fedcomp.strategies.gcn.strategy import SkewedGCN
+from fedcomp.systems.graphs.words import TRAIN_TYPE
 
 TIMEOUT = 5.0
-ALL = (SETUP_TYPE, PLAN_TYPE, ROWS_TYPE, TRAIN_TYPE, EVALUATE_TYPE)
-
-
-def silent(*places: tuple[int, int, str]) -> Callable[[Delivery], str]:
-    """Return the plan by which nothing comes back for these rounds, partitions and types of messages."""
-    return lambda d: "silent" if (d.round, d.partition, d.message_type) in places else "none"
 
 
 def dead(partition: int, *rounds: int) -> Callable[[Delivery], str]:
     """Return the plan by which a node answers nothing in some rounds, but is still listed as online."""
-    return silent(*((number, partition, kind) for number in rounds for kind in ALL))
+    return lambda d: "silent" if d.partition == partition and d.round in rounds else "none"
 
 
 def everything(**options: Any) -> SkewedGCN:
@@ -77,7 +69,7 @@ def test_7_14_an_owner_that_leaves_is_done_without_and_is_used_again_at_once() -
     run(of, over, 4, on_round=fate)
     for number in (2, 3):
         report = of.reports[number].gcn
-        assert report.absent == {2: "no node of this part is online"}
+        assert report.absent == {2: "no node of this part is there"}
         assert report.train.absent == 1
         assert report.train.clients == PARTS - 1
         assert report.train.replans == 0  # known beforehand
@@ -103,63 +95,6 @@ def test_7_14_what_is_lost_is_the_share_of_the_weight_of_the_absent_owner() -> N
         gone = part.structure.owner_of(rows.columns) == 1
         shares.append(rows.values[gone].sum() / rows.values.sum())
     assert of.reports[1].gcn.train.lost_mass == pytest.approx(np.mean(shares), rel=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [PLAN_TYPE, ROWS_TYPE])
-def test_7_14_an_owner_that_dies_with_its_plan_or_its_rows_costs_one_deadline(kind: str) -> None:
-    over, of = grid(graph(), fault=silent((2, 1, kind))), everything()
-    took = seconds(over, of, 3)
-    report = of.reports[2].gcn
-    assert "nothing came back in time" in report.absent[1]
-    assert list(report.absent) == list(report.lost) == [1]
-    assert report.train.replans == PARTS - 1
-    assert report.train.clients == PARTS - 1
-    assert report.train.lost_mass > 0
-    assert took == [0.0, TIMEOUT, 0.0]
-    plans = over.ledger.total("messages", message_type=PLAN_TYPE, direction="down", round=2)
-    assert plans == PARTS + PARTS - 1
-    # What the others had of each other is not fetched again.
-    again = over.ledger.total("messages", message_type=ROWS_TYPE, direction="down", round=2)
-    assert again == (PARTS if kind == ROWS_TYPE else PARTS - 1)
-    assert (of.reports[3].gcn.absent, of.reports[3].gcn.train.clients) == ({}, PARTS)
-    assert of.reports[3].gcn.train.rows_sent == of.reports[1].gcn.train.rows_sent
-
-
-@pytest.mark.slow
-def test_7_14_only_those_that_wanted_its_rows_plan_again() -> None:
-    parts = graph(degree=1.0, nodes=40)
-    probe = everything()
-    run(probe, grid(parts), 1)
-    sent: dict[int, set[int]] = {part: set() for part in range(PARTS)}
-
-    class Watch(Meddler):
-        def __call__(self, message: Message, context: Any) -> Message:
-            if message.metadata.message_type == ROWS_TYPE:
-                owner = int(context.node_config["partition-id"])
-                sent[owner] |= {int(name.rsplit("/", 1)[1]) for name in message.content if "/ids/" in name}
-            return super().__call__(message, context)
-
-    run(everything(), grid(parts, Watch(client(parts))), 1)
-    victim = min((part for part in sent if sent[part]), key=lambda part: len(sent[part]))
-    assert 0 < len(sent[victim]) < PARTS - 1
-    of = everything()
-    run(of, grid(parts, fault=silent((1, victim, ROWS_TYPE))), 1)
-    assert of.reports[1].gcn.train.replans == len(sent[victim] - {victim})
-
-
-@pytest.mark.slow
-def test_7_14_rows_in_the_cache_serve_while_their_owner_is_away() -> None:
-    results = {}
-    for cache in ("none", "all"):
-        over, of = grid(graph()), everything(cache=cache)
-        run(of, over, 2, on_round=lambda number, *_, over=over: over.remove_node(3) if number == 1 else None)
-        results[cache] = of.reports[2].gcn
-        assert of.reports[2].gcn.absent == {3: "no node of this part is online"}
-    assert results["none"].train.lost_mass > 0.0
-    assert results["all"].train.lost_mass == 0.0
-    assert results["all"].train.rows_fetched == 0
-    assert results["all"].train.remote_inputs > results["none"].train.remote_inputs
 
 
 def test_7_14_one_that_all_others_have_left_learns_alone() -> None:
@@ -194,72 +129,6 @@ def test_7_14_a_dead_node_that_is_listed_costs_one_deadline_a_round_and_its_succ
     assert of.reports[4].gcn.train.rows_sent == of.reports[1].gcn.train.rows_sent
 
 
-def falling() -> Callable[[Delivery], str]:
-    """Return the plan by which one more owner falls silent with every exchange of rows, the last one first."""
-    exchanges: list[int] = []
-
-    def plan(delivery: Delivery) -> str:
-        if delivery.message_type != ROWS_TYPE:
-            return "none"
-        if delivery.exchange not in exchanges:
-            exchanges.append(delivery.exchange)
-        return "silent" if delivery.partition >= PARTS - len(exchanges) else "none"
-
-    return plan
-
-
-def test_7_14_owners_that_die_one_after_the_other_cost_a_deadline_and_two_trips_each() -> None:
-    """Without an owner a sampled plan wants other rows, so that the next owner is asked, and is silent."""
-    over = grid(graph(), fault=falling())
-    of = strategy(n=16, batch_size=0, mode="fixed", seed=4, timeout=TIMEOUT)
-    run(of, over, 1)
-    report = of.reports[1].gcn
-    assert sorted(report.absent) == [1, 2, 3]
-    assert (report.train.clients, report.train.rows_received) == (1, {0: 0})
-    # Who are you, a plan and rows for each that falls, the plan of the one that is left, and its training.
-    assert report.train.trips == 1 + 2 * 3 + 1 + 1
-    assert over.clock == 3 * TIMEOUT
-
-
-def test_7_14_rows_that_came_before_their_owner_fell_are_used() -> None:
-    app, loaded = Meddler(client(graph())), []
-    app.before[1, 0, TRAIN_TYPE] = lambda message, context: loaded.extend(message.content)
-    of = strategy(n=16, batch_size=0, mode="fixed", timeout=TIMEOUT)
-    run(of, grid(graph(), app, fault=falling()), 1)
-    assert sorted(of.reports[1].gcn.absent) == [2, 3]
-    assert f"{HEADER}/rows/2" in loaded
-    assert f"{HEADER}/rows/3" not in loaded
-
-
-@pytest.mark.slow
-def test_7_14_evaluation_does_without_whom_training_missed_and_asks_who_may_be_there() -> None:
-    over = grid(graph(), fault=silent((1, 0, PLAN_TYPE), (2, 1, TRAIN_TYPE)))
-    of = everything(inner=averaging(evaluate=True))
-    took = seconds(over, of, 2)
-    first, second = reports(of)
-    assert first.evaluate.clients == PARTS - 1
-    assert first.evaluate.lost_mass > 0
-    assert first.evaluate.trips == 3
-    # An answer to training was lost: its node is asked for a sign, and is there.
-    assert second.lost == {1: "nothing came back in time"}
-    assert second.train.clients == PARTS - 1
-    assert second.evaluate.clients == PARTS
-    assert second.evaluate.trips == 4
-    assert took == [TIMEOUT, TIMEOUT]
-
-
-@pytest.mark.slow
-def test_7_14_an_owner_that_dies_with_its_rows_of_the_adjacency_is_done_without_too() -> None:
-    over, of = grid(graph(structure="halo"), fault=silent((2, 1, ROWS_TYPE))), everything(structure="halo")
-    run(of, over, 3)
-    assert [r.train.clients for r in reports(of)] == [PARTS, PARTS - 1, PARTS]
-    assert of.reports[2].gcn.train.lost_mass > 0
-    assert list(of.reports[2].gcn.absent) == [1]
-    # Who asked for none of these plans as before.
-    assert 0 < of.reports[2].gcn.train.replans < PARTS
-    assert 0 < of.reports[2].gcn.train.structure_bytes < of.reports[1].gcn.train.structure_bytes
-
-
 # Messages that are lost, late or doubled.
 
 
@@ -289,26 +158,6 @@ def test_a_run_in_which_a_fifth_of_all_messages_fails_goes_on() -> None:
         assert report.train.clients + len(report.lost.keys() | report.absent.keys()) >= PARTS
 
 
-@pytest.mark.slow
-def test_a_client_that_lost_its_cache_between_plan_and_training_is_lost_once_and_fetches_anew() -> None:
-    app = Meddler(client(graph()))
-
-    def forget(message: Message, context: Any) -> None:
-        context.state = RecordDict()
-
-    app.before[2, 1, TRAIN_TYPE] = forget
-    of = everything(cache="all")
-    # What its handler did before it failed stays, as in a deployment.
-    run(of, grid(graph(), app, error_state="keep"), 3)
-    first, second, third = reports(of)
-    assert list(second.lost) == [1]
-    assert "MissingRows" in second.lost[1]
-    assert second.train.clients == PARTS - 1
-    assert (third.lost, third.train.clients) == ({}, PARTS)
-    assert third.train.rows_received[1] == first.train.rows_received[1] > 0
-    assert third.train.rows_received[0] == 0
-
-
 # Who sits where.
 
 
@@ -320,7 +169,7 @@ def blind(parts: list[GraphPart], nodes: int = PARTS, **options: Any) -> InProce
 
 @pytest.mark.slow
 def test_a_second_node_of_a_part_is_not_seated_while_the_first_one_answers_and_takes_over_when_it_does_not() -> None:
-    within = blind(graph(), fault=silent(*((number, 1, kind) for number in (3, 4) for kind in ALL)))
+    within = blind(graph(), fault=dead(1, 3, 4))
     of = everything()
 
     def join(number: int, *_: Any) -> None:
@@ -331,11 +180,11 @@ def test_a_second_node_of_a_part_is_not_seated_while_the_first_one_answers_and_t
         of, PlainGrid(within), record(initial()), 5, timeout=60.0, train_config=ConfigRecord({"seed": 3}), on_round=join
     )
     claim = f"2 nodes declare partition 1 .*only node {within.node_id_of(1)}"
-    claimed = [[bool(re.search(claim, text)) for text in r.events.get("unknown", [])] for r in reports(of)]
-    assert [sum(found) for found in claimed] == [0, 1, 0, 0, 1], "in the fifth round the first one answers again"
+    claimed = [[bool(re.search(claim, text)) for text in r.refused.values()] for r in of.reports.values()]
+    # Until the first one has left a question unanswered; then the second one holds the part.
+    assert [sum(found) for found in claimed] == [0, 1, 1, 0, 0]
     assert [sorted(r.absent) for r in reports(of)] == [[], [], [1], [], []]
     assert [r.train.clients for r in reports(of)] == [PARTS, PARTS, PARTS - 1, PARTS, PARTS]
-    assert of.reports[4].gcn.events["unknown"] != []
 
 
 def test_d1_of_two_nodes_that_say_from_the_start_they_hold_a_part_none_is_seated() -> None:
@@ -343,22 +192,22 @@ def test_d1_of_two_nodes_that_say_from_the_start_they_hold_a_part_none_is_seated
     of = everything()
     within = blind(graph(), PARTS + 1)
     fit(of, PlainGrid(within), record(initial()), 2, timeout=60.0, train_config=ConfigRecord({"seed": 3}))
-    claims = [text for text in of.reports[1].gcn.events["unknown"] if "none of them is used" in text]
+    claims = [text for text in of.reports[1].refused.values() if "none of them is used" in text]
     assert len(claims) == 2
-    assert [r.absent for r in reports(of)] == [{1: "no node of this part is online"}] * 2
+    assert [r.absent for r in reports(of)] == [{1: "no node of this part is there"}] * 2
     assert [r.train.clients for r in reports(of)] == [PARTS - 1] * 2
 
 
 @pytest.mark.slow
-def test_a_newcomer_takes_the_place_of_a_dead_process_in_the_round_it_comes() -> None:
-    """The dead one is still listed, and nobody had a reason to doubt it: it is asked for a sign, in vain."""
+def test_a_newcomer_takes_the_place_of_a_dead_process_once_that_is_silent() -> None:
+    """The dead one is still listed, and nobody has a reason to doubt it before it leaves a question unanswered."""
     parts = graph()
     within = InProcessGrid(
         client(parts),
         PARTS,
         seed=2,
         node_config=lambda partition: {"partition-id": partition % PARTS},
-        fault=silent(*((number, 1, kind) for number in (2, 3) for kind in ALL)),
+        fault=dead(1, 2, 3),
     )
     of = everything()
 
@@ -369,16 +218,9 @@ def test_a_newcomer_takes_the_place_of_a_dead_process_in_the_round_it_comes() ->
     fit(
         of, PlainGrid(within), record(initial()), 3, timeout=60.0, train_config=ConfigRecord({"seed": 3}), on_round=join
     )
-    for number in (2, 3):
-        assert (of.reports[number].gcn.absent, of.reports[number].gcn.train.clients) == ({}, PARTS)
-    assert of.reports[2].gcn.train.rows_sent == of.reports[1].gcn.train.rows_sent
-
-
-def test_nodes_with_parts_of_different_graphs_are_refused() -> None:
-    parts = graph()
-    parts[2] = graph(seed=4)[2]
-    with pytest.raises(ConfigError, match=r"do not hold parts of one graph: parts \[0, 1, 3\] are .*; parts \[2\] are"):
-        run(everything(), grid(parts), 1)
+    assert list(of.reports[2].gcn.absent) == [1]
+    assert (of.reports[3].gcn.absent, of.reports[3].gcn.train.clients) == ({}, PARTS)
+    assert of.reports[3].gcn.train.rows_sent == of.reports[1].gcn.train.rows_sent
 
 
 @pytest.mark.slow
@@ -393,10 +235,11 @@ def test_a_newcomer_with_a_part_of_another_graph_is_refused_and_the_run_goes_on(
             over.add_node(2)
 
     run(of, over, 3, on_round=swap)
-    assert "this run is of 4 parts" in of.reports[2].gcn.events["refused"][0]
-    assert "refused" not in of.reports[3].gcn.events
+    (reason,) = of.reports[2].refused.values()
+    assert "this run is of a graph of 48 nodes in 4 parts" in reason
+    assert not of.reports[3].refused
     assert [r.train.clients for r in reports(of)] == [PARTS, PARTS - 1, PARTS - 1]
-    assert of.reports[3].gcn.absent == {2: "no node of this part is online"}
+    assert of.reports[3].gcn.absent == {2: "no node of this part is there"}
 
 
 def test_a_part_without_training_nodes_serves_its_rows_and_is_not_asked_to_train() -> None:

@@ -1,8 +1,9 @@
-"""A fault at every message of a turn, clients that lost their state, and what may stand around a graph run."""
+"""Nodes that break, runs one after another, and what may stand around a graph run."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,129 +22,46 @@ from graph_federation import (
     graph,
     grid,
     initial,
-    reports,
+    learner,
     run,
     strategy,
     total,
 )
+from toy import with_halves
 
+from fedcomp.asks import Said
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.gcn import Learner, graph_owner
 from fedcomp.codecs import TopK, chain
 from fedcomp.errors import ConfigError
-from fedcomp.flower.faults import Delivery
-from fedcomp.flower.gcn import EVALUATE_TYPE, PLAN_TYPE, ROWS_TYPE, SETUP_TYPE, TRAIN_TYPE, Fetch, Needs
-from fedcomp.flower.payload import frames
+from fedcomp.flower.asks import data_in, find_ask
+from fedcomp.flower.payload import FRAME, round_of
 from fedcomp.privacy.local import Privatise
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gcn.strategy import SkewedGCN
+from fedcomp.strategies.guard import Norms
+from fedcomp.systems.graphs.words import EVALUATE_TYPE, TRAIN_TYPE, Fetch, Plan
 
 FEW = 3
 """Owners of the runs below."""
 
-FIGURES = ("id_bytes", "setup_bytes", "structure_bytes", "feature_bytes_logical")
-QUERIES = (SETUP_TYPE, PLAN_TYPE, ROWS_TYPE)
 
+def test_an_owner_that_breaks_over_its_rows_or_its_plan_is_there_all_the_same() -> None:
+    """It trains without its rows, or hands out rows without training."""
+    for kind, absent, lost in ((Fetch, [1], []), (Plan, [], [1])):
+        app = Meddler(client(graph()))
 
-STRUCK = ((PLAN_TYPE, 0), (ROWS_TYPE, 0), (PLAN_TYPE, 1), (ROWS_TYPE, 1), (TRAIN_TYPE, 0))
-"""Messages of a node's turn with structure "halo": the plan, rows of the adjacency, the plan again, rows, training."""
+        def breaks(message: Message, context: Any, kind: type[Said] = kind) -> None:
+            head = find_ask(message.content)
+            if head is not None and head.say == kind.__name__:
+                raise RuntimeError("broken")
 
-
-class Incidents:
-    """An app and a plan of faults: in round 2 + i something happens at message ``STRUCK[i]`` of partition i % FEW."""
-
-    def __init__(self, app: Any, kind: str) -> None:
-        self.app, self.kind = app, kind
-        self.seen: Counter[tuple[int, int, str]] = Counter()
-        self.now = False
-        self.struck: dict[int, str] = {}
-
-    def fault(self, delivery: Delivery) -> str:
-        where = (delivery.round, delivery.partition, delivery.message_type)
-        index = delivery.round - 2
-        self.now = 0 <= index < len(STRUCK) and delivery.partition == index % FEW
-        self.now &= self.now and (delivery.message_type, self.seen[where]) == STRUCK[index]
-        self.seen[where] += 1
-        if self.now:
-            self.struck[delivery.round] = delivery.message_type
-        return self.kind if self.now and self.kind != "forgets" else "none"
-
-    def __call__(self, message: Message, context: Any) -> Message:
-        if self.now and self.kind == "forgets":
-            context.state = RecordDict()
-        return self.app(message, context)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["silent", "lost_reply", "late", "forgets"])
-def test_7_14_a_fault_at_any_message_of_a_turn_costs_its_node_that_round_at_most(kind: str) -> None:
-    parts = graph(parts=FEW, nodes=24, structure="halo")
-    app = Incidents(client(parts), kind)
-    options = {"mode": "measured", "structure": "halo", "cache": "lru", "cache_bytes": 100}
-    of = strategy(n=12, batch_size=4, **options)
-    over = grid(parts, app, fault=app.fault, error_state="keep")
-    found = run(of, over, 2 + len(STRUCK))
-    assert list(app.struck.values()) == [kind for kind, _ in STRUCK]
-    for report in reports(of):
-        struck = app.struck.get(report.round, "")
-        # Who forgets between its last plan and training is lost for that round; before it, it makes no difference.
-        costs = bool(struck) and (kind != "forgets" or report.round >= 5)
-        assert set(report.lost) | set(report.absent) == ({(report.round - 2) % FEW} if costs else set())
-        assert report.train.clients == FEW - costs
-        assert report.train.trips <= 10
-    assert sum(total(of, name) for name in FIGURES) == over.ledger.total("payload", message_type=QUERIES)
-    assert all(np.isfinite(value).all() for value in found.values())
-
-
-def test_an_owner_that_breaks_over_its_rows_is_there_and_trains_all_the_same() -> None:
-    breaks = grid(graph(), fault=lambda d: "raise" if (d.partition, d.message_type) == (1, ROWS_TYPE) else "none")
-    of = strategy(n=ENOUGH)
-    run(of, breaks, 1)
-    assert list(of.reports[1].gcn.absent) == [1]
-    assert (of.reports[1].gcn.lost, of.reports[1].gcn.train.clients) == ({}, PARTS)
-
-
-# Clients that lost what they were sent.
-
-
-def forgetting(parts: Any, *rounds: int) -> Meddler:
-    """Return an app of which part 1 loses its state before it plans, in some rounds."""
-    app = Meddler(client(parts))
-    for number in rounds:
-        app.before[number, 1, PLAN_TYPE] = lambda message, context: setattr(context, "state", RecordDict())
-    return app
-
-
-@pytest.mark.slow
-def test_a_node_that_lost_its_norms_and_kept_its_id_is_told_them_again_in_the_same_round() -> None:
-    parts, alone = graph(), strategy(averaging(), mode="measured")
-    run(alone, grid(parts, forgetting(parts, 2)), 3)
-    first, second, third = reports(alone)
-    assert [report.lost for report in reports(alone)] == [{}] * 3
-    assert second.train.clients == PARTS
-    assert second.train.trips == third.train.trips + 1
-    # Norms of one client alone, and not the lists they were asked for with.
-    assert 0 < second.train.setup_bytes < first.train.setup_bytes / 2
-    assert third.train.setup_bytes == 0
-    assert second.train.replans == 0
-
-
-@pytest.mark.slow
-def test_one_that_asks_for_norms_for_ever_is_given_up_for_that_round() -> None:
-    def again(message: Message, reply: Message) -> None:
-        for name in list(reply.content):
-            del reply.content[name]
-        Needs("norms", 0).put(reply.content)
-
-    for mode, said in (("measured", "that it was sent just now"), ("matched", "norms that nobody sent it")):
-        app = Meddler(client(parts := graph(parts=FEW, nodes=24)))
-        app.after[2, 1, PLAN_TYPE] = again
-        of = strategy(mode=mode)
-        run(of, grid(parts, app), 2)
-        assert list(of.reports[2].gcn.lost) == [1]
-        assert said in of.reports[2].gcn.lost[1]
-        # Plan, rows, training; who may have lost something is asked once more.
-        assert of.reports[2].gcn.train.trips == 3 + (mode == "measured")
-        assert (of.reports[2].gcn.absent, of.reports[2].gcn.train.clients) == ({}, FEW - 1)
+        app.before[1, 1, "query"] = breaks
+        of = strategy(n=ENOUGH)
+        run(of, grid(graph(), app), 1)
+        assert (list(of.reports[1].gcn.absent), list(of.reports[1].gcn.lost)) == (absent, lost)
+        assert of.reports[1].gcn.train.clients == PARTS - len(lost)
 
 
 @pytest.mark.slow
@@ -221,13 +139,15 @@ def test_codecs_that_make_updates_private_and_coded_rounds_are_refused_around_ro
 @pytest.mark.slow
 def test_labels_travel_nowhere_and_rows_only_from_their_owner_to_those_who_use_them() -> None:
     parts = graph(parts=FEW, nodes=24)
-    seen: list[tuple[str, int, dict[str, bytes], Message]] = []
+    seen: list[tuple[str, int, RecordDict]] = []
 
     class Tap:
         def __call__(self, message: Message, context: Any) -> Message:
+            # As it came: halves take what is theirs out of it.
+            came, kind = RecordDict(dict(message.content)), message.metadata.message_type
             reply = app(message, context)
-            for one in (message, reply):
-                seen.append((message.metadata.message_type, int(context.node_config["partition-id"]), one))
+            for content in (came, reply.content):
+                seen.append((kind, int(context.node_config["partition-id"]), content))
             return reply
 
     app = client(parts)
@@ -236,24 +156,38 @@ def test_labels_travel_nowhere_and_rows_only_from_their_owner_to_those_who_use_t
     owner_of = {row.tobytes(): part.index for part in parts for row in part.features}
     labels = [part.labels.tobytes()[: 8 * 4] for part in parts]
     places: Counter[str] = Counter()
-    for kind, node, message in seen:
-        named = frames(message.content)
-        blob = b"".join(named.values()) + repr(message.content).encode()
+    for kind, node, content in seen:
+        named = data_in(content, FRAME)
+        blob = b"".join(named.values()) + repr(content).encode()
         assert not any(some in blob for some in labels)
         for name, data in named.items():
             for row, owner in owner_of.items():
                 if row in data:
                     places[kind] += 1
                     at = int(name.rsplit("/", 1)[1])
-                    assert name.startswith("fedcomp.gcn/rows/")
-                    assert (owner == node != at) if kind == ROWS_TYPE else (owner == at != node)
-    assert set(places) == {ROWS_TYPE, TRAIN_TYPE, EVALUATE_TYPE}
+                    assert name.startswith("rows/")
+                    assert (owner == node != at) if kind == "query" else (owner == at != node)
+    assert set(places) == {"query", TRAIN_TYPE, EVALUATE_TYPE}
 
 
-def test_owners_are_told_of_the_noise_they_add_and_of_the_norms_that_go_with_rows_of_the_adjacency() -> None:
-    app, said = Meddler(client(parts := graph(parts=FEW, nodes=24, structure="halo"))), []
-    for part in range(FEW):
-        app.before[1, part, ROWS_TYPE] = lambda message, context: said.append(Fetch.take(message))
-    run(strategy(mode="measured", structure="halo", noise=0.5), grid(parts, app), 1)
-    assert {(fetch.kind, fetch.norms) for fetch in said} == {("structure", True), ("rows", False)}
-    assert {fetch.noise for fetch in said if fetch.kind == "rows"} == {0.5}
+@pytest.mark.slow
+def test_a_guard_refuses_and_names_an_absurd_model_around_flowers_own_strategy() -> None:
+    """Without one its norm is in the report, as in every system."""
+    parts = [replace(part, features=part.features.astype(np.float32)) for part in graph()]
+    start = {name: value.astype(np.float32) for name, value in initial().items()}
+
+    def steep(message: Message, context: Any) -> Learner:
+        far = (round_of(message), context.node_config["partition-id"]) == (2, 1)
+        return replace(learner(message, context), rates={"lr": 1e20 if far else LR})
+
+    app = with_halves([graph_owner(lambda message, c: parts[c.node_config["partition-id"]], steep), compression()])
+    for guard in (Norms(), None):
+        of = strategy(n=ENOUGH, guard=guard, codec="dense-f32")
+        run(of, grid(parts, app), 2, start=start)
+        report = of.reports[2]
+        node = max(report.norms, key=lambda node: report.norms[node])
+        assert report.norms[node] > 1e6
+        assert ("times the usual" in report.refused.get(node, "")) == (guard is not None)
+        assert report.used == PARTS - (guard is not None)
+    with pytest.raises(ConfigError, match="give it the guard, not SkewedGCN"):
+        strategy(Compressed(averaging(), TopK(density=0.5), feedback=False), guard=Norms())

@@ -96,7 +96,7 @@ MODELS: dict[str, tuple[Change, str]] = {
 def test_a_model_that_cannot_be_one_is_not_seen(how: str) -> None:
     """Also not when it is the first one, whose form the mean would take."""
     change, reason = MODELS[how]
-    relay, result = lied_to(change, "query", 0)
+    relay, result = lied_to(change, "query.show", 0)
     (said,) = relay.reports[LIE].gossip.events["unseen"]
     assert said.startswith("vertex 0: ")
     assert reason in said
@@ -125,7 +125,7 @@ def test_figures_of_any_size_are_reported_as_they_are(values: tuple[float, float
 
     def app(message: Message, context: Context) -> Message:
         reply, vertex = honest(message, context), context.node_config["partition-id"]
-        if message.metadata.message_type == "query" and vertex < 2:
+        if message.metadata.message_type == "query.show" and vertex < 2:
             reply.content[NODE_RECORD]["fedcomp.say.figures"] = ["own"]
             reply.content[NODE_RECORD]["fedcomp.say.measured"] = [values[vertex]]
             reply.content[NODE_RECORD]["fedcomp.say.values"] = [values[vertex]]

@@ -122,7 +122,7 @@ def test_7_17_what_a_run_costs_beside_its_messages() -> None:
     assert payload["down"] == relay.traffic.down.bytes + begin
     # To each neighbour by itself; equal ones are counted once as what a node sends.
     assert relay.traffic.up.bytes <= payload["up"] == relay.traffic.edge_bytes
-    assert over.ledger.total("messages", direction="down", message_type="query") == NODES
+    assert over.ledger.total("messages", direction="down", message_type="query.show") == NODES
     assert over.ledger.total("messages", direction="down", message_type="query.hello") == NODES
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+from graph_toys import toy_parts
 from numpy.typing import NDArray
 from toys import Passing
 
@@ -37,6 +38,8 @@ from fedcomp.drift.sensor import Upload
 from fedcomp.factors.outer import OuterProducts
 from fedcomp.gossip.choco import CHOCO
 from fedcomp.gossip.topology import Ring
+from fedcomp.graphs.base import GraphPart
+from fedcomp.graphs.settings import RoundSettings, RowSettings, SamplerSettings
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.local import Privatise
@@ -51,6 +54,9 @@ from fedcomp.systems.factors import FactorSharing
 from fedcomp.systems.forward import Forward
 from fedcomp.systems.gossip import Gossip, Learnt
 from fedcomp.systems.gradiveq import FittedBasis
+from fedcomp.systems.graphs.kept import NodeValues
+from fedcomp.systems.graphs.owner import Steps
+from fedcomp.systems.graphs.system import Graphs
 from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
@@ -93,7 +99,7 @@ class Entry:
         Of how many outer products each update is the sum, and is known to be; 0 where it is known as a vector.
     data : object, optional
         What the app brings beside training, or in its place (:attr:`fedcomp.program.Me.data`). Of a function the first
-        argument is a client.
+        argument is a client; of a mapping each node has its own.
     weighs : bool
         Whether the weights that the driver knows count. Else what the app brings says them.
     early : bool
@@ -283,6 +289,29 @@ class Unsettled:
         assert me.start.shape == (me.layout.size,)
 
 
+class Owning:
+    """An owner of a part, whose steps say nothing of what it learns: they have to have all their rows."""
+
+    def __init__(self, part: GraphPart) -> None:
+        self.part = part
+        self.seen: Sequence[NodeValues] = ()
+
+    def load(self, steps: Steps) -> None:
+        had = np.concatenate([self.part.ids, *(ids for ids, _ in steps.rows)])
+        for plan in steps.plans:
+            assert np.isin(plan.inputs, had).all()
+        inputs = [NodeValues(layer.columns, np.ones(len(layer.columns))) for layer in steps.plans[-1].layers[1:]]
+        self.seen = inputs if steps.measures else ()
+
+
+def owning(structure: str = "full") -> dict[int, Owning]:
+    """Return the owners of a small graph, by node."""
+    return {part.index: Owning(part) for part in toy_parts(30, NODES, structure=structure)}
+
+
+ROWS: Final = RowSettings(codec="dense-f64")
+
+
 def noised(me: Me, plan: DpSgdPlan, learn: Callable[[], Update]) -> tuple[Update, Account, Frames]:
     """Train on records that need no noise, and pay for it from what the node keeps."""
     total = int(me.kept.get("spent", b"0")) + plan.steps
@@ -382,6 +411,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     ),
     "noisy-sum": Entry(
         NoisySum(codec=BOUNDED, symbols=2, threshold=1, min_contributors=3, contributors=NODES),
+        weighs=False,
         exchanges=3,
         frozen=None,
         least=3,
@@ -421,6 +451,27 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         LearnedGradients(LGC(0.05, instance="server", ef="decoded", raw=0, innovation=0.005), 1, 1),
         law=ROUNDED,
         exchanges=2,
+        another=True,
+    ),
+    "graphs": Entry(
+        Graphs(ErrorFeedback(TopK(0.05)), rows=ROWS),
+        law=0.0,
+        reference=feedback(top(0.05)),
+        exchanges=4,
+        data=owning(),
+    ),
+    "graphs-measured": Entry(
+        Graphs(
+            ErrorFeedback(TopK(0.05)),
+            SamplerSettings(n=12, mode="measured"),
+            RowSettings(codec="dense-f64", cache="lru", cache_bytes=400),
+            RoundSettings(local_steps=2, batch_size=4),
+            structure="halo",
+        ),
+        law=0.0,
+        reference=feedback(top(0.05)),
+        exchanges=8,
+        data=owning("halo"),
         another=True,
     ),
     "conditional": Entry(

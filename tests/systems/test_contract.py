@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from typing import Any
 
@@ -129,7 +129,8 @@ def local(entry: Entry, rule: Rule | None = None, dtype: str = "float32", **opti
 
     given = {"train": train, "weight": lambda node: node + 1.0, "nodes": NODES, "rule": rule or Mean()}
     brought = data if callable(entry.data) else entry.data
-    given |= {"data": {} if brought is None else dict.fromkeys(range(NODES), brought)} | options
+    alike = {} if brought is None else dict.fromkeys(range(NODES), brought)
+    given |= {"data": brought if isinstance(brought, Mapping) else alike} | options
     # Made anew: what a system kept in itself would not survive a restart.
     driver = Books(altered(entry.system), layout, layout.flatten(arrays), **given)
     return driver

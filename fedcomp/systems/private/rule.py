@@ -39,7 +39,7 @@ from fedcomp.systems.private.settings import PrivacySettings
 
 Contribution = NDArray[Any]
 
-Read = Callable[[], Vector]
+Read = Callable[[], NDArray[Any]]
 """Returns the update of one client, or raises a FedcompError."""
 
 

@@ -1,0 +1,75 @@
+"""The options of a graph run, which both halves know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Final
+
+from fedcomp.codecs import Codec, Identity, get_codec
+from fedcomp.graphs.settings import RoundSettings, RowSettings, SamplerSettings
+from fedcomp.rules import Made, OneOf
+from fedcomp.systems.pair import Pair
+
+STRUCTURES: Final = ("full", "halo")
+
+
+def _sampler(value: Any) -> SamplerSettings:
+    return value if isinstance(value, SamplerSettings) else SamplerSettings.from_config(value)
+
+
+def _rows(value: Any) -> RowSettings:
+    return value if isinstance(value, RowSettings) else RowSettings.from_config(value)
+
+
+def _rounds(value: Any) -> RoundSettings:
+    return value if isinstance(value, RoundSettings) else RoundSettings.from_config(value)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class GraphOptions(Pair):
+    """What is computed, and what travels.
+
+    Parameters
+    ----------
+    codec : Codec or dict
+        Of updates, as of :class:`~fedcomp.systems.pair.Pair`; default whole models.
+    sampler : SamplerSettings or dict
+        Which neighbours a step uses. Its ``layers`` are those of the model.
+    rows : RowSettings or dict
+        How feature rows travel, and which of them clients keep.
+    rounds : RoundSettings or dict
+        What a round asks of a client: steps, batch size, evaluation; and how long its exchanges may take.
+    structure : {"full", "halo"}
+        What clients know of the edges: all of them, or those of their own nodes.
+
+    Raises
+    ------
+    ConfigError
+        For a sampler that needs to know more of the edges.
+    """
+
+    codec: Annotated[Codec, Made(get_codec)] = field(default_factory=Identity)
+    sampler: Annotated[SamplerSettings, Made(_sampler)] = field(default_factory=SamplerSettings)
+    rows: Annotated[RowSettings, Made(_rows)] = field(default_factory=RowSettings)
+    rounds: Annotated[RoundSettings, Made(_rounds)] = field(default_factory=RoundSettings)
+    structure: Annotated[str, OneOf(*STRUCTURES)] = "full"
+
+    def conflict(self) -> str:
+        if self.sampler.sampler == "fastgcn" and self.structure != "full":
+            return (
+                f"sampler 'fastgcn' draws by column norms of all of P, which structure={self.structure!r} does not "
+                "show; use structure='full', or another sampler"
+            )
+        return ""
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the server searches the scale."""
+        return self.sampler.skews and self.sampler.mode == "adaptive"
+
+    def sampler_of(self, purpose: str) -> SamplerSettings:
+        """Return the sampler of a training or an evaluation."""
+        if purpose == "train" or self.rounds.evaluate == "sampled":
+            return self.sampler
+        # The same settings otherwise: layers have to fit the model in evaluation, too.
+        return replace(self.sampler, sampler="full")
