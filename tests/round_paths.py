@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, FedTrimmedAvg, Result, Strategy
 from toy import client_app
 
+from fedcomp.asks import Frames
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.private.mod import private
@@ -80,11 +81,9 @@ def accounted() -> ClientHalf:
     """Return a half that says what a training of the app's own cost, as DP-SGD's does."""
 
     def data(msg: Message, context: Context) -> Brought:
-        def noised(me: Me, plan: DpSgdPlan, learn: Callable[[], Update]) -> tuple[Update, Account]:
-            made = learn()
-            total = int(context.state.config_records.get("spent", ConfigRecord({"total": 0}))["total"]) + plan.steps
-            context.state["spent"] = ConfigRecord({"total": total})
-            return made, Account(f"ledger {me.node}", plan.steps, total)
+        def noised(me: Me, plan: DpSgdPlan, learn: Callable[[], Update]) -> tuple[Update, Account, Frames]:
+            total = int(me.kept.get("spent", b"0")) + plan.steps
+            return learn(), Account(f"ledger {me.node}", plan.steps, total), {"spent": b"%d" % total}
 
         return Brought(noised)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from flwr.app import Context, Message, RecordDict
 
+from fedcomp.asks import NO_FRAMES, Frames
 from fedcomp.clients.edge.node_config import OWN_BUDGET
 from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.private.mod import ABOUT_SETTINGS, discreet
@@ -149,11 +150,11 @@ class _Training:
         self._trainee_of, self._context = trainee_of, context
         self.brought = Brought(self.noised, instead=self.train)
 
-    def noised(self, me: Me, plan: DpSgdPlan, learn: Callable[[], Update]) -> tuple[Update, Account]:
+    def noised(self, me: Me, plan: DpSgdPlan, learn: Callable[[], Update]) -> tuple[Update, Account, Frames]:
         """Let ``learn()`` train as the plan says; :data:`fedcomp.systems.private.record.Noised`."""
-        self._plan = plan
+        self._plan, self._kept = plan, me.kept
         update = learn()
-        return update, self._account
+        return update, self._account, self._keep
 
     def train(self, msg: Message, context: Context) -> Message:
         """Return the noisy model alone."""
@@ -161,17 +162,21 @@ class _Training:
         from fedcomp.tasks.arrays import to_arrays
 
         trainee = self._trainee_of(msg, context)
-        self._account = train_privately(trainee, self._plan, self._context)
+        self._account, self._keep = train_privately(trainee, self._plan, self._context, self._kept)
         return Message(RecordDict({trainee.name: to_record(to_arrays(trainee.model))}), reply_to=msg)
 
 
-def train_privately(trainee: Trainee, plan: DpSgdPlan, context: Context) -> Account:
-    """Train the model in place as ``plan`` says; return what was spent.
+def train_privately(
+    trainee: Trainee, plan: DpSgdPlan, context: Context, kept: Frames = NO_FRAMES
+) -> tuple[Account, Frames]:
+    """Train the model in place as ``plan`` says; return what was spent, and what the node keeps of its ledger.
 
     Parameters
     ----------
     context : Context
-        Holds the ledger, and gets it back as the last act.
+        Its configuration names the node's budget and the ledger's file, where it has one.
+    kept : mapping of str to bytes
+        What the node kept of its ledger.
 
     Raises
     ------
@@ -201,7 +206,8 @@ def train_privately(trainee: Trainee, plan: DpSgdPlan, context: Context) -> Acco
     # Momentum and weight decay work on noisy gradients: post-processing.
     sgd = torch.optim.SGD(parameters, lr=trainee.lr, momentum=trainee.momentum, weight_decay=trainee.weight_decay)
     entropy = make_entropy(trainee.key.at(purpose="record-dp"), insecure_deterministic=plan.insecure)
-    with node_ledger(context, plan, len(trainee.data)) as ledger:
+    with node_ledger(context, plan, len(trainee.data), kept) as book:
+        ledger = book.ledger
         before = steps_in(ledger)
         training = private_training(
             model,
@@ -238,7 +244,7 @@ def train_privately(trainee: Trainee, plan: DpSgdPlan, context: Context) -> Acco
                 for tensor, before_training in untrained:
                     tensor.copy_(before_training)
         total = steps_in(ledger)
-        return Account(ledger.run, total - before, total)
+    return Account(ledger.run, total - before, total, book.head), book.keep
 
 
 @contextmanager

@@ -1,38 +1,44 @@
 """A node's own privacy ledger, which outlives the round: what every release of noise on records is paid from.
 
-It lies in the node's state, written as the last act: a
-release whose reply is lost was paid for, one that broke left nothing and costs nothing. A SuperNode that is restarted
-forgets its state, unless it has a state folder, and a new run begins without it; with ``privacy-ledger`` in its node
-configuration the ledger is a file instead, which outlives both. How much noise there is, the server plans; a node that
-does not leave that to it has a ``privacy-budget`` of its own. As the server could renew that by another run, its ledger
-is always a file: the one that is named, or one in the state folder.
+It is among the bytes that a node keeps beside its memory, whatever session asks (:attr:`fedcomp.program.Answer.keep`),
+written as the last act: a release whose reply is lost was paid for, one that broke left nothing and costs nothing. Its
+lines are those of a file, chained (:mod:`fedcomp.privacy.journal`). A SuperNode that is restarted forgets its state,
+unless it has a state folder, and a new run begins without it; with ``privacy-ledger`` in its node configuration the
+ledger is a file instead, which outlives both. How much noise there is, the server plans; a node that does not leave
+that to it has a ``privacy-budget`` of its own. As the server could renew that by another run, its ledger is always a
+file: the one that is named, or one in the state folder.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from flwr.app import ConfigRecord, Context
+from flwr.app import Context
 
+from fedcomp.asks import NO_FRAMES, Frames
 from fedcomp.clients.edge.node_config import LEDGER_FILE, OWN_BUDGET, OWN_DELTA, STATE_FOLDER
 from fedcomp.errors import ConfigError
 from fedcomp.flower.folder import StateFolder
 from fedcomp.flower.payload import PARTITION_KEY
 from fedcomp.plain import fields_of
-from fedcomp.privacy.errors import BudgetExceeded, PrivacyLedgerError
+from fedcomp.privacy.errors import BudgetExceeded
+from fedcomp.privacy.journal import from_bytes, to_bytes
 from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.systems.private.record import DpSgdPlan
 
 DELTA: Final = 1e-5
 """Of a node's own budget, unless it names another one."""
 
-_STATE: Final = "fedcomp.record-dp"
+_KEPT: Final = "record-dp.ledger"
+"""Name of its bytes among those that a node keeps."""
+
+_AFTER: Final = "after"
+"""Where their header names the ledger before the last training, so that one name stands for all of its past."""
 
 
 def within_own(plan: DpSgdPlan, context: Context) -> DpSgdPlan:
@@ -82,28 +88,66 @@ def require_room(ledger: PrivacyLedger, plan: DpSgdPlan, size: int) -> None:
     )
 
 
+@dataclass
+class NodeLedger:
+    """A node's ledger while a training is paid from it.
+
+    Attributes
+    ----------
+    ledger : PrivacyLedger
+    head : str
+        Names all that was spent: the checksum of the last line of its chain. There once the block has ended.
+    keep : mapping of str to bytes
+        What the node keeps of it from then on; nothing where it is a file.
+    """
+
+    ledger: PrivacyLedger
+    head: str = ""
+    keep: Frames = field(default_factory=dict)
+
+
 @contextmanager
-def node_ledger(context: Context, plan: DpSgdPlan, records: int) -> Iterator[PrivacyLedger]:
-    """Yield this node's ledger; it is back where it was when the block ends without an error."""
-    ledger = plan.ledger(records)
-    path, kept = _ledger_file(context), context.state.config_records.get(_STATE)
+def node_ledger(context: Context, plan: DpSgdPlan, records: int, kept: Frames = NO_FRAMES) -> Iterator[NodeLedger]:
+    """Yield this node's ledger; what it is when the block ends without an error is to be kept.
+
+    Parameters
+    ----------
+    kept : mapping of str to bytes
+        What the node keeps (:attr:`fedcomp.program.Me.kept`).
+
+    Raises
+    ------
+    ConfigError, FolderError
+        When the file that is named cannot be one.
+    PrivacyLedgerError
+        When the ledger is of another run, or damaged.
+    """
+    ledger, data = plan.ledger(records), kept.get(_KEPT, b"")
+    found, path = NodeLedger(ledger), _ledger_file(context)
+    header, entries, former = from_bytes(data) if data else ({}, [], "")
+    if header:
+        # The name of what came before is in the chain, and no word of the ledger.
+        held = {name: value for name, value in header.items() if name != _AFTER}
     if path is not None:
         ledger.open(path)
         try:
             # From before the node had a file: what was spent then stays spent.
-            if kept is not None:
-                ledger.load_state_dict(_read(kept))
-                del context.state[_STATE]
-            yield ledger
+            if header:
+                ledger.load_state_dict({"header": held, "file": False, "entries": entries})
+                found.keep = {_KEPT: b""}
+            yield found
+            found.head = ledger.head
         finally:
             ledger.close()
         return
-    if kept is not None:
-        ledger.load_state_dict(_read(kept))
+    if header:
+        ledger.load_state_dict({"header": held, "file": False, "entries": entries})
     # Without a file nothing is written when the block fails: no noisy value has left the node.
-    yield ledger
+    yield found
     # Equal steps are merged: a record of thousands of rounds stays as short as that of one.
-    context.state[_STATE] = ConfigRecord({"ledger": json.dumps(compact(ledger), separators=(",", ":"))})
+    state = compact(ledger)
+    written, found.head = to_bytes({**state["header"], _AFTER: former}, state["entries"])
+    found.keep = {_KEPT: written}
 
 
 def _ledger_file(context: Context) -> Path | None:
@@ -179,13 +223,3 @@ def compact(ledger: PrivacyLedger) -> dict[str, Any]:
         for i, (event, times) in enumerate(merged)
     ]
     return state
-
-
-def _read(record: ConfigRecord) -> Mapping[str, Any]:
-    try:
-        document = json.loads(str(record["ledger"]))
-    except (KeyError, ValueError) as error:
-        raise PrivacyLedgerError(f"this node's ledger cannot be read: {error!r}; what it spent is unknown") from error
-    if not isinstance(document, dict):
-        raise PrivacyLedgerError("this node's ledger cannot be read; what it spent is unknown")
-    return document

@@ -1,4 +1,4 @@
-"""An append-only file of JSON lines whose every line is on the disk before the writer goes on.
+"""An append-only file of JSON lines whose every line is on the disk before the writer goes on, and the same in bytes.
 
 The first line is the head: how many entries there are, and the checksum of the last one. The second line is a header,
 the others are entries. A line ends with a checksum over itself and the checksum of the line before it, so that a line
@@ -16,6 +16,8 @@ Anything else that does not fit is damage, and refused. The head is shorter than
 kill does not leave half of it, and neither does a disk that writes sectors whole. What no file can tell by itself: that
 it is an older copy as a whole, or that it was emptied. A checkpoint of the run can.
 
+Where there is no file, :func:`to_bytes` and :func:`from_bytes` write and read the same lines under the same head.
+
 Files of earlier releases begin with their header. They are read and continued as they are; whether lines were cut off
 at their end is unknown (:attr:`Journal.counted`).
 """
@@ -26,7 +28,7 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +44,81 @@ _HEAD: Final = '{{"events":{events:>20},"last":"{last}","check":"{check}"}}\n'
 _KEY: Final = b'{"events":'
 _NONE: Final = _KEY + b"%20d" % 0
 """How the head of a file without entries begins."""
+
+
+class Chain:
+    """The checksums of lines, each over a line and the one before it.
+
+    Attributes
+    ----------
+    checks : list of str
+        Of the header, then of each entry.
+    """
+
+    def __init__(self) -> None:
+        self.checks: list[str] = []
+
+    @property
+    def last(self) -> str:
+        """The last checksum, which names all lines; empty where there are none."""
+        return self.checks[-1] if self.checks else ""
+
+    def check(self, body: str) -> str:
+        """Return the checksum that a line would have as the next one."""
+        return hashlib.sha256(f"{self.last}\n{body}".encode()).hexdigest()[:_DIGITS]
+
+    def line(self, entry: Mapping[str, Any]) -> tuple[str, bytes]:
+        """Return the next line of an entry, and its checksum, which :attr:`checks` lacks until the line is written."""
+        body = _dump(entry)
+        check = self.check(body)
+        return check, f'{body[:-1]},"{_CHECK}":"{check}"}}\n'.encode()
+
+    def parse(self, line: bytes) -> dict[str, Any] | None:
+        """Return a line's entry, None when it is not one that follows the lines before."""
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(entry, dict):
+            return None
+        # Of the canonical form, sorted and without spaces, in which every line is written.
+        check = entry.pop(_CHECK, None)
+        return entry if entry and check == self.check(_dump(entry)) else None
+
+    def head(self) -> bytes:
+        """Return the head of a file with these lines."""
+        return _head_line(len(self.checks) - 1, self.last)
+
+
+def to_bytes(header: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> tuple[bytes, str]:
+    """Return a file's content as bytes, and the checksum of its last line."""
+    chain, lines = Chain(), []
+    for each in (header, *entries):
+        check, line = chain.line(each)
+        chain.checks.append(check)
+        lines.append(line)
+    return chain.head() + b"".join(lines), chain.last
+
+
+def from_bytes(data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
+    """Return header and entries of what :func:`to_bytes` made, and the checksum of the last line.
+
+    Raises
+    ------
+    PrivacyLedgerError
+        For anything else: bytes are written at once, so that no crash leaves a part of them.
+    """
+    head, _, rest = data.partition(b"\n")
+    chain, found = Chain(), []
+    for line in rest.splitlines():
+        entry = chain.parse(line)
+        if entry is None:
+            break
+        chain.checks.append(chain.check(_dump(entry)))
+        found.append(entry)
+    if not found or chain.head() != head + b"\n" or not rest.endswith(b"\n") or len(found) != rest.count(b"\n"):
+        raise PrivacyLedgerError("this node's ledger cannot be read; what it spent is unknown")
+    return found[0], found[1:], chain.last
 
 
 class Journal:
@@ -79,8 +156,7 @@ class Journal:
         self.counted = True
         self._broken = ""
         self._size = self._after_header = 0
-        self._last = ""
-        self._checks: list[str] = []
+        self._chain = Chain()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # For its owner alone, since the file says who took part; and not inherited, since a child would keep the
@@ -136,8 +212,8 @@ class Journal:
         # Nothing was paid for, so nothing is lost; what is exchanged is the name of the run.
         os.ftruncate(self._handle, 0)
         os.fsync(self._handle)
-        self.header, self._last, self._size, self.counted = None, "", 0, True
-        self._checks.clear()
+        self.header, self._size, self.counted = None, 0, True
+        self._chain.checks.clear()
 
     def _read(self) -> None:
         size = os.fstat(self._handle).st_size
@@ -155,7 +231,7 @@ class Journal:
         if unfinished and not _NONE.startswith(tail[: len(_NONE)]):
             raise _cut_off(self.path, f"{len(tail)} bytes of its head are left, which counts events")
         for number, line in enumerate(lines, 2 if self.counted else 1):
-            entry = self._parse(line)
+            entry = self._chain.parse(line)
             if entry is None:
                 raise PrivacyLedgerError(
                     f"line {number} of the ledger {self.path} is damaged or does not follow the line before it. What "
@@ -163,7 +239,7 @@ class Journal:
                 )
             self._take(entry, len(line) + 1)
         # Only the end of the line may be missing: the entry is whole, and counts.
-        whole = self._parse(tail) if tail and not unfinished else None
+        whole = self._chain.parse(tail) if tail and not unfinished else None
         if whole is not None:
             self._take(whole, len(tail) + 1)
         if head is not None:
@@ -181,7 +257,7 @@ class Journal:
             self.counted = True
         # The crash fell between the line and the head. The line counts, so the head is brought up to it.
         elif head is not None and head[0] != len(self.entries):
-            self._put(self._head(), 0)
+            self._put(self._chain.head(), 0)
 
     def _read_head(self, line: bytes) -> tuple[int, str]:
         """Return how many entries the head counts, and the checksum of the last one.
@@ -216,29 +292,19 @@ class Journal:
             raise _cut_off(self.path, f"its head counts {count} events, and {found} are left")
         # The checksum at index 0 is the header's, so the one at ``count`` belongs to the last entry that the head
         # counts.
-        if self.header is not None and (count < found - 1 or last != self._checks[count]):
+        if self.header is not None and (count < found - 1 or last != self._chain.checks[count]):
             raise PrivacyLedgerError(
                 f"the head of the ledger {self.path} counts {count} events and is not that of its {found}: it is from "
                 "another time than they are. Restore the file from a copy, or begin a new run on other data"
             )
 
-    def _head(self) -> bytes:
-        return _head_line(len(self._checks) - 1, self._last)
-
-    def _parse(self, line: bytes) -> dict[str, Any] | None:
-        """Return a line's entry, None when it is not one that follows the lines before."""
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(entry, dict):
-            return None
-        # Of the canonical form, sorted and without spaces, in which every line is written.
-        check = entry.pop(_CHECK, None)
-        return entry if check == self._check(_dump(entry)) else None
+    @property
+    def head(self) -> str:
+        """The checksum of the last line, which names all that the file holds."""
+        return self._chain.last
 
     def _take(self, entry: dict[str, Any], size: int) -> None:
-        self._follow(self._check(_dump(entry)), size)
+        self._follow(self._chain.check(_dump(entry)), size)
         if self.header is None:
             self.header = entry
         else:
@@ -246,14 +312,10 @@ class Journal:
 
     def _follow(self, check: str, size: int) -> None:
         """Note one more line of the chain, ``size`` bytes long with its end."""
-        self._last = check
-        self._checks.append(check)
+        self._chain.checks.append(check)
         self._size += size
-        if len(self._checks) == 1:
+        if len(self._chain.checks) == 1:
             self._after_header = self._size
-
-    def _check(self, body: str) -> str:
-        return hashlib.sha256(f"{self._last}\n{body}".encode()).hexdigest()[:_DIGITS]
 
     def _write(self, entry: Mapping[str, Any], *, begin: bool = False) -> None:
         if not self._closer.alive:
@@ -262,9 +324,7 @@ class Journal:
             raise PrivacyLedgerError(
                 f"the ledger {self.path} could not be written before: {self._broken}; nothing is released"
             )
-        body = _dump(entry)
-        check = self._check(body)
-        line = f'{body[:-1]},"{_CHECK}":"{check}"}}\n'.encode()
+        check, line = self._chain.line(entry)
         if begin:
             # In one write: what a crash leaves of it is the beginning of a new file.
             line = _head_line(0, check) + line
@@ -277,7 +337,7 @@ class Journal:
             self._put(line, self._size)
             self._follow(check, len(line))
             if self.counted and not begin:
-                self._put(self._head(), 0)
+                self._put(self._chain.head(), 0)
         except OSError as error:
             # How much of the line reached the disk is unknown; another one after it could follow a torn line.
             self._broken = str(error)

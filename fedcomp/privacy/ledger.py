@@ -126,6 +126,11 @@ class PrivacyLedger(Spending):
         """Whether events that were cut off at the end of the file, if there is one, would have been missed."""
         return self._journal is None or self._journal.counted
 
+    @property
+    def head(self) -> str:
+        """The checksum of the file's last line, which names all it holds; empty where there is no file."""
+        return "" if self._journal is None else self._journal.head
+
     def _check_people(self, entries: Sequence[LedgerEntry]) -> None:
         """Refuse participants that cannot all be different units."""
         for entry in entries:

@@ -13,7 +13,7 @@ A training may have cost something though its reply was lost: clients say what t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -30,6 +30,7 @@ from fedcomp.flower.payload import take_node
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.protocol import app_failure
 from fedcomp.flower.records import to_arrays
+from fedcomp.flower.report import Report, ReportSection, figure
 from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.parallel import ParallelLedger
@@ -155,6 +156,20 @@ class Claims(Stateful):
             new = max(0, room if wrong else min(room, steps * self.asked.get(node, 1)))
         claims[account.run], self.booked[party] = account.total, booked + new
         return party, new, wrong
+
+
+@dataclass
+class Spent(ReportSection, name="record_dp"):
+    """What a round of record-level privacy adds to a report.
+
+    Attributes
+    ----------
+    heads : dict of int to str
+        By node, what names its ledger after the training: beside the node's own file or bytes it shows whether these
+        are what the round was paid from.
+    """
+
+    heads: dict[int, str] = figure(dict, unit="nodes", show="none")
 
 
 class RecordDp(NoClientEvaluation, Server):
@@ -365,9 +380,9 @@ class RecordDp(NoClientEvaluation, Server):
         replies: Iterable[Message],
         answers: dict[int, Answer],
     ) -> list[int]:
-        return super()._receive(x, sent, asked, self._paid(sent, replies), answers)
+        return super()._receive(x, sent, asked, self._paid(x.report, sent, replies), answers)
 
-    def _paid(self, sent: Sequence[SentMessage], replies: Iterable[Message]) -> list[Message]:
+    def _paid(self, report: Report, sent: Sequence[SentMessage], replies: Iterable[Message]) -> list[Message]:
         """Book what the replies cost, whatever becomes of them: a training that was made was paid for.
 
         One that does not say what it cost becomes an error.
@@ -387,6 +402,7 @@ class RecordDp(NoClientEvaluation, Server):
                 if self._said.get(number) != account:
                     self._charge(message.node, take_node(reply), account)
                 self._said[number] = account
+                report.section(Spent).heads[message.node] = account.head
             except FedcompError as reason:
                 passed.append(app_failure(message.message, str(reason)))
                 continue
@@ -437,7 +453,7 @@ class RecordDp(NoClientEvaluation, Server):
 
     def identity(self) -> dict[str, str]:
         """Return what must not change within a run; the budget may."""
-        system = replace(self.system, plan=replace(self.plan, budget=0.0))
+        system = Records(replace(self.plan, budget=0.0), self.system.codecs[0])
         return {"system": repr(system), "downlink": repr(self.downlink)}
 
 

@@ -23,6 +23,8 @@ from fedcomp.flower.records import to_record
 from fedcomp.privacy.accounting import compose
 from fedcomp.privacy.dpsgd import PoissonLoader
 from fedcomp.privacy.errors import BudgetExceeded, PrivacyError, PrivacyLedgerError, Unbounded
+from fedcomp.privacy.journal import from_bytes
+from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.rng import Key
 from fedcomp.systems.private.record import Account, DpSgdPlan
 from fedcomp.tasks import get_task
@@ -30,7 +32,7 @@ from fedcomp.tasks.arrays import to_arrays
 from fedcomp.tasks.base import ClientData, EmptyPartition
 
 PLAN = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5, insecure=True)
-STATE = "fedcomp.record-dp"
+KEPT = "record-dp.ledger"
 
 
 def context(**node_config: Any) -> Context:
@@ -46,6 +48,7 @@ class Client:
         self.context = context(**node_config)
         self.data = self.task.client(0, 4)
         self.round = 0
+        self.kept: dict[str, bytes] = {}
 
     def train(self, **changes: Any) -> tuple[Account, bytes]:
         """Return the account, and the bytes of the trained model."""
@@ -53,12 +56,21 @@ class Client:
         model = self.task.model(0)
         options = {"lr": 0.5, "key": Key(3, "batches", self.round), **changes}
         trainee = Trainee("arrays", model, self.task, self.data, **options)
-        account = train_privately(trainee, self.plan, self.context)
+        account, keep = train_privately(trainee, self.plan, self.context, self.kept)
+        self.kept |= keep
         return account, b"".join(p.detach().numpy().tobytes() for p in model.parameters())
 
     @property
-    def state(self) -> str:
-        return str(self.context.state.config_records[STATE]["ledger"])
+    def state(self) -> bytes:
+        return self.kept[KEPT]
+
+    def ledger(self) -> PrivacyLedger:
+        """Return what was kept."""
+        header, entries, _ = from_bytes(self.state)
+        del header["after"]
+        ledger = self.plan.ledger(len(self.data))
+        ledger.load_state_dict({"header": header, "file": False, "entries": entries})
+        return ledger
 
 
 def epsilon(steps: int, plan: DpSgdPlan = PLAN) -> float:
@@ -69,15 +81,18 @@ def epsilon(steps: int, plan: DpSgdPlan = PLAN) -> float:
 def test_the_ledger_outlives_the_round_and_does_not_grow_with_it():
     client = Client()
     first, _ = client.train()
-    size = len(client.state)
     second, _ = client.train()
+    size = len(client.state)
     third, _ = client.train()
     assert [a.total for a in (first, second, third)] == [3, 6, 9]
     assert {a.now for a in (first, second, third)} == {3}
     assert len({a.run for a in (first, second, third)}) == 1
     assert len(client.state) == size
-    ledger = PLAN.ledger(len(client.data))
-    ledger.load_state_dict(json.loads(client.state))
+    # What is kept says which ledger it continues, so that its name stands for all of the past.
+    header, _, last = from_bytes(client.state)
+    assert (header["after"], last) == (second.head, third.head)
+    assert len({a.head for a in (first, second, third)}) == 3
+    ledger = client.ledger()
     # An accountant that begins anew in every round would say a third of the steps.
     assert ledger.epsilon() == pytest.approx(epsilon(9))
     assert ledger.epsilon() > epsilon(3) + 0.1
@@ -147,7 +162,9 @@ def test_a_budget_is_asked_before_a_record_is_looked_at(monkeypatch):
     model = client.task.model(0)
     values = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(BudgetExceeded, match="3 more steps would cross this client's budget"):
-        train_privately(Trainee("arrays", model, client.task, client.data, Key(0), 0.5), client.plan, client.context)
+        train_privately(
+            Trainee("arrays", model, client.task, client.data, Key(0), 0.5), client.plan, client.context, client.kept
+        )
     assert all(torch.equal(a, b) for a, b in zip(values, model.parameters(), strict=True))
     assert client.state == before
 
@@ -168,8 +185,7 @@ def test_every_method_pays_the_same_for_its_steps(method, options):
     assert (account.now, account.total) == (3, 3)
     values = np.frombuffer(trained, np.float32)
     assert np.isfinite(values).all()
-    ledger = client.plan.ledger(len(client.data))
-    ledger.load_state_dict(json.loads(client.state))
+    ledger = client.ledger()
     # Beside the steps, failures of sampling tables and the lattice of the votes (noise of 10.6 steps) are paid for.
     assert ledger.epsilon() == pytest.approx(epsilon(3), rel=3e-3)
 
@@ -178,7 +194,7 @@ def test_batch_normalisation_is_refused_by_its_remedy():
     client = Client(task=get_task("digits", model="cnn", batch_norm=True))
     with pytest.raises(ConfigError, match="GroupNorm"):
         client.train()
-    assert STATE not in client.context.state
+    assert not client.kept
 
 
 def test_what_has_no_bounded_gradient_per_record_is_refused():
@@ -206,7 +222,12 @@ def test_a_client_without_records_says_so():
 def test_a_ledger_that_cannot_be_read_is_not_begun_anew():
     client = Client()
     client.train()
-    client.context.state.config_records[STATE]["ledger"] = "{"
+    whole = client.state
+    for damaged in (whole[:-1], whole[:-40], whole + b"x", whole.replace(b'"times":3', b'"times":1'), b"{", b"\n"):
+        client.kept[KEPT] = damaged
+        with pytest.raises(PrivacyLedgerError, match="what it spent is unknown"):
+            client.train()
+    client.kept[KEPT] = whole[:1]
     with pytest.raises(PrivacyLedgerError, match="what it spent is unknown"):
         client.train()
 
@@ -223,7 +244,7 @@ def test_a_file_remembers_what_a_restarted_node_forgets(tmp_path: Path):
     path = str(tmp_path / "node" / "ledger.jsonl")
     client = Client(**{LEDGER_FILE: path})
     first, _ = client.train()
-    assert STATE not in client.context.state
+    assert not client.kept
     restarted = Client(**{LEDGER_FILE: path})
     second, _ = restarted.train()
     assert (first.run, first.total, second.total) == (second.run, 3, 6)
@@ -307,7 +328,7 @@ def test_what_was_spent_before_a_node_had_a_file_stays_spent(tmp_path: Path):
     client.train()
     client.context.node_config[LEDGER_FILE] = str(tmp_path / "spent.jsonl")
     assert client.train()[0].total == 6
-    assert STATE not in client.context.state
+    assert not client.kept[KEPT]
     assert Client(**{LEDGER_FILE: str(tmp_path / "spent.jsonl")}).train()[0].total == 9
 
 

@@ -27,6 +27,7 @@ from fedcomp.clients import kept
 from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import STATE_FOLDER
+from fedcomp.clients.memory import KEEP, kept_in
 from fedcomp.clients.private.node_ledger import node_ledger
 from fedcomp.codecs import TopK
 from fedcomp.codecs.feedback import ErrorFeedback
@@ -36,6 +37,7 @@ from fedcomp.flower import store
 from fedcomp.flower._private import content_from_bytes, content_to_bytes
 from fedcomp.flower.folder import FolderError, StateFolder
 from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.payload import put_frame
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.private.record import DpSgdPlan
@@ -501,9 +503,11 @@ def test_a_spent_budget_is_not_given_back_by_an_older_file(tmp_path: Path) -> No
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:
-        with node_ledger(context, plan, 1000) as ledger:
-            spent = ledger.epsilon()
-            ledger.record(plan.event(10), round=len(ledger.entries) + 1, times=1)
+        with node_ledger(context, plan, 1000, kept_in(context.state)) as book:
+            spent = book.ledger.epsilon()
+            book.ledger.record(plan.event(10), round=len(book.ledger.entries) + 1, times=1)
+        for name, data in book.keep.items():
+            put_frame(context.state, KEEP + name, data)
         return Message(RecordDict({"m": MetricRecord({"spent": spent})}), reply_to=msg)
 
     grid = InProcessGrid(app, 1, seed=1, node_config={STATE_FOLDER: str(tmp_path)})

@@ -15,6 +15,7 @@ def costs(row: Row) -> dict[str, float]:
     return {name: found for name, found in zip(COLUMNS, row.epsilons, strict=True) if found is not None}
 
 
+@pytest.mark.long
 def test_the_table_of_accountants_says_why_ours_stay() -> None:
     exact, integers, sampled, skellam = rows = table([CASES[0], CASES[1], CASES[2], CASES[4]])
     # Ten releases of z = 4 are one of z = 4 / sqrt(10).

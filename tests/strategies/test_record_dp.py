@@ -18,7 +18,9 @@ from flwr.serverapp.strategy import FedAvg, FedAvgM, FedMedian, Strategy
 from round_paths import accounted
 from toy import with_halves
 
+from fedcomp.clients.app import app as node_app
 from fedcomp.clients.compressed import compression
+from fedcomp.clients.memory import MEMORY, Held, kept_in
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError, NoUsableReply, StateError
 from fedcomp.experiments import engines, serve
@@ -30,10 +32,13 @@ from fedcomp.flower.payload import FRAME, NODE_RECORD
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.privacy.accounting import compose
+from fedcomp.privacy.journal import from_bytes
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.private.record_dp import RecordDp
 from fedcomp.systems.private.record import DpSgdPlan
+from fedcomp.tasks import get_task
+from fedcomp.tasks.arrays import to_arrays as task_arrays
 
 PLAN = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
 RECORDS = 1000
@@ -577,3 +582,28 @@ def test_a_reply_counts_once_and_in_its_own_round(codec):
     assert [r.unmatched for r in strategy.reports.values()] == [0, 3, 3]
     assert [r.duplicates for r in strategy.reports.values()] == [3, 3, 3]
     assert strategy.privacy.participations == {0: 9, 1: 9, 2: 9}
+
+
+def test_neither_a_new_session_nor_a_lost_memory_renews_a_nodes_budget():
+    """And the report names the ledger that a training was paid from, as the node keeps it."""
+    plan = dataclasses.replace(PLAN, noise_multiplier=8.0, insecure=True)
+    budget = compose([plan.event(650)] * plan.steps, plan.delta).epsilon + 1e-6
+    start = to_record(task_arrays(get_task("digits-zero").model(0)))
+    given = ConfigRecord({"task": "digits-zero", "clients": 1, "seed": 0})
+    with InProcessGrid(node_app, 1, seed=4) as grid:
+        (node,) = grid.get_node_ids()
+
+        def run() -> RecordDp:
+            # A server that has forgotten everything.
+            strategy = record_dp(plan, budget=budget)
+            fit(strategy, grid, start, 1, train_config=given, timeout=9.0)
+            return strategy
+
+        paid = run()
+        _, entries, head = from_bytes(kept_in(grid.context(node).state)["record-dp.ledger"])
+        assert [entry["times"] for entry in entries] == [plan.steps]
+        assert paid.reports[1].record_dp.heads == {node: head}
+        for name in (None, MEMORY, Held.KEY):
+            grid.context(node).state.pop(name, None)
+            with pytest.raises(NoUsableReply, match="3 more steps would cross this client's budget"):
+                run()

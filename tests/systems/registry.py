@@ -14,6 +14,7 @@ from graph_toys import toy_parts
 from numpy.typing import NDArray
 from toys import Passing
 
+from fedcomp.asks import Frames
 from fedcomp.codecs import (
     DGC,
     EDEN,
@@ -311,9 +312,10 @@ def owning(structure: str = "full") -> dict[int, Owning]:
 ROWS: Final = RowSettings(codec="dense-f64")
 
 
-def noised(me: Me, plan: DpSgdPlan, learn: Callable[[], Update]) -> tuple[Update, Account]:
-    """Train on records that need no noise, and pay for it in every round."""
-    return learn(), Account(f"ledger {me.node}", plan.steps, plan.steps * me.number)
+def noised(me: Me, plan: DpSgdPlan, learn: Callable[[], Update]) -> tuple[Update, Account, Frames]:
+    """Train on records that need no noise, and pay for it from what the node keeps."""
+    total = int(me.kept.get("spent", b"0")) + plan.steps
+    return learn(), Account(f"ledger {me.node}", plan.steps, total), {"spent": b"%d" % total}
 
 
 PLAN: Final = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 import numpy as np
 
+from fedcomp.asks import Frames
 from fedcomp.codecs import Codec, Identity, State, get_codec
 from fedcomp.codecs.factors import at_model, wanted_by
 from fedcomp.errors import ConfigError
@@ -156,19 +157,22 @@ class Account(Said):
         Names the client's ledger; another one means that the client forgot what it spent before.
     now, total : int
         Of the training that this comes with; of all trainings, this one included, whatever became of their replies.
+    head : str
+        Names what the ledger holds after it, and all that it held before: the last checksum of a chain.
     """
 
     run: Annotated[str, Text(64, least=1)]
     now: Annotated[int, Int(1, MAX_STEPS)]
     total: Annotated[int, Int(1, MAX_STEPS)]
+    head: Annotated[str, Text(64)] = ""
 
     def conflict(self) -> str:
         return f"{self.now} of {self.total} steps" if self.now > self.total else ""
 
 
-Noised = Callable[[Me, DpSgdPlan, Callable[[], Update]], tuple[Update, Account]]
+Noised = Callable[[Me, DpSgdPlan, Callable[[], Update]], tuple[Update, Account, Frames]]
 """What an app brings: ``noised(me, plan, learn)`` lets ``learn()`` train on the node's records as the plan says, and
-returns the update with what it cost; nothing where it refuses."""
+returns the update, what it cost, and what the node keeps of its ledger; it raises where it refuses."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -208,11 +212,13 @@ class Records(System, id="record-dp"):
                 "client(app, record_dp(trainee))"
             )
         noised: Noised = me.data
-        update, account = noised(me, self.plan, lambda: me.update(whole=self.whole, collect=wanted_by(self.codec)))
+        update, account, keep = noised(
+            me, self.plan, lambda: me.update(whole=self.whole, collect=wanted_by(self.codec))
+        )
         codec = at_model(self.codec, lambda: me.layout.unflatten(me.start))
         frame, after = codec.encode(update, _of_codec(memory), me.key)
         after[_TRAININGS] = memory[_TRAININGS] + 1
-        return after, Answer(me.node, say=account, frames={"values": frame})
+        return after, Answer(me.node, say=account, frames={"values": frame}, keep=keep)
 
     def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
         return {**self.codec.rollback(_of_codec(memory), frame, layout), _TRAININGS: memory[_TRAININGS]}
