@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 
 from fedcomp.codecs import State
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, StateError
 from fedcomp.gossip.base import Algorithm, Real
 from fedcomp.gossip.events import RunReport
 from fedcomp.gossip.topology import Topology
@@ -249,7 +249,14 @@ class Simulation:
             When the iterates grow, are not finite, or leave a given scale.
         """
         program = self.system.closing if last else None
-        self.local.step(number, sorted(self.present), program)
+        try:
+            self.local.step(number, sorted(self.present), program)
+        except StateError as error:
+            why = [reason for reasons in self.local.refused.values() for reason in reasons]
+            # What a node says is the cause, where nodes are gone because they break.
+            if not why:
+                raise
+            raise StateError(f"{error}. Node {why[0]}") from error
         told = self.local.told
         self.course = told["course"]
         self.traffic.add(told["traffic"])
