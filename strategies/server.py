@@ -84,8 +84,8 @@ from fedcomp.strategies.replies import (
 from fedcomp.strategies.roster import Roster
 from fedcomp.strategies.round_log import RoundLog, require_usable
 from fedcomp.strategies.running import Exchange, Judged, Pushes, Running, Start, Trained, copies_of
-from fedcomp.strategies.sinks import UpdateRule, rule_of
 from fedcomp.strategies.statistics import hold_in_record, warn_of_missing_names
+from fedcomp.strategies.update_rules import UpdateRule, rule_of
 from fedcomp.strategies.wrapping import loop_of, require_inner, require_uncompressed
 from fedcomp.versions import FIRST
 from fedcomp.wire import Bundle, Frame

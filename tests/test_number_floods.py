@@ -26,16 +26,15 @@ HERE = Path(__file__).parent
 FREE = {
     # Compared, counted or looked up; nothing is as long as they are.
     "round sequence acknowledged generation pending made version base serial epoch iteration oldest "
-    "node hop norms resync noticed now number total consumed before trained": "compared with the receiver's own",
+    "node hop norms resync noticed number consumed before trained": "compared with the receiver's own",
     "seed draw": "names a random stream",
     "index source sources relays partition partitions partition_id to out in_ inbox_from returned_to needs "
     "missed messages_to named unknown": "names parties; a list is as long as the message that brings it",
     "unchanged copies": "numbers of tensors; a list is as long as the message that brings it",
-    "sizes sent held kept messages_counts payload checksum steps examples inputs remote_inputs wanted "
-    "candidates owned train test handed parcels": "a figure, reported or compared with what came",
+    "sizes sent held kept messages_counts payload handed parcels steps examples inputs remote_inputs wanted "
+    "candidates owned train test": "a figure, reported or compared with what came",
     "max_store max_payload cache_bytes dense_below": "a limit, where the receiver has one, too",
     # Bounded as products, in Schema.conflict.
-    "columns rows": "linear: rows times columns",
     "pixels k batch": "DataLens: teachers, images and pixels",
     # Bounded where they are used.
     "nodes features": "graphs: rows of a frame are bounded in bytes before they are made",

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from fedcomp.codecs import State
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Real, View, largest_message
+from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Outbox, Real, View, largest_message
 from fedcomp.gossip.errors import TOO_FAR, Diverged, MessageError
 from fedcomp.gossip.receiving import received, taken_back
 from fedcomp.gossip.topology import Topology, topology_of
@@ -414,7 +414,7 @@ class Gossip(System, id="gossip"):
         models = [shown.model for _, shown in sorted(now.told["models"].items())]
         if not models:
             return None
-        return Step((), model=np.mean(models, axis=0, dtype=np.float64).astype(np.float32))
+        return Step((), model=np.asarray(np.mean(models, axis=0, dtype=np.float64), np.float32))
 
     def _iteration(self, now: Now, run: Course, *, dense: bool = False) -> Exchange:
         """Begin an iteration on all nodes that can; of a synchronous algorithm wait until everybody has, or is gone."""
@@ -852,7 +852,8 @@ class Gossip(System, id="gossip"):
         # Messages of an iteration that cannot be completed do not come: that iteration is followed by a reset.
         dropped = turn.start == "reset" and not inbox
         state, refused = (held.state, {}) if dropped else received(algorithm, held.state, inbox)
-        change, own, lost = held.change, held.own, ()
+        change, own = held.change, held.own
+        lost: tuple[str, ...] = ()
         if algorithm.asynchronous or not refused:
             # Otherwise the change is kept: it belongs to the iteration, which is still open.
             state = state if change is None else algorithm.shift(state, change)
@@ -860,7 +861,8 @@ class Gossip(System, id="gossip"):
             state, lost = taken_back(algorithm, state, back)
         if turn.start == "reset" and not refused:
             state = algorithm.reset(state, me.layout)
-        outbox, failed, learnt = (), "", list[Learnt]()
+        outbox: Outbox = ()
+        failed, learnt = "", list[Learnt]()
 
         def gradient(z: Real) -> Real:
             # Fixed by node and iteration: a turn that is repeated after a crash draws the same batch.

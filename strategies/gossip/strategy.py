@@ -100,6 +100,8 @@ class GossipRelay(Server):
     'choco'
     """
 
+    system: Gossip
+
     STATE: ClassVar[Mapping[str, Any]] = {
         **Server.STATE,
         "vertices": Count,
@@ -143,6 +145,7 @@ class GossipRelay(Server):
         self.traffic, self.events = GossipTraffic(), RunReport()
         self._initial: ArrayRecord | None = None
         self._strangers: set[int] = set()
+        self._online: set[int] = set()
 
     @property
     def course(self) -> Course:
@@ -241,10 +244,18 @@ class GossipRelay(Server):
         self.roster.meet(grid)
         self._grid = grid
         messages = list(self.inner.configure_train(report.round, self._initial, config, grid))
-        for peer in self.roster.peers.values():
-            # Every vertex is wanted: one that broke when it was greeted is greeted again at once.
-            peer.greet = 0
-        yield from self._in_time(self._greet(report.round, messages))
+        online = {message.metadata.dst_node_id for message in messages}
+        for address in (*(online - self._online), *self.roster.doubted(online)):
+            # Another node may have declared its partition since: whoever held it first has it back once it answers.
+            self.roster.peer(address).key = b""
+        self._online = online
+        for _ in range(1 if "course" in self.state else self.settings.patience):
+            for peer in self.roster.peers.values():
+                # Every vertex is wanted: one that broke when it was greeted is greeted again at once.
+                peer.greet = 0
+            yield from self._in_time(self._greet(report.round, messages))
+            if all(self.roster.peer(message.metadata.dst_node_id).key for message in messages):
+                break
         x, now = self._ask(report.round, self._initial, messages)
         if self.settings.dtype == "float32" and x.layout.wide:
             raise ConfigError(
@@ -280,8 +291,8 @@ class GossipRelay(Server):
         try:
             messages = next(play)
             while True:
-                if self.settings.timeout is not None and not isinstance(messages, Push):
-                    messages = Push(list(messages), self.settings.timeout)
+                if self.settings.timeout is not None and isinstance(messages, list):
+                    messages = Push(messages, self.settings.timeout)
                 messages = play.send((yield messages))
         except StopIteration as end:
             return end.value

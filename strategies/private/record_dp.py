@@ -46,7 +46,7 @@ from fedcomp.strategies.private.promise import NoClientEvaluation
 from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.running import Running, Trained, copies_of
 from fedcomp.strategies.server import Server
-from fedcomp.strategies.sinks import MeanRule
+from fedcomp.strategies.update_rules import MeanRule
 from fedcomp.strategies.wrapping import require_inner
 from fedcomp.systems.private.record import Account, DpSgdPlan, Records
 from fedcomp.wire import Frame

@@ -34,16 +34,14 @@ from fedcomp.program import Ask, Given, Now, Released, Step, System
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.means import MEANS, is_mean
 from fedcomp.strategies.private.nodes import Shown, muted, online
 from fedcomp.strategies.private.promise import NoClientEvaluation, Once
-from fedcomp.strategies.private.sums import PrivateSink
-from fedcomp.strategies.replies import Arrival, SentMessage
+from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.round_log import RoundLog
 from fedcomp.strategies.running import Running
 from fedcomp.strategies.server import Server
-from fedcomp.strategies.sinks import ReleasedLayout, Sink, UpdateRule
+from fedcomp.strategies.update_rules import ReleasedLayout, UpdateRule
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.private.books import NOT_COVERED
 from fedcomp.systems.private.rule import Contribution, Private
@@ -328,10 +326,6 @@ class PrivateRule(UpdateRule):
         if not self.strategy.begins(x.report, codec, x.layout, framed=self._framed):
             return None
         return self.strategy.noisy(now, codec, given, unit=x.addresses.__getitem__)
-
-    def begin(self, intake: Intake, arrivals: Sequence[Arrival]) -> Sink:
-        """Return the sink of a round."""
-        return PrivateSink(self.strategy, intake)
 
 
 class Alone(Server):

@@ -15,7 +15,6 @@ from toy import client_app, fedavg, model, stack
 from fedcomp.clients import app as generic
 from fedcomp.clients.client import HALVES, client, in_order
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.gossip import gossip_node
 from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.private.dpsgd import record_dp
 from fedcomp.clients.private.local_dp import local_privacy
@@ -154,9 +153,11 @@ REFUSED = {
     "no parentheses": (lambda: client(ClientApp(), only=[private]), r"write private\(\)"),  # type: ignore[list-item]
     "two handlers": (
         lambda: client(
-            ClientApp(), gossip_node(lambda *_: None), ClientHalf("x", handlers={"query.gossip_hello": print})
-        ),  # type: ignore[arg-type, return-value, dict-item]
-        "two halves handle messages of type 'query.gossip_hello'",
+            ClientApp(),
+            ClientHalf("x", handlers={"query.x": print}),  # type: ignore[dict-item]
+            ClientHalf("y", handlers={"query.x": print}),  # type: ignore[dict-item]
+        ),
+        "two halves handle messages of type 'query.x'",
     ),
 }
 
@@ -224,7 +225,7 @@ def test_other_halves_in_a_list_of_mods_say_where_they_belong(half: ClientHalf) 
 
 
 def test_the_generic_app_has_a_handler_for_every_system() -> None:
-    kinds = ("train.gossip_start", "train.gcn", "evaluate.gcn", "train.datalens")
+    kinds = ("train.gcn", "evaluate.gcn", "train.datalens")
     with InProcessGrid(generic.app, 1, seed=2) as grid:
         (node,) = grid.get_node_ids()
         for kind in (*kinds, "query.unknown"):

@@ -61,13 +61,13 @@ PATHS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], ArrayR
         lambda: gossip_toy.strategy("sparse-push", nodes=NODES),
         gossip_toy.client,
         gossip_toy.model,
-        lambda strategy: strategy._seats.holders,
+        lambda strategy: strategy.roster,
     ),
     "graph": (
         lambda: graph_federation.strategy(timeout=5.0),
         lambda: graph_federation.client(graph_federation.graph()),
         lambda: graph_federation.record(graph_federation.initial()),
-        lambda strategy: strategy._owners.holders,
+        lambda strategy: strategy.roster,
     ),
     "coded data": (
         lambda: CodedLinearGD(partitions=3, parities=1, code="mds", lr=0.5),

@@ -18,9 +18,9 @@ def main(grid: Grid, context: Context) -> None:
     rounds = config["num-server-rounds"]
     strategy = GossipRelay(algorithm, config["topology"], skew_rounds="auto", observe_every=rounds)
     strategy.start(grid, ArrayRecord(Net().state_dict()), num_rounds=rounds)
-    figures, traffic = strategy.reports[rounds].gossip.observed, strategy.relay.traffic
+    figures, traffic = strategy.reports[rounds].gossip.observed, strategy.traffic
     print(
         f"accuracy of the nodes {figures['accuracy_min']:.3f} to {figures['accuracy_max']:.3f}; "
         f"{traffic.edge['train'].bytes:,} bytes in {traffic.edge['train'].messages:,} messages, "
-        f"and {traffic.edge['dense'].bytes:,} in the {strategy.relay.skew_rounds} closing iterations"
+        f"and {traffic.edge['dense'].bytes:,} in the {strategy.system.skew_rounds} closing iterations"
     )
