@@ -123,7 +123,6 @@ class UpdateRule(ABC):
         """Return what contributions come to; see :meth:`fedcomp.program.Rule.total`."""
 
 
-
 @runtime_checkable
 class Declares(Protocol):
     """A strategy that says itself what it needs of updates."""
