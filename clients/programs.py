@@ -20,7 +20,6 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.asks import mark_of
-from fedcomp.clients.announced import announced
 from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.links import Links, introduced
 from fedcomp.clients.memory import (
@@ -185,9 +184,8 @@ def _handle(
 ) -> Message:
     try:
         head = asks.find_ask(msg.content)
-    except OtherVersion:
-        # Systems that are no programs yet announce a codec.
-        return announced(msg, context, call_next, agreed, visible, first_model)
+    except OtherVersion as why:
+        return refusal(msg, f"{type(why).__name__}: {why}")
     if head is None:
         return call_next(msg, context)
     system, why = made(head.system, get_system, agreed)

@@ -47,7 +47,6 @@ from fedcomp.strategies.adaptive import has_moments
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.conditional import Conditional
 from fedcomp.strategies.forward import ForwardGradients
-from fedcomp.strategies.hooked import Hooked
 from fedcomp.strategies.means import aggregate_once
 from fedcomp.strategies.parts import INNER_PREFIX, TASK_PREFIX, below, make_inner, policy
 from fedcomp.strategies.private.strategy import PrivateStrategy
@@ -415,7 +414,7 @@ class Plan:
         codec = getattr(strategy, "codec", Identity())
         every = int(settings["evaluate_every"])
         task = get_task(spec.task, **below(settings, TASK_PREFIX))
-        dense = strategy.policy if isinstance(strategy, Compressed | Hooked) else policy(settings)
+        dense = strategy.policy if isinstance(strategy, Compressed) else policy(settings)
         named = ("warmup_rounds", "training_rounds", "server_lr", "common")
         options = {name: settings[name] for name in named if name in settings}
         if isinstance(codec, LGC):
@@ -676,7 +675,7 @@ def simulate_private(spec: RunSpec) -> PrivateOutcome:
     system = get_system(spec.system)
     settings = system.resolve(spec.settings)
     pair = system.build(settings, spec.seed)
-    if not isinstance(pair, Compressed | Hooked) or not isinstance(pair.inner, PrivateStrategy):
+    if not isinstance(pair, Compressed) or not isinstance(pair.inner, PrivateStrategy):
         raise ConfigError(f"{spec.system!r} with these settings is not a private system in the drop-in pair")
     if settings["downlink"]:
         run_it_on_an_engine(f"downlink is '', not {settings['downlink']!r}")

@@ -12,7 +12,6 @@ from fedcomp.program import Now, Step
 from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.coded.report import CodingReport
 from fedcomp.strategies.coded.settings import CodedSettings
-from fedcomp.strategies.hooked import Hooked
 from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
 from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.server import Running, Server
@@ -55,7 +54,7 @@ class GradientCoded(Server):
                 f"{type(promise or inner).__name__} trusts the server with updates, not other clients, which relays of "
                 "the construction 'gradcode' are; use distributed_dp() or local_dp()"
             )
-        alone = inner.inner if isinstance(inner, Hooked | Server) else inner
+        alone = inner.inner if isinstance(inner, Server) else inner
         if not is_mean(alone):
             raise ConfigError(
                 f"{type(alone).__name__} looks at single updates, of which a gradient code shows none; use one of "
