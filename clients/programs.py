@@ -184,8 +184,8 @@ def _handle(
 ) -> Message:
     try:
         head = asks.find_ask(msg.content)
-    except OtherVersion as why:
-        return refusal(msg, f"{type(why).__name__}: {why}")
+    except OtherVersion as error:
+        return refusal(msg, f"{type(error).__name__}: {error}")
     if head is None:
         return call_next(msg, context)
     system, why = made(head.system, get_system, agreed)

@@ -99,7 +99,7 @@ PAIR = (
         lambda: trains(Compressed(quiet(), chain(Clip(1e6), TopK(0.1)), downlink=TopK(0.5))),
     ),
     row(
-        "strategies/hooked.py",
+        "strategies/coded/strategy.py",
         "judges single updates, of which a coded sum shows none; leave guard out",
         lambda: coded_sum(Compressed(quiet(), INTEGERS, guard=Norms())),
         lambda: same(coded_sum(Compressed(quiet(), INTEGERS)), quiet(), halves=CODED),

@@ -269,8 +269,8 @@ class DistributedDp(CodedServer):
     @property
     def codec(self) -> Codec:
         """What is summed, as it is encoded for this model and number of clients."""
-        system: NoisySum = self.system
-        return system.codec
+        assert isinstance(self.system, NoisySum)
+        return self.system.codec
 
     def _system(self, codec: BoundedFixedPoint, **numbers: int) -> NoisySum:
         of_code = self.settings.of_code() | {"threshold": self.settings.threshold}

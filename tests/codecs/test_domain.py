@@ -31,7 +31,6 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.sinks import WeightedSum
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
 TRANSFORMS = [Rotation(seed=5), Rotation(scope="layer"), DCT(64), DCT(16, scope="global"), DCT(256)]
@@ -140,21 +139,22 @@ def test_a_round_goes_back_once_and_is_the_sum_in_float64(
     layout = LAYOUTS["model"]
     codec = Domain(transform, inner)
     weights = np.arange(1, clients + 1) / (clients * (clients + 1) / 2)
-    added, oracle, single = WeightedSum(layout), np.zeros(layout.size), np.zeros(layout.size)
+    oracle, single = np.zeros(layout.size), np.zeros(layout.size)
+    added = Update(np.full(layout.size, -0.0, np.float32), layout)
     frames = []
     for i, weight in enumerate(weights):
         frame, _ = codec.encode(update(layout, seed=i), codec.init(layout), Key(1, "codec", partition=i))
         frames.append(frame)
-        added.add(codec, frame, float(weight), {})
+        codec.gather(frame, float(weight), added)
         oracle += weight * inner.decode(frame, layout).astype(np.float64)
-    codec.conclude(added.update)
+    codec.conclude(added)
     assert len(ways_back) == 1
     oracle = _inverted(transform, oracle, layout)
     length = np.linalg.norm(oracle)
-    assert np.linalg.norm(added.update.vector - oracle) <= 1e-5 * length
+    assert np.linalg.norm(added.vector - oracle) <= 1e-5 * length
     for frame, weight in zip(frames, weights, strict=True):
         single += weight * codec.decode(frame, layout)
-    assert np.linalg.norm(added.update.vector - single) <= 1e-5 * length
+    assert np.linalg.norm(added.vector - single) <= 1e-5 * length
     assert len(ways_back) == 1 + clients
 
 

@@ -13,7 +13,6 @@ from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
-from fedcomp.strategies.sinks import WeightedSum
 from fedcomp.wire import LimitExceeded
 
 ALL = SmallDense(min_size=1)
@@ -102,14 +101,14 @@ def test_c7_summing_spectra_is_the_mean_of_what_was_decoded(clients: int) -> Non
     layout = Layout.of({"w": np.zeros((6, 5, 3, 3)), "v": np.zeros(77)}, ALL)
     codec = FFT(0.3, order="HWDF")
     weights = np.random.default_rng(clients).dirichlet(np.ones(clients))
-    total, each = WeightedSum(layout), np.zeros(layout.size)
+    total, each = Update(np.full(layout.size, -0.0, np.float32), layout), np.zeros(layout.size)
     for i, weight in enumerate(weights):
         x = np.random.default_rng(i).standard_normal(layout.size).astype(np.float32)
         frame, _ = codec.encode(Update(x, layout), {}, Key(i))
-        total.add(codec, frame, float(weight), {})
+        codec.gather(frame, float(weight), total)
         each += weight * codec.decode(frame, layout)
-    codec.conclude(total.update)
-    assert np.linalg.norm(total.update.vector - each) <= 1e-6 * np.linalg.norm(each)
+    codec.conclude(total)
+    assert np.linalg.norm(total.vector - each) <= 1e-6 * np.linalg.norm(each)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -20,13 +20,10 @@ from fedcomp.flower.faults import RandomFaults, ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import NODE_RECORD, take_frame
-from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.state import UNSETTLED
 from fedcomp.layout import Layout, SmallDense
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.hooked import Hooked
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
@@ -68,23 +65,10 @@ def in_order(layout: Layout, vector: np.ndarray) -> np.ndarray:
     return np.concatenate([v.reshape(-1).astype(np.float64) for v in layout.unflatten(vector).values()])
 
 
-def residual(context: Context, strategy: Compressed | Hooked, node: int) -> np.ndarray:
+def residual(context: Context, strategy: Compressed, node: int) -> np.ndarray:
     """Return what a client still owes: its memory, plus a pending frame the server never consumed."""
     layout = Layout.of({k: v.numpy() for k, v in model().items()}, strategy.policy)
-    if isinstance(strategy, Compressed):
-        return in_order(layout, program_runs.owed(strategy, context, node, layout).astype(np.float32))
-    meta = context.state.config_records.get("fedcomp.uplink")
-    if meta is None:
-        return np.zeros(1212)
-    codec = strategy.codec
-    state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
-    peer = strategy.reception.peers[node]
-    consumed = (peer.acknowledged, peer.generation) == (meta["pending"], meta["generation"])
-    if not consumed:
-        reply = RecordDict({NODE_RECORD: context.state["fedcomp.uplink.reply/" + NODE_RECORD]})
-        frame = take_frame(reply, UPDATE)
-        state = codec.rollback(state, frame, layout)
-    return in_order(layout, memory_of(state))
+    return in_order(layout, program_runs.owed(strategy, context, node, layout).astype(np.float32))
 
 
 def memory_of(state: dict[str, np.ndarray]) -> np.ndarray:
