@@ -53,7 +53,7 @@ class ClientHalf:
     ...     reply = call_next(msg, context)
     ...     print(sorted(reply.content))
     ...     return reply
-    >>> half = ClientHalf("watch", watch, inside=("coded",), outside=("compression",))
+    >>> half = ClientHalf("watch", watch, inside=("compression",))
     """
 
     name: str

@@ -8,29 +8,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.codecs import Codec
-from fedcomp.codecs.factors import at_model
 from fedcomp.errors import FedcompError
-from fedcomp.flower.metered import addressed
 from fedcomp.flower.payload import models, take_node
 from fedcomp.flower.protocol import PREFIX
-from fedcomp.flower.report import Report, shorten
-from fedcomp.layout import Layout, Vector
-from fedcomp.rng import Key
-from fedcomp.strategies.guard import Norms
+from fedcomp.flower.report import Report
 from fedcomp.strategies.partitions import Holders
-from fedcomp.wire import Bundle, Frame, FrameSizes
 
 T = TypeVar("T")
-M = TypeVar("M", bound="Weighed")
 Arrays = Mapping[str, NDArray[Any]]
 
 MAX_WEIGHT: Final = 2**63
@@ -61,144 +52,14 @@ class Rejected(FedcompError):
     """A reply cannot be used; the message says why."""
 
 
-@dataclass
-class Peer:
-    """What the server knows of one node.
-
-    Attributes
-    ----------
-    acknowledged : int
-        Sequence number of the last update consumed from it; 0 for none.
-    generation : int
-        Generation of the node's memory that update came from.
-    version : int
-        Version of the model the node is known to hold; 0 when unknown.
-    """
-
-    acknowledged: int = 0
-    generation: int = 0
-    version: int = 0
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What all messages of one exchange have in common, kept until their replies are aggregated.
-
-    Between two of its exchanges a node's model stands still, the server's may not: an update is what a client made of
-    the model that it was sent, and is added to the one that the server has by then.
-
-    Attributes
-    ----------
-    round : int
-        Coordinate of the clients' random streams.
-    model : mapping of name to ndarray
-        The server's model when the messages were made.
-    reference : float32 array, shape (layout size,), or None
-        What a lossy downlink made of it; None where clients got the model itself.
-    version : int
-        That of the model in the messages; 0 where models have none.
-    layout : Layout
-    codec : Codec
-        What clients encode with, bound to the model where it needs one.
-    """
-
-    round: int
-    model: Arrays
-    reference: Vector | None
-    version: int
-    layout: Layout
-    codec: Codec
-
-    @classmethod
-    def of(
-        cls, server_round: int, model: Arrays, reference: Vector | None, version: int, layout: Layout, codec: Codec
-    ) -> Origin:
-        """Return the origin of an exchange whose clients encode with ``codec``."""
-        trained = model if reference is None else layout.unflatten(reference)
-        return cls(server_round, model, reference, version, layout, at_model(codec, lambda: trained))
-
-    @cached_property
-    def start(self) -> Vector:
-        """What clients trained from."""
-        return self.layout.flatten(self.model) if self.reference is None else self.reference
-
-
 @dataclass(frozen=True)
 class SentMessage:
-    """One message of an exchange.
-
-    ``base`` is set when the node got a model of its own; ``record`` is the name of the model in the message. ``origin``
-    is None where an exchange is over before the model can change. ``version`` is that of the model in the message; 0
-    where it has none.
-    """
+    """One message of an exchange; ``version`` is that of the model in it, 0 where it has none."""
 
     message: Message
     node: int
     sequence: int
-    base: Arrays | None = None
-    record: str = ""
-    origin: Origin | None = None
     version: int = 0
-
-    def codec(self, own: Codec) -> Codec:
-        """Return what the client encodes with; ``own`` where there is no origin."""
-        return own if self.origin is None else self.origin.codec
-
-    def key(self, own: Key, partition: int | None) -> Key:
-        """Return the client's random stream, made of its round's."""
-        key = own.at(partition=partition or 0)
-        return key if self.origin is None else key.at(round=self.origin.round)
-
-
-class Weighed(Protocol):
-    """What a guard looks at of what came from one client."""
-
-    sent: SentMessage
-    weight: float
-    norm: float | None
-    outlier: bool
-
-
-@dataclass
-class Arrival:
-    """A checked reply: a frame, or the plain arrays of a client without the mod (both where they became a vote).
-
-    The frame is kept as bytes, which are in the message anyway. What was parsed of it is kept until it is added, or
-    until :meth:`~fedcomp.strategies.intake.Intake.keep` drops it. ``sizes`` are those of a frame that travelled.
-    ``figures`` are what the codec shows of the frame, ``said`` what the client says of its update. ``norm`` is that of
-    the update, None where nobody may know it; an ``outlier`` is one that a guard refused. ``unchanged`` are numbers of
-    tensors that the client says it has not changed; ``copies`` those that are another name of an earlier one, whose
-    change they share.
-    """
-
-    sent: SentMessage
-    message: Message
-    content: RecordDict
-    record: str
-    exact: Arrays
-    frame: Frame | None = None
-    parsed: Bundle | None = None
-    sizes: FrameSizes | None = None
-    plain: Arrays | None = None
-    metrics_name: str = ""
-    weight: float = 1.0
-    sequence: int = 0
-    generation: int = 0
-    rolled_back: bool = False
-    unsupported: str = ""
-    memory: float | None = None
-    remark: str = ""
-    said: str = ""
-    figures: Mapping[str, float] = field(default_factory=dict)
-    norm: float | None = None
-    outlier: bool = False
-    unchanged: frozenset[int] = frozenset()
-    copies: Mapping[int, int] = field(default_factory=dict)
-
-    @property
-    def opened(self) -> Frame | Bundle | None:
-        """The frame, parsed where that was kept."""
-        return self.frame if self.parsed is None else self.parsed
 
 
 @dataclass
@@ -206,16 +67,6 @@ class Usual:
     """The form that most replies had when last there was such a form; it decides where two are equally frequent."""
 
     form: str = ""
-
-
-def first_replies(messages: Iterable[Message], replies: Iterable[Message]) -> dict[int, Message]:
-    """Return the first reply of each node that was sent one of ``messages``; see :func:`match_replies` for the rest."""
-    asked = dict(addressed(messages))
-    found: dict[int, Message] = {}
-    for reply in replies:
-        if (node := asked.get(reply.metadata.reply_to_message_id)) is not None:
-            found.setdefault(node, reply)
-    return found
 
 
 def match_replies(
@@ -286,61 +137,6 @@ def _excess(content: RecordDict) -> str:
         # Of all records together, or many short lists would add up to a long one.
         numbers += sum(len(value) for value in record.values() if isinstance(value, list))
     return f"the reply's lists hold {numbers} numbers; at most {MAX_NUMBERS} are read" if numbers > MAX_NUMBERS else ""
-
-
-def note_arrivals(arrivals: Iterable[Arrival], report: Report, *, models_asked: bool = False) -> None:
-    """Note in ``report`` what arrived, and how.
-
-    Parameters
-    ----------
-    models_asked : bool
-        Whether whole models are what clients were asked for: then nobody lacks a mod.
-    """
-    for arrival in arrivals:
-        node = arrival.sent.node
-        report.plain += arrival.plain is not None
-        report.compressed += arrival.plain is None
-        if arrival.rolled_back:
-            report.rolled_back.append(node)
-        # A memory bears the number of the message it began with.
-        if arrival.generation and arrival.generation == arrival.sequence:
-            report.fresh.append(node)
-        if arrival.unsupported:
-            report.unsupported[node] = shorten(arrival.unsupported)
-        elif arrival.plain is not None and not models_asked:
-            report.without_mod.append(node)
-        if arrival.memory is not None:
-            report.memory[node] = arrival.memory
-        if arrival.remark:
-            report.notes.append(arrival.remark)
-        if arrival.said:
-            report.remarks[node] = shorten(arrival.said)
-        for name, value in arrival.figures.items():
-            report.frames.setdefault(name, {})[node] = value
-
-
-def ordinary(arrivals: list[M], report: Report, guard: Norms | None = None, past: Sequence[Report] = ()) -> list[M]:
-    """Note norm and weight of each arrival in ``report``; return those that ``guard`` lets pass, and reject the others.
-
-    Parameters
-    ----------
-    guard : Norms, optional
-        What decides which of them are out of the ordinary, by the reports of the rounds before, ``past``; default
-        nobody is.
-    """
-    for arrival in arrivals:
-        if arrival.norm is not None:
-            report.norms[arrival.sent.node] = arrival.norm
-            report.weights[arrival.sent.node] = arrival.weight
-    if guard is None:
-        return arrivals
-    found = guard.outliers(report, past)
-    for arrival in arrivals:
-        # Where all of several are refused nobody can tell which is one.
-        arrival.outlier = arrival.sent.node in found and not 1 < len(found) == len(arrivals)
-    for node, reason in found.items():
-        report.refuse(node, reason)
-    return [arrival for arrival in arrivals if arrival.sent.node not in found]
 
 
 def agreeing(
@@ -427,19 +223,3 @@ def weight_of(content: RecordDict, key: str | None) -> tuple[str, float]:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < MAX_WEIGHT:
         raise Rejected(f"metric {key!r} is {weight!r}, expected a number >= 0 and < 2**63: it is the update's weight")
     return name, weight
-
-
-def integer(header: ConfigRecord, name: str) -> int:
-    """Return an integer of a reply's header; raise :class:`Rejected` when it is none."""
-    value = header.get(name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise Rejected(f"header field {name!r} is {value!r}, expected an integer")
-    return value
-
-
-def text(header: ConfigRecord, name: str) -> str:
-    """Return a name of a reply's header; raise :class:`Rejected` when it is none."""
-    value = header.get(name)
-    if not isinstance(value, str) or not value:
-        raise Rejected(f"header field {name!r} is {value!r}, expected a name")
-    return value

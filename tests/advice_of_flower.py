@@ -49,13 +49,11 @@ from fedcomp.drift.distance import QuantileSketch, calibrated, ks_distance
 from fedcomp.drift.edge import Deployments
 from fedcomp.drift.messages import Says, SensorMessage
 from fedcomp.drift.statistics import confidence, cross_entropy
-from fedcomp.flower import folder, state, store
+from fedcomp.flower import folder, store
 from fedcomp.flower.checkpoint import capture_strategy, renumber_strategy, restore_strategy
 from fedcomp.flower.folder import StateFolder
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.protocol import Announcement
 from fedcomp.flower.rounds import drive_many
-from fedcomp.flower.state import Uplink
 from fedcomp.flower.vanishing import VanishingGrid
 from fedcomp.kernels import tiers
 from fedcomp.kernels.bins import adaptive_step
@@ -140,13 +138,6 @@ def deploys(path: Path, deployments: Deployments | None = None) -> bool:
     """Whether another process serves what this one deploys."""
     StoredEdge(path, deployments).deploy(START, lambda deployed: np.linspace(0.5, 1.0, 100))
     return StoredEdge(path).version == 1
-
-
-def uplink(codec: Any) -> bool:
-    """Whether a node takes part whose state holds four bytes for each parameter of the model."""
-    said = Announcement("arrays", 1, 0, session=b"session!", sequence=1)
-    with patch.object(state, "MOST_BYTES", 4 * LAYOUT.size):
-        return Uplink.begin(context(), said, codec, LAYOUT).fresh
 
 
 def answers(codec: Any) -> bool:
@@ -498,12 +489,6 @@ FLOWER: tuple[Row, ...] = (
         "in the same exchange; give every node to one of them",
         lambda: addressed(slice(0, 2), slice(1, 3)),
         lambda: addressed(slice(0, 2), slice(2, 4)),
-    ),
-    row(
-        "fedcomp/flower/state.py",
-        "use memory='float16' where the codec has it, or a codec without memory, EDEN() or QSGD()",
-        lambda: uplink(ErrorFeedback(TopK(0.01))),
-        lambda: uplink(ErrorFeedback(TopK(0.01), memory="float16")) and uplink(EDEN()) and uplink(QSGD()),
     ),
     row(
         "clients/memory.py",

@@ -17,7 +17,6 @@ from fedcomp.flower import (
     asks,
     datalens,
     folder,
-    protocol,
     state,
 )
 from fedcomp.flower.payload import put_frame
@@ -37,22 +36,6 @@ def plain(message: Any) -> Any:
 EXAMPLES: dict[str, Schema] = {
     "datalens.TrainingRequest": _TRAINING,
     "datalens.Answered": datalens.Answered("s", 3),
-    "protocol.Announcement": protocol.Announcement(
-        "arrays",
-        3,
-        -5,
-        {"id": "topk", "density": 0.1, "codec": {"id": "qsgd"}},
-        {"b": [1], "a": 2},
-        b"12345678",
-        4,
-        3,
-        2,
-        {"id": "dense"},
-        9,
-        8,
-        b"digest..",
-    ),
-    "protocol.Announcement/plain": protocol.Announcement("arrays", 1, 0),
     "asks.AskHead": asks.AskHead(
         number=3,
         seed=-5,
@@ -93,16 +76,6 @@ EXAMPLES: dict[str, Schema] = {
     "asks.AnswerHead/bare": asks.AnswerHead(2, 4, 1, bare=True, sent=True, key=b"k" * 32),
     "asks.AnswerHead/links": asks.AnswerHead(
         2, 4, 1, key=b"k" * 32, address="tcp://h:1", signature=b"s", handed=9, parcels=1, missed=("3 no key",)
-    ),
-    "state.UplinkRecord": state.UplinkRecord(3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest"),
-    "state.UplinkRecord/asked": state.UplinkRecord(
-        3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest", b"asked"
-    ),
-    "state.UplinkRecord/node": state.UplinkRecord(
-        3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest", node=b"\0\0\0\0\0\0\0\7"
-    ),
-    "state.UplinkRecord/made": state.UplinkRecord(
-        3, (1 << 32) + 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest", made=9
     ),
     "state.ReplicaRecord": state.ReplicaRecord(7),
     "memory.Held": memory.Held(

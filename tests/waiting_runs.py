@@ -7,10 +7,9 @@ from typing import Any
 from flwr.app import Message
 
 from fedcomp.flower.payload import BLOB, STEP, frames
-from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.wrapper import GridWrapper
 
-KEPT = (UPDATE, "arrays")
+KEPT = ("arrays",)
 
 
 class Sent(GridWrapper):

@@ -34,7 +34,7 @@ def votes_only() -> ClientHalf:
     >>> from fedcomp.clients.client import client
     >>> app = client(ClientApp(), votes_only(), only=["compression", "private"])
     """
-    inner = ("coded", "local_privacy", "record_dp", "compression", "private")
+    inner = ("local_privacy", "record_dp", "compression", "private")
     return ClientHalf("votes_only", _guard, outside=inner, needs=("compression", "private"))
 
 

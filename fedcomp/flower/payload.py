@@ -75,29 +75,6 @@ def put_frame(record: RecordDict, key: str, frame: bytes) -> None:
         record[key] = ArrayRecord({STYPE: Array("uint8", (len(data),), STYPE, data)})
 
 
-def put_reply_frame(record: RecordDict, key: str, frame: bytes) -> None:
-    """Store ``frame`` as the entry ``key`` of the node record in ``record``, where it is small, else as a record.
-
-    The node record is replaced, not changed.
-
-    Raises
-    ------
-    PayloadError
-        When ``frame`` is not bytes.
-    """
-    put_frame(record, key, frame)
-    header, holder = _header(record), record[key]
-    if header is not None and isinstance(holder, ConfigRecord):
-        record[NODE_RECORD] = ConfigRecord({**header, key: holder[STYPE]})
-        del record[key]
-
-
-def has_frame(record: RecordDict, key: str) -> bool:
-    """Whether ``record`` holds something under ``key`` that :func:`take_frame` would take, or refuse."""
-    header = _header(record)
-    return key in record or (header is not None and key in header)
-
-
 def take_frame(record: RecordDict, key: str) -> bytes | None:
     """Return the frame under ``key`` of ``record`` or of the node record in it, or None when there is no such key.
 

@@ -23,12 +23,13 @@ from fedcomp.clients.private.topagg import votes_only
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower._private import acting_as
+from fedcomp.flower.asks import AskHead
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.protocol import Announcement
 from fedcomp.flower.schema import SchemaError
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.systems.pair import Pair
 
-OUTERMOST_FIRST = ("votes_only", "coded", "local_privacy", "record_dp", "compression", "private")
+OUTERMOST_FIRST = ("votes_only", "local_privacy", "record_dp", "compression", "private")
 
 
 def say(app, kind: str = "train") -> Message:
@@ -149,7 +150,7 @@ REFUSED = {
     "among own mods": (lambda: client(ClientApp(mods=[compression()])), "compression is among the app's own mods"),
     "factory among own": (lambda: client(ClientApp(mods=[compression])), "compression is among the app's own mods"),
     "typo": (lambda: client(ClientApp(), only=["compresion"]), "did you mean 'compression'"),
-    "unknown": (lambda: client(ClientApp(), only=["xyzzy"]), "expected one of coded, local_privacy, compression"),
+    "unknown": (lambda: client(ClientApp(), only=["xyzzy"]), "expected one of local_privacy, compression"),
     "no parentheses": (lambda: client(ClientApp(), only=[private]), r"write private\(\)"),  # type: ignore[list-item]
     "two handlers": (
         lambda: client(
@@ -233,13 +234,15 @@ def test_the_generic_app_has_a_handler_for_every_system() -> None:
             assert ("function registered" in reply.error.reason) == (kind == "query.unknown"), kind
 
 
-def test_a_damaged_announcement_is_refused_before_the_app_sees_it() -> None:
+def test_a_damaged_ask_is_refused_before_the_app_sees_it() -> None:
     seen: list[str] = []
     app, held = client(ClientApp(), only=["compression"]), context()
     app.train()(answering(seen))
-    said = Announcement("arrays", 1, 0, codec=TopK(0.1).to_config(), session=b"s", sequence=1)
+    said = AskHead(
+        number=1, seed=0, session=b"session!", sequence=1, model="arrays", system=Pair(TopK(0.1)).to_config()
+    )
     for what, content in all_damages(said):
-        # A server of another version is answered densely.
+        # A server of another version is refused by name.
         if "protocol" not in what and "version" not in what:
             content["arrays"] = model()
             with acting_as(1, 2), pytest.raises(SchemaError):

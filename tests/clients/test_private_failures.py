@@ -32,13 +32,14 @@ from fedcomp.flower.asks import AskHead
 from fedcomp.flower.datalens import TrainingRequest
 from fedcomp.flower.payload import PayloadError, take_frame
 from fedcomp.flower.privacy import PRIVATE
-from fedcomp.flower.protocol import RESYNC, Announcement, announce
+from fedcomp.flower.protocol import RESYNC
 from fedcomp.privacy.accounting import Unaccountable
 from fedcomp.privacy.bounds import round_conditionally
 from fedcomp.privacy.errors import BudgetExceeded, PrivacyError, PrivacyLedgerError, Unbounded
 from fedcomp.privacy.local import LocalPolicy, Privatise
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
+from fedcomp.systems.pair import Pair
 from fedcomp.systems.private.local import Local
 from fedcomp.systems.private.lsg import LowRank
 from fedcomp.systems.private.record import DpSgdPlan, Records
@@ -126,7 +127,7 @@ def ask(path: str, act: Callable[[Message], Message], folder: Path) -> Message:
         system = Local(codec).to_config()
         heads.put(content, AskHead(1, 0, b"session!", sequence=1, system=system, model="arrays"))
     elif codec is not None:
-        announce(content, Announcement("arrays", 1, 0, codec=codec.to_config(), session=b"s", sequence=1))
+        heads.put(content, AskHead(1, 0, b"session!", sequence=1, system=Pair(codec).to_config(), model="arrays"))
     if path.startswith("lsg"):
         system = LowRank(clip=1.0, rank=0, keep=0.5).to_config()
         heads.put(content, AskHead(number=1, seed=5, session=bytes(8), sequence=1, system=system, model="arrays"))
@@ -154,7 +155,9 @@ def test_a9_what_the_pair_refuses_before_the_app_keeps_its_words() -> None:
     """The server acts on them: it sends the model whole to a client whose replica is out of date."""
     content = RecordDict({"config": ConfigRecord({PRIVATE: True})})
     downlink = TopK(density=0.5).to_config()
-    announce(content, Announcement("arrays", 2, 0, codec=downlink, downlink=downlink, version=2, base=1, sequence=2))
+    of_round = {"number": 2, "seed": 0, "session": b"session!", "sequence": 2, "model": "arrays"}
+    system = Pair(TopK(density=0.5)).to_config()
+    heads.put(content, AskHead(**of_round, system=system, downlink=downlink, version=2, base=1))
     with server():
         reply = app_of([compression(), private()], raise_value)(Message(content, 1, "train"), node())
     assert reply.error.reason.startswith(RESYNC)

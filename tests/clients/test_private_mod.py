@@ -24,12 +24,12 @@ from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
 from fedcomp.flower import asks as heads
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.payload import FRAME, NODE_RECORD, frames, put_frame, put_reply_frame, take_frame
+from fedcomp.flower.payload import EXACT, FRAME, NODE_RECORD, frames, put_frame
 from fedcomp.flower.privacy import PRIVATE
-from fedcomp.flower.protocol import EXACT, UPDATE, Announcement, announce
 from fedcomp.privacy.errors import PrivacyLedgerError
 from fedcomp.privacy.journal import Journal
 from fedcomp.privacy.local import LocalPolicy, Privatise, privatised
+from fedcomp.systems.pair import Pair
 from fedcomp.systems.private.local import Local
 
 MODEL = {
@@ -73,24 +73,21 @@ def node() -> Context:
 
 def ask(app, *, codec=None, asks=True, sequence=1, kind="train", context=None, session=b"s", model=MODEL) -> Message:
     content = RecordDict({"arrays": record(model), "config": ConfigRecord({PRIVATE: True} if asks else {})})
-    if codec is not None and privatised(codec) is not None:
-        heads.put(content, local_head(Local(codec).to_config(), session, sequence))
-    elif codec is not None:
-        announce(
-            content, Announcement("arrays", sequence, 0, codec=codec.to_config(), session=session, sequence=sequence)
-        )
+    if codec is not None:
+        system = Pair(codec) if privatised(codec) is None else Local(codec)
+        heads.put(content, head_of(system.to_config(), session, sequence))
     with server():
         msg = Message(content, 1, kind)
         return app(msg, node() if context is None else context)
 
 
-def local_head(system: dict[str, Any], session: bytes, sequence: int = 1) -> heads.AskHead:
-    """Return what asks for messages of local privacy."""
+def head_of(system: dict[str, Any], session: bytes, sequence: int = 1) -> heads.AskHead:
+    """Return what asks for training."""
     return heads.AskHead(sequence, 0, session.ljust(8), sequence, system=system, model="arrays")
 
 
 def sent(reply: Message) -> bytes | None:
-    """Return the frame in a message of local privacy."""
+    """Return the frame of a system in a message."""
     return heads.data_in(reply.content, FRAME).get("values")
 
 
@@ -118,10 +115,10 @@ def test_a_private_reply_holds_the_update_and_the_partition(mods, codec) -> None
     reply = ask(app_of(mods), codec=codec)
     plain = codec is None or (len(mods) == 1 and mods[0].name == "private")
     assert set(reply.content) == ({"arrays", NODE_RECORD} if plain else {NODE_RECORD})
-    assert list(frames(reply.content)) == ([] if plain else [UPDATE])
-    header = {name: value for name, value in reply.content[NODE_RECORD].items() if name != UPDATE}
-    assert set(header) <= {"partition-id", "record", "sequence", "generation", "rolled-back"}
-    assert take_frame(reply.content, EXACT) is None
+    assert (sent(reply) is None) == plain
+    assert not heads.data_in(reply.content, EXACT)
+    header = {name for name in reply.content[NODE_RECORD] if not name.startswith("fedcomp.")}
+    assert header <= {"partition-id", "record", "sequence", "generation", "state"}
     if "arrays" in reply.content:
         after = {name: a.numpy() for name, a in reply.content["arrays"].items()}
         np.testing.assert_array_equal(after["w"], MODEL["w"] + 5)
@@ -136,8 +133,9 @@ def test_a_message_that_does_not_ask_passes_through_untouched() -> None:
     assert reply.content["arrays"]["num_batches_tracked"].numpy() == 8
     reply = ask(app_of([compression(), private()]), asks=False, codec=ErrorFeedback(TopK(density=0.5)))
     assert "metrics" in reply.content
-    assert list(frames(reply.content)) == [UPDATE, EXACT]
-    assert "memory" in reply.content[NODE_RECORD]
+    assert sent(reply)
+    assert heads.data_in(reply.content, EXACT)
+    assert heads.find_answer(reply.content).memory > 0
     evaluated = ask(app_of([private()], kind="evaluate"), kind="evaluate")
     assert "metrics" in evaluated.content
 
@@ -161,7 +159,7 @@ def test_an_app_that_writes_into_what_it_was_given_does_not_move_the_buffers() -
         reply = ask(app_of(mods, in_place), codec=codec)
         if codec is None:
             np.testing.assert_array_equal(reply.content["arrays"]["bn.running_mean"].numpy(), MODEL["bn.running_mean"])
-        assert take_frame(reply.content, EXACT) is None
+        assert not heads.data_in(reply.content, EXACT)
 
 
 def test_what_is_not_the_model_does_not_leave(caplog) -> None:
@@ -211,13 +209,10 @@ def test_a_locally_private_reply_holds_a_frame_and_nothing_beside_it() -> None:
         assert b"4321" not in everything(reply)
 
 
-@pytest.mark.parametrize("put", [put_frame, put_reply_frame])
-def test_a_second_frame_does_not_leave_beside_the_private_one(put) -> None:
-    """Whether it lies in a record of its own or in the header."""
-
+def test_a_second_frame_does_not_leave_beside_the_private_one() -> None:
     def smuggling(msg: Message, context: Context, call_next) -> Message:
         reply = call_next(msg, context)
-        put(reply.content, EXACT, b"4321")
+        put_frame(reply.content, EXACT, b"4321")
         return reply
 
     reply = ask(local_app(mods=[smuggling, compression(), private()]), codec=LOCAL)
@@ -356,7 +351,7 @@ def test_a_limit_holds_over_two_runs_of_a_grid(folder) -> None:
             messages = []
             for node_id in grid.get_node_ids():
                 content = RecordDict({"arrays": record(MODEL), "config": ConfigRecord({})})
-                heads.put(content, local_head(Local(LOCAL).to_config(), b"run %d" % run))
+                heads.put(content, head_of(Local(LOCAL).to_config(), b"run %d" % run))
                 messages.append(Message(content, node_id, "train"))
             errors.append([reply.has_error() for reply in grid.send_and_receive(messages)])
     assert errors == [[False, False], [True, True]]
@@ -394,7 +389,7 @@ def test_a_client_that_cannot_use_the_codec_that_privatises_sends_nothing_withou
 
     content = RecordDict({"arrays": record(MODEL), "config": ConfigRecord({PRIVATE: True})})
     codec = {**LOCAL.to_config(), "codec": inner}
-    heads.put(content, local_head({"id": Local.ID, "codec": codec}, b"s"))
+    heads.put(content, head_of({"id": Local.ID, "codec": codec}, b"s"))
     with server():
         reply = app_of(mods, never)(Message(content, 1, "train"), node())
     assert reply.has_error()

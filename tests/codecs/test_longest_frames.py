@@ -7,17 +7,12 @@ import math
 import numpy as np
 import pytest
 from codec_examples import LAYOUTS, update
-from flwr.app import Context, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcomp import wire
-from fedcomp.codecs import DGC, Codec, RandomK, TopK
-from fedcomp.codecs.waiting import Waiting
+from fedcomp.codecs import Codec, RandomK, TopK
 from fedcomp.errors import ConfigError
-from fedcomp.flower import state
-from fedcomp.flower.protocol import Announcement
-from fedcomp.flower.state import Uplink
 from fedcomp.layout import Layout, TensorSpec, Update
 from fedcomp.rng import Key
 from fedcomp.wire import Expected
@@ -53,42 +48,6 @@ def frames_of(codec: Codec, layout: Layout) -> list[bytes]:
 
 
 KEPT = Layout((TensorSpec("w", (100, 40), "float32", 0, 4000),), (), ("w",))
-
-
-@pytest.mark.slow
-def test_a_state_that_gets_too_long_in_any_round_is_refused_before_the_first(
-    codec: Codec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All that a node keeps counts: memory, what puts a lost frame back, and the reply itself, which is longest in the
-    first rounds of a warm-up. Flower reads no state above 2 GiB."""
-    after = codec.init(KEPT)
-    if not after:
-        pytest.skip("keeps nothing, and no reply")
-    if isinstance(codec, Waiting):
-        pytest.skip("of a program, whose memory looks at what is there")
-    kept = 0
-    for r in range(1, 7):
-        given_ = Update(np.random.default_rng(r).standard_normal(KEPT.size).astype(np.float32), KEPT)
-        frame, after = codec.encode(given_, after, KEY.at(round=r))
-        kept = max(kept, len(frame) + sum(a.nbytes for a in after.values()))
-    context = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
-    said = Announcement("arrays", 1, 0, session=b"session!", sequence=1)
-    monkeypatch.setattr(state, "MOST_BYTES", kept - 50)
-    with pytest.raises(ConfigError, match="would remember"):
-        Uplink.begin(context, said, codec, KEPT)
-    monkeypatch.setattr(state, "MOST_BYTES", 3 * kept + 5000)
-    Uplink.begin(context, said, codec, KEPT)
-
-
-def test_the_first_frames_of_dgc_count() -> None:
-    """10.4 bytes a parameter: velocity, momentum, a fourth of both in the first round's frame and beside it."""
-    context = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
-    said = Announcement("arrays", 1, 0, session=b"session!", sequence=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state, "MOST_BYTES", 10 * KEPT.size)
-        with pytest.raises(ConfigError, match="would remember up to 4"):
-            Uplink.begin(context, said, DGC(), KEPT)
-        Uplink.begin(context, said, DGC(warmup=0), KEPT)
 
 
 @pytest.mark.slow

@@ -22,12 +22,10 @@ from fedcomp.flower.payload import (
     STYPE,
     PayloadError,
     frames,
-    has_frame,
     keep_node,
     payload_bytes,
     put_frame,
     put_node,
-    put_reply_frame,
     round_of,
     take_frame,
     take_node,
@@ -376,60 +374,22 @@ def reply_with(put: Any, *frames_of: tuple[str, bytes]) -> RecordDict:
     return record
 
 
-def test_small_frames_of_a_reply_are_entries_of_its_header_and_cost_no_object_of_their_own() -> None:
-    update, exact = (protocol.UPDATE, random_bytes(500)), (protocol.EXACT, random_bytes(60, 1))
-    apart = message(reply_with(put_frame, update, exact))
-    joined = message(reply_with(put_reply_frame, update, exact))
-    assert set(joined.content) == {"metrics", NODE_RECORD}
-    for sent in (apart, joined):
-        received = unpack(Packer().pack(sent))
-        assert [take_frame(received.content, key) for key, _ in (update, exact)] == [update[1], exact[1]]
-        assert frames(received.content) == dict((update, exact))
-        assert payload_bytes(received) == 560
-        assert take_node(received) == 3
-        assert has_frame(received.content, protocol.UPDATE)
-        assert not has_frame(received.content, protocol.STEP)
-    assert len(Packer().pack(joined).contents) == len(Packer().pack(apart).contents) - 2
-    # Two objects: their types and ids, and the ids once more in the tree.
-    assert wire_bytes(apart) - wire_bytes(joined) > 2 * 200
-
-
-@pytest.mark.parametrize("size", [0, INLINE_LIMIT + 1])
-def test_frames_that_no_record_of_configuration_takes_stay_beside_the_header(size: int) -> None:
-    record = reply_with(put_reply_frame, (protocol.UPDATE, random_bytes(size)))
-    assert isinstance(record[protocol.UPDATE], ArrayRecord)
-    assert take_frame(record, protocol.UPDATE) == random_bytes(size)
-    assert list(record[NODE_RECORD]) == [PARTITION_KEY]
-    bare = RecordDict()
-    put_reply_frame(bare, protocol.UPDATE, b"abc")
-    assert take_frame(bare, protocol.UPDATE) == b"abc"
-
-
-def test_replacing_a_frame_of_a_header_leaves_who_else_holds_the_header_alone() -> None:
-    """A node keeps its last reply, and what stands outside of it may change what is sent."""
-    record = reply_with(put_reply_frame, (protocol.UPDATE, b"first"))
-    kept = RecordDict(dict(record.items()))
-    put_frame(record, protocol.UPDATE, b"second")
-    assert (take_frame(record, protocol.UPDATE), take_frame(kept, protocol.UPDATE)) == (b"second", b"first")
-    put_reply_frame(record, protocol.UPDATE, b"third")
-    assert list(record) == list(kept)
-    assert (take_frame(record, protocol.UPDATE), take_frame(kept, protocol.UPDATE)) == (b"third", b"first")
-
-
 @pytest.mark.parametrize("value", [1, 0.5, "text", True, [b"a"], [1]], ids=repr)
 def test_an_entry_of_a_header_that_is_no_frame_is_an_error(value: Any) -> None:
     record = reply_with(put_frame)
-    record.config_records[NODE_RECORD][protocol.UPDATE] = value
+    record.config_records[NODE_RECORD]["fedcomp.update"] = value
     with pytest.raises(PayloadError, match=r"entry 'fedcomp.update' of 'fedcomp.node' is a .*, not a frame"):
-        take_frame(record, protocol.UPDATE)
+        take_frame(record, "fedcomp.update")
     assert frames(record) == {}
     assert payload_bytes(message(record)) == 0
-    assert has_frame(record, protocol.UPDATE)
 
 
 def test_a_header_that_says_only_who_answers_says_nothing_else() -> None:
     """Private halves pass on the partition of a reply alone: no frame leaves with it."""
     out = RecordDict()
-    keep_node(reply_with(put_reply_frame, (protocol.UPDATE, b"frame")), out)
+    record = reply_with(put_frame)
+    record.config_records[NODE_RECORD]["fedcomp.frame.values"] = b"frame"
+    assert frames(record)
+    keep_node(record, out)
     assert frames(out) == {}
     assert dict(out.config_records[NODE_RECORD]) == {PARTITION_KEY: 3}
