@@ -380,6 +380,6 @@ def require_room(parcel: Parcel, held: int, limit: int, where: str) -> None:
     """Raise :class:`StoreFull` when ``parcel`` would bring ``where`` above ``limit`` bytes."""
     if held + len(parcel) > limit:
         raise StoreFull(
-            f"a parcel of {len(parcel)} bytes does not fit into {where}, which holds {held} of at most {limit} bytes; "
-            "raise max_store_bytes, or send smaller or fewer shards"
+            f"a parcel of {len(parcel)} bytes does not fit beside {held} of at most {limit} bytes; "
+            f"raise max_store_bytes, or send smaller or fewer shards ({where})"
         )

@@ -159,10 +159,6 @@ class _Run:
 
     def execute(self) -> dict[str, Any]:
         """Run all rounds that are still to do; return the notes."""
-        self._unkept = "" if in_process(self.grid) is not None else checkpoints.together(self.strategy)
-        if self.checkpoint is not None and self._unkept:
-            log.warning("no checkpoint is made: %s", self._unkept)
-            self.checkpoint = None
         link = str(self.settings["link"])
         self._clock = _Clock(self.grid, parse_link(link) if link else None)
         self._started = time.perf_counter()
@@ -398,7 +394,6 @@ class _Run:
             "task": self.task.record(),
             "settings": dict(self.settings),
             "versions": {name: importlib.metadata.version(name) for name in packages},
-            **({"no_checkpoint": self._unkept} if self._unkept else {}),
             **self._spent(),
             **self._promised(),
             **({} if self.withheld else self.grid.ledger.summary()),

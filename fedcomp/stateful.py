@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from fedcomp.errors import ConfigError, StateError
+from fedcomp.errors import StateError
 from fedcomp.plain import PlainError, from_plain, to_plain
 
 _IDENTITY = "identity"
@@ -127,8 +127,6 @@ class Stateful:
     STATE : mapping of str to type or StatePart
         What is state, in the order in which it is restored: attributes by their names, with the type
         :func:`fedcomp.plain.from_plain` reads, and parts. That of base classes comes first.
-    TOGETHER : str
-        Why the state is of no use without that of whoever it talks to, stored at the same time; empty when it is.
 
     Examples
     --------
@@ -147,8 +145,6 @@ class Stateful:
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {}
-
-    TOGETHER: ClassVar[str] = ""
 
     @classmethod
     def declared_state(cls) -> dict[str, Any]:
@@ -183,14 +179,7 @@ class Stateful:
 
         What was sent after the state was saved is unknown here and known there: under a number used twice two things
         would pass for one. By default what is inside does so.
-
-        Raises
-        ------
-        ConfigError
-            When the state is of no use without that of the receivers.
         """
-        if self.TOGETHER:
-            raise ConfigError(self.TOGETHER)
         for kind in self.declared_state().values():
             if isinstance(kind, StatePart):
                 kind.renumber(self)

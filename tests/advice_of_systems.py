@@ -178,8 +178,8 @@ SYSTEMS = (
     row(
         "clients/client.py",
         "two halves handle messages of type {}; leave {} out",
-        lambda: client(ClientApp(), only=[named("gossip", 1), named("gossip", 2)]),
-        lambda: client(ClientApp(), only=[named("gossip", 1)]),
+        lambda: client(ClientApp(), only=[named("teachers", 1), named("teachers", 2)]),
+        lambda: client(ClientApp(), only=[named("teachers", 1)]),
     ),
 )
 
@@ -191,9 +191,9 @@ def raising(message: Any, context: Any, call_next: Any) -> Any:
 def named(kind: str, number: int) -> Any:
     from dataclasses import replace
 
-    from fedcomp.clients.gossip import gossip_node
+    from fedcomp.clients.private.datalens import datalens_teachers
 
-    return replace(gossip_node(generic.local_objective), name=f"{kind}-{number}")
+    return replace(datalens_teachers(generic.teachers), name=f"{kind}-{number}")
 
 
 OTHERS = (

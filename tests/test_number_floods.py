@@ -25,14 +25,11 @@ HERE = Path(__file__).parent
 
 FREE = {
     # Compared, counted or looked up; nothing is as long as they are.
-    "round sequence acknowledged generation pending made version base oldest number consumed before "
-    "trained": "compared with the receiver's own",
+    "sequence generation version base oldest number consumed before trained": "compared with the receiver's own",
     "seed draw": "names a random stream",
-    "index source sources relays partition partitions partition_id missed named "
-    "unknown": "names parties; a list is as long as the message that brings it",
+    "partition_id": "names a party",
     "unchanged copies": "numbers of tensors; a list is as long as the message that brings it",
-    "sizes sent held kept payload handed parcels": "a figure, reported or compared with what came",
-    "max_store max_payload": "a limit, where the receiver has one, too",
+    "sent handed parcels": "a figure, reported or compared with what came",
     # Bounded as a product, in Schema.conflict.
     "pixels k batch": "DataLens: teachers, images and pixels",
 }

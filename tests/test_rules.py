@@ -16,12 +16,26 @@ from typing import Annotated, Any
 import numpy as np
 import pytest
 
-from fedcomp.codecs import DFT, LGC, Factors, GradiVeQ, PowerSGD, RandomK, RandomProjection, ScaleCom, TopK, chain
+from fedcomp.codecs import (
+    DFT,
+    LGC,
+    Factors,
+    GradiVeQ,
+    Identity,
+    PowerSGD,
+    RandomK,
+    RandomProjection,
+    ScaleCom,
+    TopK,
+    chain,
+)
 from fedcomp.errors import ConfigError
 from fedcomp.flower.schema import Schema
 from fedcomp.privacy.local import Privatise
 from fedcomp.rng import Key
 from fedcomp.rules import Configured, Data, Flag, Int, Made, Many, Maybe, OneOf, Real, Rule, Text, rules_of
+from fedcomp.systems import get_system
+from fedcomp.systems.pair import Pair
 from fedcomp.systems.private.record import DpSgdPlan
 
 LEAST = Real(least=0.0)
@@ -238,7 +252,6 @@ WITHOUT_A_RULE = {
     "EndsDense": "others",  # a function
     "Event": "label",  # any text, of a ledger of any age
     "GossipSettings": "watch spool",  # a function; a path
-    "LowRank": "whole_tensors",  # any text: patterns of names
     "OnOff": "key",  # an object
     "PrivacySettings": "sampling",  # an object that checks itself
     "Push": "messages enough",  # messages; a function
@@ -362,6 +375,8 @@ def example(rule: Rule) -> Any:
             return rule.take(b"x" * rule.least)
         case Many():
             return [example(rule.each)] * rule.least
+        case Made(make=make) if make is get_system:
+            return Pair(Identity())
     raise NotImplementedError(rule)
 
 

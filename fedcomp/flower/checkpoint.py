@@ -384,21 +384,8 @@ def restore_strategy(strategy: Any, state: Mapping[str, Any]) -> None:
             restore_strategy(_own(strategy, name), inner)
 
 
-def together(strategy: Any) -> str:
-    """Return why the state of a strategy is of no use without that of its clients; empty when it is."""
-    own = str(getattr(type(strategy), "TOGETHER", ""))
-    inside = [value for value in vars(strategy).values() if isinstance(value, Strategy)]
-    return own or next(filter(None, map(together, inside)), "")
-
-
 def renumber_strategy(strategy: Any) -> None:
-    """Let a restored strategy, and all that it wraps, go on under numbers that clients cannot have seen.
-
-    Raises
-    ------
-    ConfigError
-        When its state is of no use without the clients'.
-    """
+    """Let a restored strategy, and all that it wraps, go on under numbers that clients cannot have seen."""
     if isinstance(strategy, Stateful):
         strategy.renumber()
         return

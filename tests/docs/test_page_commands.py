@@ -443,7 +443,7 @@ def test_e1_no_command_escapes() -> None:
             )
     tested = ("experiments.run", "experiments.bench", "fedcomp.tasks", "fedcomp.privacy", "fedcomp.coding.plan")
     tested += ("fedcomp.kernels", "fedcomp.coding.kernels", "fedcomp.clients.edge", "fedcomp.coding.listener", "pytest")
-    tested += ("fedcomp.clients.edge.executor",)
+    tested += ("fedcomp.clients.edge.executor", "fedcomp.experiments.audits.accountants")
     modules = {command.words[2] for command in ALL if command.words[:2] == ("python", "-m")}
     assert modules <= {*tested, *RUN_BY}
     assert {command.words[0] for command in ALL} <= {"python", "flwr", "make", "pytest", "pip", "cd", "source", "."}

@@ -297,11 +297,17 @@ UNGUARDED = {"GossipRelay", "CodedLinearGD", "GradientCoded", "DpFedAvg", "Distr
 """Classes of systems that take no guard, each with the reason on the page."""
 
 
+OWN = ("promise", "settings")
+"""What constructors call options that they do not pass on to their base."""
+
+
 def takes_guard(kind: type) -> bool:
     """Whether a constructor takes a guard, or passes it on."""
     for base in kind.__mro__:
         taken = inspect.signature(base.__init__).parameters
-        if "guard" in taken or not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        # What is promised, or set, is read by others than the base.
+        passed = any(each.kind is each.VAR_KEYWORD and each.name not in OWN for each in taken.values())
+        if "guard" in taken or not passed:
             return "guard" in taken
     return False
 

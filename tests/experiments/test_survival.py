@@ -136,14 +136,6 @@ def test_with_numbers_that_were_used_before_it_does_not(monkeypatch: pytest.Monk
     assert bits(resumed) != bits(whole)
 
 
-def test_what_is_of_no_use_without_its_nodes_makes_no_checkpoint_and_says_so(tmp_path: Path) -> None:
-    spec = RunSpec("lead", rounds=1, clients=3, settings={"task.hidden": "16"})
-    with nodes(spec) as engine:
-        result = serve(spec, PlainGrid(engine), checkpoint=tmp_path / "c")
-    assert not (tmp_path / "c").exists()
-    assert "models on the nodes" in result.notes["no_checkpoint"]
-
-
 def test_there_is_a_checkpoint_every_k_rounds_and_after_the_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -44,9 +44,9 @@ def plain():
 def codec_of(name: str):
     """Return the codec of a system as it is by default; a coded system has it in the pair it stands around."""
     strategy = get_system(name).build(get_system(name).resolve({}), 0)
-    return next(
-        each.codec for each in (strategy, getattr(strategy, "system", None), strategy.inner) if hasattr(each, "codec")
-    )
+    system = getattr(strategy, "system", None)
+    places = (strategy, system, getattr(system, "inner", None), strategy.inner)
+    return next(each.codec for each in places if hasattr(each, "codec"))
 
 
 # Coded gradient descent needs a linear task: tests/experiments/test_coded_training_experiment.py runs it. Private

@@ -141,7 +141,7 @@ ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "conditional": (*WITH_FLOWERS, *PAIRS),
     "pipelined": (*WITH_FLOWERS, *PAIRS, "shared support"),
     "buffered": (*WITH_FLOWERS, *(name for name in PAIRS if name != "pair of votes")),
-    "relay": (*WITH_FLOWERS, *PAIRS, "local dp", "record dp", "record dp around the pair"),
+    "relay": (*WITH_FLOWERS, *PAIRS, "local dp"),
     "coded sum": ("pair of integers",),
     "gradient code": ("FedAvg", "FedAdam"),
     "dp-fedavg": ("FedAvg", "FedAdam"),

@@ -21,7 +21,7 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.rounds import drive, exchanges_of
 from fedcomp.layout import Layout
-from fedcomp.program import Now, Step
+from fedcomp.program import Mean, Now, Step
 from fedcomp.rng import Key
 from fedcomp.strategies.overlap import Buffered, Overlap, Overlapping, PipelinedStrategy
 from fedcomp.strategies.server import Running, Server
@@ -146,7 +146,7 @@ def test_what_is_made_is_delivered_or_remembered_with_rounds_in_flight(entry: En
     [
         pytest.param(entry, id=name, marks=[pytest.mark.long] * entry.another)
         for name, entry in PLAIN.items()
-        if entry.system.KEEPS
+        if entry.system.KEEPS and Mean in entry.system.RULES
     ],
 )
 def test_who_keeps_something_between_rounds_is_refused_by_name(entry: Entry) -> None:
