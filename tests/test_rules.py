@@ -20,6 +20,7 @@ from fedcomp.codecs import (
     DFT,
     LGC,
     Factors,
+    FixedPoint,
     GradiVeQ,
     Identity,
     PowerSGD,
@@ -375,8 +376,8 @@ def example(rule: Rule) -> Any:
             return rule.take(b"x" * rule.least)
         case Many():
             return [example(rule.each)] * rule.least
-        case Made(make=make) if make is get_system:
-            return Pair(Identity())
+        case Made(make=make):
+            return Pair(Identity()) if make is get_system else FixedPoint(RandomK(1.0), clip=0.5)
     raise NotImplementedError(rule)
 
 
