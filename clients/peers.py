@@ -108,11 +108,6 @@ def identity_in(context: Context) -> PeerIdentity:
     return PeerIdentity.generate() if held is None else PeerIdentity.from_bytes(bytes(held["key"]))  # type: ignore[arg-type]
 
 
-def keep_identity(context: Context, identity: PeerIdentity) -> None:
-    """Write a key pair into a node's state."""
-    context.state[IDENTITY] = identity_record(identity)
-
-
 def identity_record(identity: PeerIdentity) -> ConfigRecord:
     """Return a key pair as :data:`IDENTITY` of a node's state."""
     return ConfigRecord({"key": identity.to_bytes()})

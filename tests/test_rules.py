@@ -32,6 +32,7 @@ from fedcomp.codecs import (
 )
 from fedcomp.errors import ConfigError
 from fedcomp.flower.schema import Schema
+from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.local import Privatise
 from fedcomp.rng import Key
 from fedcomp.rules import Configured, Data, Flag, Int, Made, Many, Maybe, OneOf, Real, Rule, Text, rules_of
@@ -275,6 +276,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "FactorSharing": {"codec": Factors()},
     "FittedBasis": {"codec": GradiVeQ()},
     "FixedPoint": {"codec": RandomK(0.5)},
+    "NoisySum": {"codec": BoundedFixedPoint(RandomK(0.5), clip=1.0, levels=64), "threshold": 1},
     "LearnedGradients": {"codec": LGC()},
     "Local": {"codec": chain(Privatise(1.0, 1.0), TopK(0.1))},
     "ModularSum": {"codec": RandomK(0.5)},

@@ -61,36 +61,6 @@ class SimulatedLinks:
         return own if own or self._spools is None else self._spools.address(partition)
 
 
-class RestingLinks:
-    """Which links failed lately: what would go over them takes the server, so that a node behind a firewall does not
-    cost the others a timeout in every round. Then they are tried again. A resumed run tries them at once.
-    """
-
-    def __init__(self) -> None:
-        # By sender and receiver: the round, why, and who these were.
-        self._failed: dict[tuple[int, int], tuple[int, str, object]] = {}
-
-    def fail(self, pair: tuple[int, int], ends: object, server_round: int, reason: str) -> None:
-        """Take note of a link that failed.
-
-        Parameters
-        ----------
-        pair : (int, int)
-            Partitions of sender and receiver.
-        ends : object
-            Both as they were: their keys and addresses.
-        """
-        self._failed[pair] = server_round, reason, ends
-
-    def why(self, pair: tuple[int, int], ends: object, server_round: int) -> str:
-        """Return why a link is not tried in a round; empty when it is."""
-        failed = self._failed.get(pair)
-        # Whatever failed with another process, or at an address that is not in use any more, is tried at once.
-        if failed is None or failed[2] != ends or server_round >= failed[0] + REST_ROUNDS:
-            return ""
-        return f"not tried again before round {failed[0] + REST_ROUNDS}; in round {failed[0]}: {failed[1]}"
-
-
 def record_peer(grid: Grid, server_round: int, node: int, message_type: str, sizes: Iterable[int]) -> int:
     """Let a grid that keeps a ledger count parcels that a node handed to others, by its own word or by that of who
     holds them; return their bytes.

@@ -27,9 +27,6 @@ class CodingReport(ReportSection, name="coded"):
         far as the inner strategy accepts them.
     refused : list of str
         Coded bytes that were thrown away, with the reason.
-    failed_links : list of str
-        Pairs of clients, by partition, whose link did not take a shard, with the reason. The shard went through the
-        server, or, where shards are not sealed, was lost.
     received, innovative, dependent : int
         Packets that came to the server, those that added to what it knew, and those that did not.
     waves, asked : int
@@ -56,7 +53,6 @@ class CodingReport(ReportSection, name="coded"):
     excluded: dict[int, str] = figure(dict, unit="nodes", public=True, show="reasons")
     direct: dict[int, str] = figure(dict, unit="nodes", show="none")
     refused: list[str] = figure(list, show="reasons")
-    failed_links: list[str] = figure(list, show="reasons")
     received: int = figure(unit="packets", public=True)
     innovative: int = figure(unit="packets", public=True)
     dependent: int = figure(unit="packets", public=True)
@@ -76,11 +72,6 @@ class CodingReport(ReportSection, name="coded"):
         """Record that coded bytes were thrown away; a flood of them is cut."""
         if len(self.refused) < MAX_REASONS:
             self.refused.append(shorten(reason))
-
-    def link_failed(self, pair: str, reason: str) -> None:
-        """Record that a link did not take a shard; a flood of them is cut."""
-        if len(self.failed_links) < MAX_REASONS:
-            self.failed_links.append(shorten(f"pair {pair}: {reason}"))
 
     def note(self, reason: str) -> None:
         """Record and log what concerns the whole round."""
