@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 from fedcomp.coding.relay import RelayPlan
@@ -258,8 +257,6 @@ def run(
         "included": sum(map(len, life.included.values())),
         **_wire(result),
         "vain": wasted(life),
-        # The median: one round may wait for the machine.
-        "decode": median(result.notes["seconds"]["coded.decode_seconds"].values()) if chosen.system else 0.0,
         # Round 0 is the evaluation of the initial model and has no waves.
         "waves": mean(float(record.metrics.get("coded.waves", 0)) for record in result.rounds[1:]),
         "different": different,
@@ -309,7 +306,6 @@ def _main_table(config: Config, sizes: Mapping[str, Sizes], runs: Records) -> Ta
         "last reply, s": lambda run: round(run["last"], 1),
         "server waits, s": lambda run: round(run.seconds, 1),
         "waves": lambda run: round(run.waves, 1) or None,
-        "decoding, ms": lambda run: round(1000 * run.decode, 1) or None,
     }
     weights = ", ".join(f"{name} {size.update / 1000:.1f} kB" for name, size in sizes.items())
     return table(
@@ -319,7 +315,7 @@ def _main_table(config: Config, sizes: Mapping[str, Sizes], runs: Records) -> Ta
         f"{config.clients} clients, {config.rounds} rounds; an update weighs {weights}. Fraction: of all clients of "
         "all rounds, those whose update is in the sum. The model's is computed from sizes and lifetimes alone, for the "
         "same failures. Seconds are simulated, means over the rounds: a server that misses a reply waits until its "
-        "deadline, which all schemes have in common. Decoding is this machine's time, median of the rounds.",
+        "deadline, which all schemes have in common.",
     )
 
 

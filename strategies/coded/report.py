@@ -36,8 +36,6 @@ class CodingReport(ReportSection, name="coded"):
     payload_bytes : dict
         Coded bytes by link: ``hub_up`` and ``hub_down`` in messages, ``peer`` between clients. Sums of ``len()`` of
         what was handed over; Flower's framing is in the ledger, not here.
-    decode_seconds : float
-        Time the server took to decode.
     residual : float
         Of a decoding that was accepted as an approximation, see :class:`fedcomp.coding.gradcode.Decoding`; 0.0
         otherwise.
@@ -60,7 +58,6 @@ class CodingReport(ReportSection, name="coded"):
     asked: int = figure(unit="nodes", public=True)
     recollects: int = figure(unit="nodes", public=True)
     payload_bytes: dict[str, int] = figure(dict, unit="bytes", public=True, show="table")
-    decode_seconds: float = figure(0.0, unit="seconds", show="seconds")
     residual: float = figure(0.0)
     notes: list[str] = figure(list, show="texts")
 

@@ -157,7 +157,7 @@ def lied_to(name: str, lie: Callable[[RecordDict], bool], monkeypatch: pytest.Mo
 
 def said(result: RunResult) -> dict[str, Any]:
     """Return what the round of the lie, and what followed it, reports of clients that did not do as they should."""
-    words = ("refused", "unanswered", "needed", "unseen", "failures", "lost", "noticed", "gone", "failed")
+    words = ("refused", "unanswered", "needed", "unseen", "failures", "lost", "noticed", "gone", "failed", "excluded")
     return {
         key: value
         for record in result.rounds[LIE:]

@@ -105,7 +105,6 @@ def test_a_node_killed_after_sharing_is_in_the_sum_bit_for_bit(
     assert {key: array.tobytes() for key, array in there.items()} == five
     assert five != four
 
-    # What the victim sent it could not report any more; those who hold it did.
-    assert facts["peer"]["4"] == sum(len(p) for held in shards.values() for p in held) > 0
+    # What the victim sent it could not report any more.
     assert [len(held) for held in shards.values()] == [1] * 4
-    assert set(facts["peer"]) == {"0", "1", "2", "3", "4"}
+    assert set(facts["peer"]) == {"0", "1", "2", "3"}
