@@ -413,6 +413,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         NoisySum(codec=BOUNDED, symbols=2, threshold=1, min_contributors=3, contributors=NODES),
         exchanges=3,
         frozen=None,
+        weighs=False,
         least=3,
         posts=True,
         secret=True,

@@ -32,7 +32,11 @@ FAULTS = {"lost_reply": 0.1, "silent": 0.05, "duplicate": 0.08, "duplicate_reply
 
 # Whose messages bring no more than models and updates.
 PLAIN = {name: entry for name, entry in ENTRIES.items() if not (entry.outer or entry.data)}
-STATELESS = {name: entry for name, entry in PLAIN.items() if entry.law is not None and not entry.system.KEEPS}
+STATELESS = {
+    name: entry
+    for name, entry in PLAIN.items()
+    if entry.law is not None and not (entry.system.KEEPS or entry.system.KEYS or entry.system.LOST == "again")
+}
 
 
 class Watched(Server):
