@@ -105,7 +105,7 @@ class Links:
             Where there are none.
         """
         if parcels and self._spools is None:
-            raise ConfigError("the saved run has posts in simulated links, and this one has none: give it a spool")
+            raise ConfigError("the saved run has posts in simulated links, and this one has no spool for them")
         for data in parcels:
             parcel = Parcel.from_bytes(data)
             assert self._spools is not None

@@ -74,20 +74,6 @@ class UpdateRule(ABC):
         """Whether neither log nor reports may say who took part."""
         return False
 
-    @property
-    def mean(self) -> Strategy:
-        """The weighted mean that takes a step from a sum that was made elsewhere.
-
-        Raises
-        ------
-        ConfigError
-            When the strategy needs single updates.
-        """
-        raise ConfigError(
-            f"{type(self.strategy).__name__} looks at single updates, of which a coded sum shows none; use one of "
-            f"{', '.join(MEANS)}"
-        )
-
     def check(self, codec: Codec, guard: Norms | None) -> None:
         """Refuse a codec or a guard that does not fit.
 
@@ -172,12 +158,6 @@ class RepliesRule(UpdateRule):
 
 class MeanRule(UpdateRule):
     """The weighted mean alone: frames are added to one buffer."""
-
-    @property
-    def mean(self) -> Strategy:
-        """The strategy itself."""
-        mean: Strategy = self.strategy
-        return mean
 
     def check(self, codec: Codec, guard: Norms | None) -> None:
         """Warn of what the codec and the mean spoil for each other."""

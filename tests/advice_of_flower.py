@@ -542,7 +542,7 @@ STRATEGIES: tuple[Row, ...] = (
         long=True,
     ),
     row(
-        "strategies/announcing.py",
+        "strategies/compressed.py",
         "with the others. Use a codec without votes",
         lambda: ended(Compressed(Personal(**ALL), SignSGD(step=0.1))),
         lambda: trains(Compressed(Personal(**ALL), QSGD())),

@@ -25,6 +25,7 @@ from fedcomp.gossip.topology import Ring, topology_of
 from fedcomp.gossip.tuning import tune_gamma
 from fedcomp.gossip_simulation import SimulationSettings, simulate
 from fedcomp.layout import Layout
+from fedcomp.systems.gossip import Gossip
 
 N, D = 4, 12
 CENTRES = vectors(N, D, seed=3)
@@ -275,6 +276,12 @@ ESTIMATES = (
 
 
 RUNS = (
+    row(
+        "fedcomp/systems/gossip.py",
+        "closing iterations are for push-sum algorithms; leave it at 0",
+        lambda: Gossip(choco(), Ring(4), skew_rounds=3),
+        lambda: Gossip(choco(), Ring(4), skew_rounds=0),
+    ),
     row(
         "strategies/gossip/strategy.py",
         "vertices; leave nodes out",

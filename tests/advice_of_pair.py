@@ -123,25 +123,25 @@ PAIR = (
         lambda: same(Compressed(quiet(), Identity()), quiet()),
     ),
     row(
-        "strategies/sinks.py",
+        "strategies/coded/strategy.py",
         "looks at single updates, of which a coded sum shows none; use one of {}",
         lambda: coded_sum(Compressed(quiet(FedMedian), INTEGERS)),
         lambda: trains(coded_sum(Compressed(quiet(FedAdam), INTEGERS)), CODED),
     ),
     row(
-        "strategies/sinks.py",
+        "strategies/update_rules.py",
         "bounds every update by itself, and a guard would make one client's",
         lambda: Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1), guard=Norms()),
         lambda: trains(Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)), PRIVATE),
     ),
     row(
-        "strategies/sinks.py",
+        "strategies/update_rules.py",
         "looks at single updates. Use one of {}",
         lambda: Compressed(quiet(FedMedian), SignSGD(step=0.5)),
         lambda: trains(Compressed(quiet(FedAvgM), SignSGD(step=0.5))),
     ),
     row(
-        "strategies/announcing.py",
+        "strategies/server.py",
         "Name a downlink, Identity() for models without loss",
         lambda: Compressed(quiet(), TopK(0.1), first_model_at_nodes=True),
         lambda: trains(
@@ -150,7 +150,7 @@ PAIR = (
         ),
     ),
     row(
-        "strategies/announcing.py",
+        "strategies/server.py",
         "Name it with record=...; the others pass through untouched",
         lambda: ended(Compressed(TwoRecords(**ALL), QSGD(levels=7))),
         lambda: trains(Compressed(quiet(), QSGD(levels=7), record="arrays")),

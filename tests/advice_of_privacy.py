@@ -87,6 +87,7 @@ from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.strategies.private.record_dp import RecordDp
 from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.strategies.private.topagg import TopAgg
+from fedcomp.systems.private.distributed import NoisySum
 from fedcomp.systems.private.lsg import LowRank
 from fedcomp.systems.private.record import DpSgdPlan
 from fedcomp.tasks import get_task
@@ -686,7 +687,13 @@ SYSTEMS = (
         lambda: trains(shares(), CODED),
     ),
     row(
-        "strategies/private/strategy.py",
+        "fedcomp/systems/private/distributed.py",
+        "has none; use DistributedDp(...)",
+        lambda: NoisySum(codec=FixedPoint(RandomK(1.0), clip=0.5), threshold=1),
+        lambda: trains(shares(), CODED),
+    ),
+    row(
+        "fedcomp/systems/private/rule.py",
         "use another codec, or accept that with pad=False",
         lambda: Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), Unmeasured(0.1)),
         lambda: (

@@ -379,7 +379,7 @@ def posts_in(content: RecordDict, kind: str, node: int) -> tuple[Post, ...]:
         number, _, rest = text.partition("/")
         other, slash, name = rest.partition("/")
         if not (slash and all(part.isdecimal() and len(part) < 11 for part in (number, other))):
-            raise SchemaError(f"{text[:80]!r} is no name of a post: expected number, node and name", kind)
+            raise SchemaError(f"{text[:80]!r} is no name of a post, which has a number, a node and a name", kind)
         source, to = (int(other), node) if kind == MAIL else (node, int(other))
         found[int(number)] = Post(source, to, name, each)
     if sorted(found) != [*range(len(data))]:

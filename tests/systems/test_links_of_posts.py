@@ -187,7 +187,7 @@ def test_a_run_with_simulated_links_is_saved_with_what_is_in_them(tmp_path: Path
         one.step(number)
     assert one.memories() == other.memories()
     none = Run(one.system, None).server
-    with pytest.raises(ValueError, match="give it a spool"):
+    with pytest.raises(ValueError, match="this one has no spool"):
         none.load_state_dict(saved)
 
 

@@ -473,7 +473,7 @@ class LinearModel:
             shapes = {name: array.shape for name, array in named.items()}
             raise ConfigError(
                 f"the model has tensors {shapes}, expected one of weights and at most one number after it as bias: "
-                "coded gradient descent is exact for linear models only; use a linear task, such as 'digits-zero'"
+                "coded gradient descent is exact for linear models only, such as that of the task 'digits-zero'"
             )
         self._named = named
         self.features, self.bias = sizes[0], len(sizes) == 2

@@ -358,16 +358,20 @@ class CodedSum(Coded, id="coded-sum"):
         changed = int(np.count_nonzero(integers))
         if self.hides_zeros or 2 * changed >= integers.size:
             return
-        remedy = (
-            "Train dense layers alone, use a finer grid (a smaller clip, more levels), or add noise (DistributedDp)"
-        )
         alone = (
             f"this update changes {changed} of {integers.size} coordinates: what no other client changes, the sum "
             "shows as it is"
         )
         if plan.least > EVERY_SUM:
-            raise ConfigError(f"{alone}, and min_contributors={plan.least} are asked for. {remedy}")
-        warnings.warn(f"{alone}. {remedy}", stacklevel=2)
+            raise ConfigError(
+                f"{alone}, and min_contributors={plan.least} are asked for. Train dense layers alone, use a finer grid "
+                "(a smaller clip, more levels), or add noise (DistributedDp)"
+            )
+        warnings.warn(
+            f"{alone}. Train dense layers alone, use a finer grid (a smaller clip, more levels), or add noise "
+            "(DistributedDp)",
+            stacklevel=2,
+        )
 
 
 @dataclass
