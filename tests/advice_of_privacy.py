@@ -57,6 +57,8 @@ from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.mod import private
 from fedcomp.codecs import (
     QSGD,
+    FixedPoint,
+    RandomK,
     TopK,
     chain,
 )
