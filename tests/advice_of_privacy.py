@@ -691,7 +691,7 @@ SYSTEMS = (
     row(
         "fedcomp/systems/private/distributed.py",
         "has none; use DistributedDp(...)",
-        lambda: NoisySum(codec=FixedPoint(RandomK(1.0), clip=0.5), threshold=1),
+        lambda: NoisySum(codec=FixedPoint(RandomK(1.0), clip=0.5), threshold=1, contributors=4),
         lambda: trains(shares(), CODED),
     ),
     row(
