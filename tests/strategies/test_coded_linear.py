@@ -331,7 +331,7 @@ def test_models_that_are_not_linear_are_refused() -> None:
     for wrong in (two, three, integers, ArrayRecord({})):
         with pytest.raises(ConfigError, match="exact for linear models only"):
             LinearModel(to_arrays(wrong))
-    with pytest.raises(ConfigError, match="linear task"):
+    with pytest.raises(ConfigError, match="of weights and at most one number after it as bias"):
         CodedLinearGD(partitions=2).start(metered(4), two, num_rounds=1)
     assert not LinearModel({"w": np.zeros(3)}).bias
 
