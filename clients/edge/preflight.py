@@ -206,7 +206,7 @@ def ports(options: NodeOptions) -> Finding:
     """Whether the ports that the node opens are free."""
     wanted = [("127.0.0.1", options.port, "--port")]
     if options.peer is not None:
-        wanted.append((*parse_host_port(options.peer.listen), "--peer"))
+        wanted.append((*parse_host_port(options.peer), "--peer"))
     for host, port, option in wanted:
         if not port_is_free(host, port):
             return Finding("ports", f"{host}:{port} is taken or no address of this machine: change {option}", False)

@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from fedcomp.clients.edge.children import tied
-from fedcomp.clients.edge.processes import groups_below, members
+from fedcomp.clients.edge.processes import groups_below, members, tied
 from fedcomp.errors import FedcompError
 
 

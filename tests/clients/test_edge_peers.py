@@ -129,8 +129,8 @@ time.sleep(60)
 
 ENTRY = """
 import sys
-from fedcomp.clients.edge import launch, node
-launch.program = lambda name: sys.argv[1]
+from fedcomp.clients.edge import node
+node.program = lambda name: sys.argv[1]
 node._executor = lambda *_: ([], "not here")
 sys.exit(node.main(sys.argv[2:]))
 """

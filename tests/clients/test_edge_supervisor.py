@@ -29,7 +29,9 @@ from fedcomp.clients.edge.events import EventLog
 from fedcomp.clients.edge.options import NodeOptions
 
 asked = json.loads(sys.argv[1])
-supervisor._LOOK_SECONDS, supervisor._GRACE_SECONDS = 0.05, asked.get("grace", 5.0)
+supervisor.LOOK_SECONDS, supervisor.GRACE_SECONDS = 0.05, asked.get("grace", 5.0)
+supervisor.FIRST, supervisor.LONGEST, supervisor.HEALTHY = 0.02, asked.get("longest", 0.05), asked.get("healthy", 60.0)
+supervisor.probe.behind = lambda *_, **__: asked.get("behind")
 classify = supervisor.classify
 
 def hurried(*arguments):
@@ -46,10 +48,8 @@ for name, code, more in asked["services"]:
     if "fatal" in more:
         more["fatal"] = {int(status): why for status, why in more["fatal"].items()}
     services[name] = supervisor.Service(name, [sys.executable, "-S", "-c", code], dict(os.environ), **more)
-pauses = supervisor.Pauses(0, 0.02, asked.get("longest", 0.05), healthy=asked.get("healthy", 60.0))
 log = EventLog(json=asked.get("json", True))
-made = supervisor.Supervisor(options, list(services.values()), log, pauses=pauses, behind=lambda: asked.get("behind"))
-sys.exit(made.run())
+sys.exit(supervisor.Supervisor(options, list(services.values()), log).run())
 """
 
 BEGIN = """
