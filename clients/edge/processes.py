@@ -123,48 +123,17 @@ class Child:
                 pipe.close()
 
 
-def members(group: int) -> list[int]:
-    """Return the ids of the living processes in process group ``group`` (zombies are dead)."""
-    return [pid for pid, (_, pgrp) in _living().items() if pgrp == group]
-
-
 def below(pid: int) -> set[int]:
     """Return the living descendants of a process."""
-    return _below(pid, _living())
-
-
-def groups_below(pid: int) -> set[int]:
-    """Return the process groups led by ``pid`` or by any of its living descendants.
-
-    Some of Flower's helpers are started in sessions of their own; a group whose leader is no descendant is never ours.
-    """
-    living = _living()
-    family = {pid} | _below(pid, living)
-    return {pid} | {living[p][1] for p in family if p in living and living[p][1] in family}
-
-
-def processes_with(variable: str, value: str) -> dict[int, str]:
-    """Return the command lines of the living processes of this user that were started with ``variable=value``."""
-    found = {}
-    for pid in _living():
-        # Somebody else's, or gone meanwhile.
-        with contextlib.suppress(PermissionError, FileNotFoundError, ProcessLookupError):
-            if f"{variable}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                found[pid] = command.replace(b"\0", b" ").decode(errors="replace").strip()
-    return found
-
-
-def _below(pid: int, living: dict[int, tuple[int, int]]) -> set[int]:
-    family = {pid}
+    family, processes = {pid}, living()
     # /proc does not list parents before their children: repeat until nothing is added.
-    while more := {child for child, (parent, _) in living.items() if parent in family} - family:
+    while more := {child for child, (parent, _) in processes.items() if parent in family} - family:
         family |= more
     return family - {pid}
 
 
-def _living() -> dict[int, tuple[int, int]]:
-    """Return parent and process group of every living process by its id."""
+def living() -> dict[int, tuple[int, int]]:
+    """Return parent and process group of every living process by its id (zombies are dead)."""
     found = {}
     for entry in Path("/proc").iterdir():
         # What is no number is no process, and one may have ended meanwhile.
