@@ -36,8 +36,9 @@ from fedcomp.experiments.commands import (
     complain,
     invoke,
 )
-from fedcomp.experiments.experiment import Config, Experiment, check_budget, show_value
+from fedcomp.experiments.experiment import Experiment, check_budget
 from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.options import Config, show_value
 from fedcomp.experiments.overview import write_index
 from fedcomp.experiments.page import render_report
 from fedcomp.experiments.progress import Remaining, Watch
@@ -347,7 +348,7 @@ def _execute(
         findings = Findings()
         if not experiment.idle(config):
             say = Say(watch.say, folder.cells(), folder.keep_cell, watch.remaining.cells)
-            findings = experiment.measure(config, results, say)
+            findings = experiment.findings(config, results, say)
     if config.quick:
         # The bounds were set for the default sizes; here they are shown but decide nothing.
         findings = replace(findings, claims=[replace(claim, gate=False) for claim in findings.claims])

@@ -37,10 +37,10 @@ from fedcomp.experiments.engines.guarded import GuardedDeployment
 from fedcomp.experiments.engines.linked import LinkedDeployment
 from fedcomp.experiments.engines.processes import free_ports
 from fedcomp.experiments.engines.superlink import APP
-from fedcomp.experiments.experiment import Config, Option
 from fedcomp.experiments.findings import Claim
 from fedcomp.experiments.graph_variance import Batches, measured
 from fedcomp.experiments.links import SlowLinks
+from fedcomp.experiments.options import Config, Option
 from fedcomp.experiments.run import RunnerSetup, main
 from fedcomp.experiments.security.certificates import Folder, add_nodes, create, read, renew
 from fedcomp.experiments.security.link import LinkOptions, prepare

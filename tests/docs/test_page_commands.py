@@ -43,7 +43,7 @@ from page_reading import PAGES, ROOT, Command, commands
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.bench import BENCHMARKS
 from fedcomp.experiments.catalog import CATALOG, get_experiment
-from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.run import Request, app
 from fedcomp.experiments.run import main as run_experiment
 

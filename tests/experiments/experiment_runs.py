@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from fedcomp.experiments import engines
-from fedcomp.experiments.experiment import Config, Experiment
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunResult
 
 

@@ -14,9 +14,9 @@ from fedcomp.codecs import AdaComp
 from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import adacomp
 from fedcomp.experiments.central import Sending
-from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Curves, Findings, Say
 from fedcomp.experiments.kit import Record, Records
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RoundRecord, RunResult
 from fedcomp.layout import Layout
 from fedcomp.systems.pair import Pair

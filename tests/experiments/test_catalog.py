@@ -9,7 +9,8 @@ from fake_engine import TINY
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.catalog import CATALOG, bits, factors, get_experiment, power_sgd
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
+from fedcomp.experiments.options import TEXT, Config, Option
 from fedcomp.rules import Flag, Int, Real
 
 READ_BY_THEIR_TESTS = set(CATALOG) - {"quickstart"}

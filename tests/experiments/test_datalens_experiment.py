@@ -10,8 +10,8 @@ import pytest
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import datalens
-from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Findings, Pictures, Say
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunResult
 from fedcomp.privacy.accounting import releases_for
 from fedcomp.privacy.votes import entropy_bits

@@ -14,10 +14,10 @@ from experiment_runs import Ran, ran, resumes
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.catalog import gcn
 from fedcomp.experiments.catalog.gcn import CROSS, CUT, FULL, LOCAL, PARTITIONS, RANDOM, SHORT, UNSKEWED
-from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.graph_runs import outcome, train
 from fedcomp.experiments.graph_variance import Batches, as_many_rows, bias_of, measured, remote_inputs, with_input_layer
 from fedcomp.experiments.kit import Record, Records
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.tasks import get_task

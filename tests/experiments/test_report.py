@@ -13,8 +13,8 @@ from fake_engine import CATALOG, DATA, TINY, FakeEngine
 from pages import facts, make, recorded
 
 from fedcomp.experiments.catalog import get_experiment
-from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Claim, Findings
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.report import (
     aligned,
     answer,

@@ -14,7 +14,8 @@ from fake_engine import TINY, FakeEngine
 
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.experiments import store
-from fedcomp.experiments.experiment import Experiment, Option
+from fedcomp.experiments.experiment import Experiment
+from fedcomp.experiments.options import Option
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.experiments.store import JsonLines, RunFolder, finite, to_json_text, write_text
 from fedcomp.flower.ledger import TrafficLedger

@@ -7,8 +7,8 @@ import pytest
 
 from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import sumcode
-from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunResult
 
 SMALL = ("task.hidden=32", "max_steps=1", "exact_rounds=2")
