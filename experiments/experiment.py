@@ -14,21 +14,96 @@ from typing import Any
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.experiments.engines import ENGINES
-from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.findings import Figure, Findings, Say, Table
 from fedcomp.experiments.options import Config, Value, option, show_value
 from fedcomp.experiments.spec import RunResult, RunSpec
-from fedcomp.experiments.tables import (
-    Columns,
-    Curve,
-    Found,
-    Study,
-    Training,
-    by_messages,
-    findings,
-    read_claims,
-    specs_of,
-)
 from fedcomp.strategies.parts import BUDGET
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A plot of rows.
+
+    Parameters
+    ----------
+    y, x : str
+        Keys of :data:`AXES`.
+    rows : sequence of str
+        Labels, the first one drawn broad; empty for all.
+    title, caption : str
+        Title: empty for the two axes.
+    """
+
+    y: str = "test accuracy, %"
+    x: str = "uplink payload so far"
+    rows: Sequence[str] = ()
+    title: str = ""
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Studied:
+    """What a study found.
+
+    Attributes
+    ----------
+    quantities : mapping
+        Numbers by name; by ``(row, name)`` where they are a row's.
+    tables, figures, tasks : sequence
+        As of :class:`~fedcomp.experiments.findings.Findings`.
+    skipped : mapping
+        Quantities that were not measured, and why.
+    statements : mapping
+        Privacy statements by row.
+    """
+
+    quantities: Mapping[Any, Value] = field(default_factory=dict)
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure] = ()
+    tasks: Sequence[Mapping[str, Any]] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    statements: Mapping[str, Any] = field(default_factory=dict)
+
+
+Rows = Mapping[str, str]
+"""By label, the system and its settings: ``"topk feedback=true codec.density={codec.density}"``. A word in braces is
+the value of an option. ``task=NAME``, ``rounds=N`` and ``clients=N`` are a row's own in place of the experiment's."""
+
+Study = Callable[[Any], Studied]
+Columns = Mapping[str, str | Callable[[Any, str], Any]] | Sequence[str]
+"""Quantities by name; or, by heading, a quantity or a function of what was found and a label."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A claim as it is written: ``row | quantity | bound | gate or goal: reason``. A run fails with a gate; a goal is
+    shown as missed. Without a row the quantity is the study's."""
+
+    row: str
+    quantity: str
+    bound: str
+    gate: bool
+    reason: str
+
+
+def read_claims(text: str) -> list[Line]:
+    """Read claims, one a line; lines that begin with ``#`` are comments.
+
+    Raises
+    ------
+    ConfigError
+        When a line has another form; what its bound may be is :func:`~fedcomp.experiments.kit.claim`'s.
+    """
+    lines = []
+    for written in filter(None, map(str.strip, text.splitlines())):
+        if written.startswith("#"):
+            continue
+        parts = [part.strip() for part in written.split("|")]
+        kind, colon, reason = parts[-1].partition(":")
+        if len(parts) != 4 or not colon or kind not in ("gate", "goal") or not parts[1] or not reason.strip():
+            raise ConfigError(f"claim {written!r}; expected 'row | quantity | bound | gate or goal: reason'")
+        lines.append(Line(*parts[:3], kind == "gate", reason.strip()))
+    return lines
 
 
 def no_rows(config: Config) -> list[RunSpec]:
@@ -54,7 +129,7 @@ class Experiment:
     task : str
         What rows learn: a name known to :func:`fedcomp.tasks.get_task`.
     rows : mapping or callable
-        See :data:`fedcomp.experiments.tables.Rows`; or a function from a :class:`Config` to them.
+        See :data:`Rows`; or a function from a :class:`Config` to them.
     each : str or callable
         Settings of every row, ``"epochs=1 evaluate_every=1"``; or a function from a :class:`Config` to them.
     options : mapping
@@ -64,7 +139,8 @@ class Experiment:
         Settings that are chosen for each row by itself on a validation split, with the option that lists what is tried.
     train : callable
         From a :class:`RunSpec` and a :class:`~fedcomp.experiments.tables.Training` to the record of a training:
-        :func:`~fedcomp.experiments.tables.by_messages` or :func:`~fedcomp.experiments.tables.without_messages`.
+        :func:`~fedcomp.experiments.tables.without_messages`, or one of the page's own; default
+        :func:`~fedcomp.experiments.tables.by_messages`.
     tunes_without_messages : bool
         Whether settings are chosen without messages: the same models, sooner.
     rivals : mapping
@@ -75,7 +151,7 @@ class Experiment:
     baseline : str
         Label of the row that others are compared with; empty for the first.
     columns : sequence or mapping
-        See :data:`fedcomp.experiments.tables.Columns`; empty for no table of the rows.
+        See :data:`Columns`; empty for no table of the rows.
     title, caption : str
         Of that table.
     curves : sequence of Curve
@@ -85,7 +161,7 @@ class Experiment:
     answer : str or callable
         A template: ``{row | quantity:.1f}``; or a function from a ``Found`` to it.
     study : callable, optional
-        What rows do not show: from a ``Found`` to :class:`~fedcomp.experiments.tables.Studied`.
+        What rows do not show: from a ``Found`` to :class:`Studied`.
     engines : tuple of str
         Those that it runs on.
     notes : str
@@ -106,8 +182,8 @@ class Experiment:
     ...     claims="127 levels | points lost | <= 1.0 | goal: of this package",
     ...     answer="QSGD loses {127 levels | points lost:.1f} points.",
     ... )
-    >>> [spec.settings["lr"] for spec in experiment.specs(experiment.configure(assignments=["lr=0.3"]))]
-    [0.3, 0.3]
+    >>> experiment.configure(assignments=["lr=0.3"]).settings
+    {'lr': 0.3}
     """
 
     name: str
@@ -126,7 +202,7 @@ class Experiment:
     task: str = ""
     each: str | Callable[[Config], str] = ""
     tune: Mapping[str, str] = field(default_factory=dict)
-    train: Callable[[RunSpec, Training], Mapping[str, Any]] = by_messages
+    train: Callable[[RunSpec, Any], Mapping[str, Any]] | None = None
     tunes_without_messages: bool = True
     rivals: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     last: int = 5
@@ -134,8 +210,8 @@ class Experiment:
     title: str = ""
     caption: str = ""
     curves: Sequence[Curve] = ()
-    claims: str | Callable[[Found], str] = ""
-    answer: str | Callable[[Found], str] = ""
+    claims: str | Callable[[Any], str] = ""
+    answer: str | Callable[[Any], str] = ""
     study: Study | None = None
 
     def __post_init__(self) -> None:
@@ -147,16 +223,6 @@ class Experiment:
     def trains_itself(self) -> bool:
         """Whether rows are tuned or repeated, which is not the runner's work."""
         return bool(self.tune) or "seeds" in self.options
-
-    def findings(self, config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
-        """Train what the runner did not, study, and return what was found.
-
-        Parameters
-        ----------
-        results : mapping
-            By label, what came of :meth:`specs`.
-        """
-        return findings(self, config, results, say) if self.measure is None else self.measure(config, results, say)
 
     def configure(
         self,
@@ -193,20 +259,6 @@ class Experiment:
         settings.update(self._assigned([f"{key}={value}" for key, value in least.items()]))
         settings.update(self._assigned(assignments))
         return Config(self.name, engine, rounds, clients, seed, settings, budget, quick)
-
-    def specs(self, config: Config) -> list[RunSpec]:
-        """Return the rows of ``config``; raises :class:`ConfigError` when two rows share a label, or when there is a
-        budget and neither a row nor the measurement could keep it."""
-        specs = self.rows(config) if self.measure is not None else specs_of(self, config)
-        if config.budget is not None:
-            specs = [within(spec, config.budget) for spec in specs]
-            if not self.measures_privately and not any(BUDGET in spec.settings for spec in specs):
-                raise ConfigError(f"experiment {self.name!r} has nothing that a budget could end; leave --budget out")
-        labels = [spec.label for spec in specs]
-        twice = sorted({label for label in labels if labels.count(label) > 1})
-        if twice:
-            raise ConfigError(f"experiment {self.name!r} has two rows called {twice[0]!r}; labels must be unique")
-        return specs
 
     def idle(self, config: Config) -> bool:
         """Whether ``config`` asks for no round of an experiment that has rounds: nothing is measured or claimed."""

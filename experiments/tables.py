@@ -12,79 +12,26 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.errors import ConfigError, nearest
-from fedcomp.experiments.findings import Claim, Curves, Figure, Findings, Say, Table, mean, spread
+from fedcomp.experiments.experiment import Curve, Experiment, Rows, Studied, read_claims, within
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Table, mean, spread
 from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, over_seeds, repetitions, table
 from fedcomp.experiments.options import OF_EVERY_ROW, Config, numbers, show_value
 from fedcomp.experiments.spec import RunResult, RunSpec, parse_settings
+from fedcomp.strategies.parts import BUDGET
 
 if TYPE_CHECKING:
-    from fedcomp.experiments.experiment import Experiment
     from fedcomp.program import System
 
 TUNING_SEED: Final = 2**32
 """Added to the seed of the trainings by which settings are chosen: no figure of a table is from such draws."""
 
-Rows = Mapping[str, str]
-"""By label, the system and its settings: ``"topk feedback=true codec.density={codec.density}"``. A word in braces is
-the value of an option. ``task=NAME``, ``rounds=N`` and ``clients=N`` are a row's own in place of the experiment's."""
-
 Value = str | float | None
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A plot of rows.
-
-    Parameters
-    ----------
-    y, x : str
-        Keys of :data:`AXES`.
-    rows : sequence of str
-        Labels, the first one drawn broad; empty for all.
-    title, caption : str
-        Title: empty for the two axes.
-    """
-
-    y: str = "test accuracy, %"
-    x: str = "uplink payload so far"
-    rows: Sequence[str] = ()
-    title: str = ""
-    caption: str = ""
-
-
-@dataclass(frozen=True)
-class Studied:
-    """What a study found.
-
-    Attributes
-    ----------
-    quantities : mapping
-        Numbers by name; by ``(row, name)`` where they are a row's.
-    tables, figures, tasks : sequence
-        As of :class:`~fedcomp.experiments.findings.Findings`.
-    skipped : mapping
-        Quantities that were not measured, and why.
-    statements : mapping
-        Privacy statements by row.
-    """
-
-    quantities: Mapping[Any, Value] = field(default_factory=dict)
-    tables: Sequence[Table] = ()
-    figures: Sequence[Figure] = ()
-    tasks: Sequence[Mapping[str, Any]] = ()
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    statements: Mapping[str, Any] = field(default_factory=dict)
-
-
-Study = Callable[["Found"], Studied]
-Columns = Mapping[str, str | Callable[["Found", str], Any]] | Sequence[str]
-"""Quantities by name; or, by heading, a quantity or a function of what was found and a label."""
 
 
 class Found:
@@ -271,7 +218,7 @@ class Training:
             rows_of(experiment, config),
             experiment.task,
             experiment.each(config) if callable(experiment.each) else experiment.each,
-            experiment.train,
+            experiment.train or by_messages,
             experiment.rivals,
             experiment.last,
             bool(experiment.tune),
@@ -331,9 +278,27 @@ def run_one(training: Training, **cell: Any) -> dict[str, Any]:
 
 
 def specs_of(experiment: Experiment, config: Config) -> list[RunSpec]:
-    """Return the rows that the runner trains: none where the experiment tunes or repeats, which it does itself."""
-    training = Training.of(experiment, config)
-    return [] if experiment.trains_itself else [training.spec(label) for label in training.rows]
+    """Return the rows that the runner trains: none where the experiment tunes or repeats, which it does itself.
+
+    Raises
+    ------
+    ConfigError
+        When two rows share a label, or when there is a budget and neither a row nor the study could keep it.
+    """
+    if experiment.measure is not None:
+        specs = list(experiment.rows(config))
+    else:
+        training = Training.of(experiment, config)
+        specs = [] if experiment.trains_itself else [training.spec(label) for label in training.rows]
+    if config.budget is not None:
+        specs = [within(spec, config.budget) for spec in specs]
+        if not experiment.measures_privately and not any(BUDGET in spec.settings for spec in specs):
+            raise ConfigError(f"experiment {experiment.name!r} has nothing that a budget could end; leave --budget out")
+    labels = [spec.label for spec in specs]
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    if twice:
+        raise ConfigError(f"experiment {experiment.name!r} has two rows called {twice[0]!r}; labels must be unique")
+    return specs
 
 
 def fields_of(result: RunResult, last: int) -> dict[str, Any]:
@@ -401,7 +366,15 @@ def without_messages(spec: RunSpec, training: Training) -> dict[str, Any]:
 
 
 def findings(experiment: Experiment, config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
-    """Train what the runner did not, study, and say what was found."""
+    """Train what the runner did not, study, and return what was found.
+
+    Parameters
+    ----------
+    results : mapping
+        By label, what came of :func:`specs_of`.
+    """
+    if experiment.measure is not None:
+        return experiment.measure(config, results, say)
     found = Found(experiment, config, results, say)
     if experiment.trains_itself:
         _train_all(found)
@@ -506,38 +479,6 @@ def _curve(found: Found, each: Curve) -> Curves:
         x_bytes=by_bytes,
         caption=each.caption,
     )
-
-
-@dataclass(frozen=True)
-class Line:
-    """A claim as it is written: ``row | quantity | bound | gate or goal: reason``. A run fails with a gate; a goal is
-    shown as missed. Without a row the quantity is the study's."""
-
-    row: str
-    quantity: str
-    bound: str
-    gate: bool
-    reason: str
-
-
-def read_claims(text: str) -> list[Line]:
-    """Read claims, one a line; lines that begin with ``#`` are comments.
-
-    Raises
-    ------
-    ConfigError
-        When a line has another form; what its bound may be is :func:`~fedcomp.experiments.kit.claim`'s.
-    """
-    lines = []
-    for written in filter(None, map(str.strip, text.splitlines())):
-        if written.startswith("#"):
-            continue
-        parts = [part.strip() for part in written.split("|")]
-        kind, colon, reason = parts[-1].partition(":")
-        if len(parts) != 4 or not colon or kind not in ("gate", "goal") or not parts[1] or not reason.strip():
-            raise ConfigError(f"claim {written!r}; expected 'row | quantity | bound | gate or goal: reason'")
-        lines.append(Line(*parts[:3], kind == "gate", reason.strip()))
-    return lines
 
 
 def claims_of(found: Found) -> list[Claim]:

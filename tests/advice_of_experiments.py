@@ -48,6 +48,7 @@ from fedcomp.experiments.security.proxy import Limits, Proxy
 from fedcomp.experiments.serve import serve
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.store import RunFolder
+from fedcomp.experiments.tables import specs_of
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.rules import Int
@@ -98,7 +99,7 @@ def failing(status: int) -> None:
 
 def rows_of(name: str, *assignments: str, **options: Any) -> list[RunSpec]:
     experiment = get_experiment(name)
-    return experiment.specs(experiment.configure(assignments=assignments, **options))
+    return specs_of(experiment, experiment.configure(assignments=assignments, **options))
 
 
 def published(epsilons: str) -> bool:

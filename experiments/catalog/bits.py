@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from fedcomp.experiments.eden_topk import rotated
-from fedcomp.experiments.experiment import Experiment
-from fedcomp.experiments.tables import Curve
+from fedcomp.experiments.experiment import Curve, Experiment
 
 _TOPK: Final = "topk feedback=true codec.density={} codec.values={}"
 
