@@ -16,8 +16,8 @@ from toy import client_app, model, stack
 from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import prepare
+from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.private.topagg import votes_only
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import TopK
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.folder import StateFolder
@@ -30,6 +30,8 @@ from fedcomp.tasks.partition import parse_partitioner
 from fedcomp.timing.links import parse_link
 
 GOOD = ("--superlink", "localhost:9092", "--partition", "0", "--of", "2", "--insecure")
+
+WATCHING = ClientHalf("watching", lambda msg, context, app: app(msg, context))
 
 
 def option(text: str, wrong: Any, right: Any) -> Row:
@@ -341,8 +343,8 @@ FLOWER = (
     row(
         "clients/half.py",
         "where nothing checks its order; use ",
-        lambda: programs()(None, None, None),
-        lambda: client(ClientApp(), only=[programs()]),
+        lambda: WATCHING(None, None, None),
+        lambda: client(ClientApp(), WATCHING),
     ),
 )
 

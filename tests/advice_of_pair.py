@@ -17,7 +17,6 @@ from toy import model
 
 import fedcomp as fc
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import (
     EDEN,
     QSGD,
@@ -78,7 +77,7 @@ PAIR = (
         "strategies/wrapping.py",
         "has no hooks that {} could stand around; run it by itself",
         lambda: Compressed(SharedSupport(ScaleCom(0.1))),
-        lambda: trains(SharedSupport(ScaleCom(0.1)), (programs,)),
+        lambda: trains(SharedSupport(ScaleCom(0.1)), (compression,)),
     ),
     row(
         "strategies/wrapping.py",
@@ -108,7 +107,7 @@ PAIR = (
         "strategies/compressed.py",
         "exchanges per round; Flower's hooks offer one. Use its own strategy",
         lambda: Compressed(quiet(), PowerSGD(form="two-exchange")),
-        lambda: trains(SharedBasis(PowerSGD(form="two-exchange")), (programs,)),
+        lambda: trains(SharedBasis(PowerSGD(form="two-exchange")), (compression,)),
     ),
     row(
         "strategies/compressed.py",
@@ -167,14 +166,14 @@ PAIR = (
     row(
         "strategies/server.py",
         "Name it with record=...; the others pass through untouched",
-        lambda: ended(Server(Pair(QSGD(levels=7)), TwoRecords(**ALL)), (programs,)),
-        lambda: trains(Server(Pair(QSGD(levels=7)), TwoRecords(**ALL), record="arrays"), (programs,)),
+        lambda: ended(Server(Pair(QSGD(levels=7)), TwoRecords(**ALL)), (compression,)),
+        lambda: trains(Server(Pair(QSGD(levels=7)), TwoRecords(**ALL), record="arrays"), (compression,)),
     ),
     row(
         "strategies/server.py",
         "has no single updates, which {} looks at; use one of",
         lambda: Server(systems.SharedSupport(ScaleCom(0.1)), FedMedian(**ALL)),
-        lambda: trains(Server(systems.SharedSupport(ScaleCom(0.1)), quiet()), (programs,)),
+        lambda: trains(Server(systems.SharedSupport(ScaleCom(0.1)), quiet()), (compression,)),
     ),
     row(
         "strategies/statistics.py",
@@ -268,9 +267,9 @@ PAIR = (
         lambda: (
             trains(
                 SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=1.0),
-                (programs,),
+                (compression,),
             )
-            and trains(SharedBasis(PowerSGD(memory="local"), server_lr=0.5), (programs,))
+            and trains(SharedBasis(PowerSGD(memory="local"), server_lr=0.5), (compression,))
         ),
     ),
     row(
@@ -278,15 +277,15 @@ PAIR = (
         "the mean that they are measured from; use 1, or center=False",
         lambda: FittedBasis(GradiVeQ(width=40, center=True), server_lr=0.5),
         lambda: (
-            trains(FittedBasis(GradiVeQ(width=40, center=True), server_lr=1.0), (programs,))
-            and trains(FittedBasis(GradiVeQ(width=40, center=False), server_lr=0.5), (programs,))
+            trains(FittedBasis(GradiVeQ(width=40, center=True), server_lr=1.0), (compression,))
+            and trains(FittedBasis(GradiVeQ(width=40, center=False), server_lr=0.5), (compression,))
         ),
     ),
     row(
         "strategies/conditional.py",
         "leave first_model_at_nodes=True out",
         lambda: Conditional(Compressed(quiet(), TopK(0.1), TopK(0.2), first_model_at_nodes=True)),
-        lambda: trains(Conditional(Compressed(quiet(), TopK(0.1), TopK(0.2))), (programs,)),
+        lambda: trains(Conditional(Compressed(quiet(), TopK(0.1), TopK(0.2))), (compression,)),
     ),
     row(
         "strategies/conditional.py",

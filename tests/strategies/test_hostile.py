@@ -14,7 +14,6 @@ from toy import client_app, fedavg, model, put_sent_frame, stack, update
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import Identity, RandomK, ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -291,7 +290,7 @@ PATHS: dict[str, Callable[[], tuple[Strategy, Client]]] = {
     ),
     "shared support": lambda: (
         SharedSupport(ScaleCom(1.0)),
-        client_app([programs()]),
+        client_app([compression()]),
     ),
 }
 
