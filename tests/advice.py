@@ -12,19 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.serverapp.strategy import (
-    FedAvg,
-    Strategy,
-)
+from flwr.serverapp.strategy import FedAvg, Strategy
 from toy import client_app, fedavg, model, stack
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
-from fedcomp.codecs import (
-    QSGD,
-    FixedPoint,
-    RandomK,
-)
+from fedcomp.codecs import QSGD, FixedPoint, RandomK
 from fedcomp.errors import FedcompError
 from fedcomp.experiments.systems import SYSTEMS
 from fedcomp.flower.grid import InProcessGrid

@@ -14,24 +14,14 @@ from unittest.mock import patch
 
 import numpy as np
 from advice import CODED, INTEGERS, PROMISE, Row, coded_sum, ended, local, quiet, row, same, shares, system, trains
-from flwr.serverapp.strategy import (
-    FedAdam,
-    FedMedian,
-)
+from flwr.serverapp.strategy import FedAdam, FedMedian
 from peer_key_files import make_key, make_list
 from toy import model
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge.options import parse
 from fedcomp.clients.private.mod import private
-from fedcomp.codecs import (
-    QSGD,
-    FixedPoint,
-    ModularSum,
-    RandomK,
-    TopK,
-    chain,
-)
+from fedcomp.codecs import QSGD, FixedPoint, ModularSum, RandomK, TopK, chain
 from fedcomp.coding import sumcode
 from fedcomp.coding.datacode import CodedStep, data_plan
 from fedcomp.coding.decodability import decode_rate, loss_sets
@@ -546,12 +536,7 @@ def between_nodes() -> bool:
 
 
 PEERS = (
-    Row(
-        "coding/listener.py",
-        "choose an address of this machine and a free port",
-        at_a_taken_port,
-        heard,
-    ),
+    Row("coding/listener.py", "choose an address of this machine and a free port", at_a_taken_port, heard),
     row(
         "coding/parcels.py",
         "this receiver reads version {} with 0: run the same release on all nodes",
@@ -603,10 +588,4 @@ PEERS = (
 )
 
 
-ROWS: tuple[Row, ...] = (
-    *CODING,
-    *GRAPHS,
-    *CODES,
-    *SUMS,
-    *PEERS,
-)
+ROWS: tuple[Row, ...] = (*CODING, *GRAPHS, *CODES, *SUMS, *PEERS)

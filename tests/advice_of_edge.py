@@ -180,12 +180,7 @@ EXECUTOR: tuple[Row, ...] = (
         lambda path: with_threads(path, preloaded=True),
         lambda path: with_threads(path, preloaded=False),
     ),
-    row(
-        "clients/edge/executor.py",
-        "{}; start the SuperNode without --isolation process",
-        elsewhere,
-        own_executor,
-    ),
+    row("clients/edge/executor.py", "{}; start the SuperNode without --isolation process", elsewhere, own_executor),
 )
 
 

@@ -128,12 +128,7 @@ EXPERIMENTS = (
         lambda: rows_of("compare", "systems=,"),
         lambda: {each.system for each in rows_of("compare", "systems=topk,qsgd")} >= {"topk", "qsgd"},
     ),
-    row(
-        "experiments/catalog/datalens.py",
-        "set epsilons=10,1",
-        lambda: published("3"),
-        lambda: published("10,1"),
-    ),
+    row("experiments/catalog/datalens.py", "set epsilons=10,1", lambda: published("3"), lambda: published("10,1")),
     row(
         "experiments/catalog/gcn.py",
         "rows are fetched from other owners; give 2 or more",

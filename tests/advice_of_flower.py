@@ -14,17 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from advice import (
-    ALL,
-    KEY,
-    LAYOUT,
-    VALUES,
-    Row,
-    ended,
-    quiet,
-    row,
-    trains,
-)
+from advice import ALL, KEY, LAYOUT, VALUES, Row, ended, quiet, row, trains
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, FedXgbCyclic

@@ -245,10 +245,7 @@ CODECS = (
         lambda: mean_of_two(modular(2)),
     ),
     row(
-        "fedcomp/codecs/modular.py",
-        "raise summands=",
-        lambda: mean_of_two(modular(1)),
-        lambda: mean_of_two(modular(2)),
+        "fedcomp/codecs/modular.py", "raise summands=", lambda: mean_of_two(modular(1)), lambda: mean_of_two(modular(2))
     ),
     row("fedcomp/codecs/projection.py", "signs; lower directions", lambda: projected(65), lambda: projected(64)),
     row(

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 from advice import ALL, KEY, NODES, Followed, Row, ended, quiet, row, trains
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import (
-    FedAvg,
-)
+from flwr.serverapp.strategy import FedAvg
 from toy import client_app, model, stack
 
 from fedcomp.clients.client import client
@@ -347,10 +345,4 @@ FLOWER = (
 )
 
 
-ROWS: tuple[Row, ...] = (
-    *CLIENTS,
-    *COMMAND,
-    *FLOWER,
-    *TASKS,
-    *GOSSIP,
-)
+ROWS: tuple[Row, ...] = (*CLIENTS, *COMMAND, *FLOWER, *TASKS, *GOSSIP)

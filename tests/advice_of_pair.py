@@ -6,13 +6,7 @@ import numpy as np
 from advice import ALL, CODED, INTEGERS, PRIVATE, PROMISE, Row, coded_sum, ended, quiet, row, same, system, trains
 from flwr.app import Array, ArrayRecord
 from flwr.server import strategy as legacy
-from flwr.serverapp.strategy import (
-    FedAdagrad,
-    FedAdam,
-    FedAvg,
-    FedAvgM,
-    FedMedian,
-)
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedMedian
 from toy import model
 
 import fedcomp as fc
@@ -266,10 +260,7 @@ PAIR = (
         "which memory='aggregated' subtracts; use 1, or memory='local'",
         lambda: SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=0.5),
         lambda: (
-            trains(
-                SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=1.0),
-                (programs,),
-            )
+            trains(SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=1.0), (programs,))
             and trains(SharedBasis(PowerSGD(memory="local"), server_lr=0.5), (programs,))
         ),
     ),

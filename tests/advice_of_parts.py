@@ -7,15 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from advice import (
-    LAYOUT,
-    Row,
-    damaged,
-    decoded,
-    ledger,
-    points_the_same_way,
-    row,
-)
+from advice import LAYOUT, Row, damaged, decoded, ledger, points_the_same_way, row
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 
 from fedcomp.clients.app import NodeJob

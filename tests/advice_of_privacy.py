@@ -40,11 +40,7 @@ from datalens_toy import row as taught_row
 from datalens_toy import strategy as datalens
 from dpsgd_problems import loss, net, records, training
 from flwr.app import ConfigRecord, Context, RecordDict
-from flwr.serverapp.strategy import (
-    DifferentialPrivacyServerSideFixedClipping,
-    FedMedian,
-    FedProx,
-)
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedMedian, FedProx
 from opacus.validators import ModuleValidator
 from torch import nn
 from toy import client_app, fedavg, model, stack
@@ -55,13 +51,7 @@ from fedcomp.clients.edge import LEDGER_FILE, OWN_BUDGET, STATE_FOLDER, prepare
 from fedcomp.clients.private.dpsgd import Trainee, train_privately
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.mod import private
-from fedcomp.codecs import (
-    QSGD,
-    FixedPoint,
-    RandomK,
-    TopK,
-    chain,
-)
+from fedcomp.codecs import QSGD, FixedPoint, RandomK, TopK, chain
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.records import to_record
@@ -712,12 +702,4 @@ SYSTEMS = (
 )
 
 
-ROWS: tuple[Row, ...] = (
-    *PRIVACY,
-    *PRIVATE_PARTS,
-    *LEDGERS,
-    *CORE,
-    *FILES,
-    *NODES_OWN,
-    *SYSTEMS,
-)
+ROWS: tuple[Row, ...] = (*PRIVACY, *PRIVATE_PARTS, *LEDGERS, *CORE, *FILES, *NODES_OWN, *SYSTEMS)

@@ -6,21 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from advice import (
-    KEY,
-    LAYOUT,
-    PLAN,
-    PRIVATE,
-    PROMISE,
-    VALUES,
-    Followed,
-    Row,
-    ended,
-    quiet,
-    row,
-    system,
-    trains,
-)
+from advice import KEY, LAYOUT, PLAN, PRIVATE, PROMISE, VALUES, Followed, Row, ended, quiet, row, system, trains
 from flwr.app import Array, ArrayRecord
 from flwr.clientapp import ClientApp
 from toy import model

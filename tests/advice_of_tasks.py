@@ -370,7 +370,4 @@ DATA = (
 )
 
 
-ROWS: tuple[Row, ...] = (
-    *TASKS,
-    *DATA,
-)
+ROWS: tuple[Row, ...] = (*TASKS, *DATA)

@@ -10,17 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from linear_toy import (
-    PHASE1,
-    SETUP,
-    client,
-    data,
-    metered,
-    moves,
-    run,
-    uncoded,
-    vector,
-)
+from linear_toy import PHASE1, SETUP, client, data, metered, moves, run, uncoded, vector
 
 import fedcomp.clients.coded.linear as coded_linear_client
 from fedcomp.clients.edge import PEER_ADDRESS, PEER_STORE
