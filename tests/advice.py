@@ -45,8 +45,8 @@ class Row:
 
     Attributes
     ----------
-    file, text : str
-        Where it is written, and a part of it as it is written.
+    text : str
+        A part of it as it is written, which no other advice has; one that is written in several files has as many rows.
     provoke : callable
         Raises it, or has it logged.
     follow : callable
@@ -55,7 +55,6 @@ class Row:
         Whether it takes more than a second.
     """
 
-    file: str
     text: str
     provoke: Followed
     follow: Followed
@@ -151,8 +150,8 @@ def system(name: str, **settings: Any) -> Strategy:
     return row.build(row.resolve(settings), 0)
 
 
-def row(file: str, text: str, provoke: Callable[[], Any], follow: Callable[[], Any], *, long: bool = False) -> Row:
-    return Row(file, text, lambda _: provoke(), lambda _: follow(), long)
+def row(text: str, provoke: Callable[[], Any], follow: Callable[[], Any], *, long: bool = False) -> Row:
+    return Row(text, lambda _: provoke(), lambda _: follow(), long)
 
 
 def coded_sum(inner: Strategy, **options: Any) -> CodedFedAvg:
