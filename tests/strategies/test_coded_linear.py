@@ -8,18 +8,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
-from linear_toy import (
-    PHASE1,
-    PHASE2,
-    client,
-    data,
-    metered,
-    model,
-    moves,
-    run,
-    uncoded,
-    vector,
-)
+from linear_toy import PHASE1, PHASE2, client, data, metered, model, moves, run, uncoded, vector
 from toy import with_halves
 
 from fedcomp.clients.app import app as generic_app
@@ -313,11 +302,7 @@ def test_a_resumed_run_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"code": "msd"}, "did you mean 'mds'"),
-        ({"spool": "/nowhere"}, "needs transport='peers'"),
-    ],
+    ("options", "said"), [({"code": "msd"}, "did you mean 'mds'"), ({"spool": "/nowhere"}, "needs transport='peers'")]
 )
 def test_wrong_arguments_are_refused_before_anything_is_sent(options: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+<<<<<<< HEAD
 from linear_toy import (
     PHASE1,
     SETUP,
@@ -18,6 +19,9 @@ from linear_toy import (
     run,
     vector,
 )
+=======
+from linear_toy import PHASE1, SETUP, client, data, metered, moves, run, uncoded, vector
+>>>>>>> 7f50e43c1713fb68114699d91cfcbabaaa7adf19
 
 from fedcomp.clients.edge import PEER_ADDRESS, PEER_STORE
 from fedcomp.coding.listener import Listener, ListenerLimits
