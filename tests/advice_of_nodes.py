@@ -268,23 +268,12 @@ FLOWER = (
         lambda path: folder(path, 0o777),
         lambda path: folder(path / "x", 0o700) if (path / "x").mkdir() is None else None,
     ),
-<<<<<<< HEAD
-    Row(
-        "fedcomp/flower/folder.py",
-        "the state folder cannot be made: {}; name another one",
-        below_a_file,
-        lambda path: StateFolder(path / "other", 0),
-    ),
-    row(
-        "clients/half.py",
-        "where nothing checks its order; use ",
-        lambda: WATCHING(None, None, None),
-        lambda: client(ClientApp(), WATCHING),
-    ),
-=======
     Row("folder cannot be made: {}; name another one", below_a_file, lambda path: StateFolder(path / "other", 0)),
-    row("checks its order; use ", lambda: programs()(None, None, None), lambda: client(ClientApp(), only=[programs()])),
->>>>>>> 7f50e43c1713fb68114699d91cfcbabaaa7adf19
+    row(
+        "checks its order; use ",
+        lambda: compression()(None, None, None),
+        lambda: client(ClientApp(), only=[compression()]),
+    ),
 )
 
 

@@ -223,16 +223,8 @@ PAIR = (
         "which memory='aggregated' subtracts; use 1, or memory='local'",
         lambda: SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=0.5),
         lambda: (
-<<<<<<< HEAD
-            trains(
-                SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=1.0),
-                (compression,),
-            )
+            trains(SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=1.0), (compression,))
             and trains(SharedBasis(PowerSGD(memory="local"), server_lr=0.5), (compression,))
-=======
-            trains(SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=1.0), (programs,))
-            and trains(SharedBasis(PowerSGD(memory="local"), server_lr=0.5), (programs,))
->>>>>>> 7f50e43c1713fb68114699d91cfcbabaaa7adf19
         ),
     ),
     row(

@@ -9,19 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-<<<<<<< HEAD
-from linear_toy import (
-    PHASE1,
-    SETUP,
-    client,
-    data,
-    metered,
-    run,
-    vector,
-)
-=======
-from linear_toy import PHASE1, SETUP, client, data, metered, moves, run, uncoded, vector
->>>>>>> 7f50e43c1713fb68114699d91cfcbabaaa7adf19
+from linear_toy import PHASE1, SETUP, client, data, metered, run, vector
 
 from fedcomp.clients.edge import PEER_ADDRESS, PEER_STORE
 from fedcomp.coding.listener import Listener, ListenerLimits
