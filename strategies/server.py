@@ -115,8 +115,8 @@ class Server(Evaluating):
         Refuses what is far longer, or weighs far more, than is usual; default nobody does.
     first_model_at_nodes : bool
         Send the model that the run begins with by its digest alone: the nodes make the same one, by the ``first_model``
-        of :func:`fedcomp.clients.programs.programs`. A node that cannot, or whose model differs in a bit, is refused
-        for the round, by name, and gets the whole model with its next message. Needs a ``downlink``.
+        of :func:`~fedcomp.clients.compressed.compression`. A node that cannot, or whose model differs in a bit, is
+        refused for the round, by name, and gets the whole model with its next message. Needs a ``downlink``.
     links : Links, optional
         Clients bring each other by themselves what they post; default the server does.
     seed : int
@@ -609,7 +609,8 @@ class Server(Evaluating):
         x.payload[node] = x.payload.get(node, 0) + payload_bytes(reply)
         if ask.kind != HELLO:
             x.heard.add(node)
-        peer.key = head.key or peer.key
+        if head.key:
+            peer.key, peer.address, peer.signature = head.key, head.address, head.signature
         if self.system.SENT in frames or head.sent:
             x.sent[node] = head.sequence, head.generation
         weight = x.trained[node].weight if node in x.trained else 0.0

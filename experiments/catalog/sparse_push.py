@@ -18,9 +18,10 @@ from fedcomp.experiments.decentralised import (
     honest_ratio,
     ratio,
 )
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, Value
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Claim, Curves, Findings, Table, largest, mean
-from fedcomp.experiments.kit import Records, Say, Sweep, claim, curves, table, workers
+from fedcomp.experiments.kit import Records, Say, Sweep, claim, curves, table
+from fedcomp.experiments.options import TEXT, Config, Option, Value
 from fedcomp.experiments.relayed import claims_of_messages
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rules import Flag, Int, Real
@@ -83,7 +84,7 @@ def _gamma(text: str) -> float | str:
 
 OPTIONS = {
     "seeds": Option(1, Int(1, 20), "trainings per cell, with the seeds from --seed on"),
-    "workers": workers(2),
+    "workers": 2,
     "full": Option(False, Flag(), "the whole product of graphs, data, sizes, levels and losses: and long rows"),
     "task.hidden": Option("32", TEXT, "widths of the model's hidden layers"),
     "lr": Option(0.1, Real(above=0.0), "step size of the nodes' SGD"),

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from fedcomp.experiments import engines
-from fedcomp.experiments.experiment import Config, Experiment
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunResult
+from fedcomp.experiments.tables import specs_of
 
 
 class Read(Mapping[str, Any]):
@@ -66,7 +68,7 @@ def ran(
         config = experiment.configure(assignments=assignments, **sizes)
         settings = Read(config.settings)
         config = dataclasses.replace(config, settings=settings)
-        specs = experiment.specs(config)
+        specs = specs_of(experiment, config)
         results = {spec.label: engines.run(spec) for spec in specs}
         findings = experiment.measure(config, results, Say(keep=kept.__setitem__))
     used = settings.read | {key for spec in specs for key in spec.settings}

@@ -9,7 +9,9 @@ from fake_engine import TINY
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.catalog import CATALOG, bits, factors, get_experiment, power_sgd
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
+from fedcomp.experiments.options import TEXT, Config, Option
+from fedcomp.experiments.tables import specs_of
 from fedcomp.rules import Flag, Int, Real
 
 READ_BY_THEIR_TESTS = set(CATALOG) - {"quickstart"}
@@ -26,13 +28,13 @@ def test_names_questions_and_baselines(experiment: Experiment) -> None:
     assert experiment.question.endswith("?")
     assert experiment.notes
     config = experiment.configure()
-    specs = experiment.specs(config)
+    specs = specs_of(experiment, config)
     assert experiment.baseline in ["", *(spec.label for spec in specs)]
     assert experiment.changed(config) == []
     assert Config.from_json(config.to_json()) == config
     assert all(spec.rounds > 0 for spec in specs)
     # Rows that repeat others with seeds of their own move along with the run's.
-    moved = experiment.specs(experiment.configure(seed=7))
+    moved = specs_of(experiment, experiment.configure(seed=7))
     assert [spec.seed + 7 for spec in specs] == [spec.seed for spec in moved]
     assert not specs or min(spec.seed for spec in specs) == config.seed
 
@@ -41,7 +43,7 @@ def test_names_questions_and_baselines(experiment: Experiment) -> None:
 def test_every_row_can_run_and_every_setting_reaches_a_row(experiment: Experiment) -> None:
     from fedcomp.experiments.systems import check
 
-    specs = experiment.specs(experiment.configure())
+    specs = specs_of(experiment, experiment.configure())
     for spec in specs:
         check(spec)
     used = {key for spec in specs for key in spec.settings}
@@ -59,7 +61,7 @@ def test_e2_the_smallest_size_is_one_and_can_run(experiment: Experiment) -> None
     assert experiment.changed(quick), "nothing is made smaller"
     assert quick.rounds <= whole.rounds
     assert quick.clients <= whole.clients
-    for spec in experiment.specs(quick):
+    for spec in specs_of(experiment, quick):
         check(spec)
 
 
@@ -141,4 +143,4 @@ def test_a_spec_takes_prefixes_names_and_fixed_settings() -> None:
 def test_two_rows_of_one_label_are_refused() -> None:
     twice = Experiment(**{**vars(TINY), "rows": lambda config: [*TINY.rows(config), *TINY.rows(config)]})
     with pytest.raises(ConfigError, match="'dense'"):
-        twice.specs(twice.configure())
+        specs_of(twice, twice.configure())

@@ -126,10 +126,7 @@ def test_deepsqueeze_keeps_nothing_of_its_neighbours() -> None:
     assert set(state) == {"x", "error", "split"}
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [CHOCO(compressor=TopK(0.1)), DeepSqueeze(compressor=TopK(0.1))],
-)
+@pytest.mark.parametrize("algorithm", [CHOCO(compressor=TopK(0.1)), DeepSqueeze(compressor=TopK(0.1))])
 def test_vectors_travel_whole(algorithm: Algorithm) -> None:
     arrays = {"w": np.zeros((5, 6), np.float32), "b": np.zeros(5, np.float32)}
     layout = Layout.of(arrays, lambda name, shape, dtype: DENSE if len(shape) < 2 else None)

@@ -91,7 +91,7 @@ def test_a_run_with_faults_ends_at_the_mean():
         layout=SPLIT,
         seed=0,
         settings=SimulationSettings(
-            faults=FaultPlan(2, {"silent": 0.05, "lost": 0.05, "twice": 0.05, "stale": 0.05}, until=60),
+            faults=FaultPlan(2, {"silent": 0.05, "lost": 0.05, "twice": 0.05, "stale": 0.05}, until=60)
         ),
     )
     mean = np.mean(models, axis=0)

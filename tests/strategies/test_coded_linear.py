@@ -8,22 +8,11 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
-from linear_toy import (
-    PHASE1,
-    PHASE2,
-    client,
-    data,
-    metered,
-    model,
-    moves,
-    run,
-    uncoded,
-    vector,
-)
+from linear_toy import PHASE1, PHASE2, client, data, metered, model, moves, run, uncoded, vector
 from toy import with_halves
 
 from fedcomp.clients.app import app as generic_app
-from fedcomp.clients.programs import programs
+from fedcomp.clients.compressed import compression
 from fedcomp.errors import ConfigError, FedcompError, NoUsableReply
 from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import Delivery, Fault, RandomFaults
@@ -313,11 +302,7 @@ def test_a_resumed_run_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"code": "msd"}, "did you mean 'mds'"),
-        ({"spool": "/nowhere"}, "needs transport='peers'"),
-    ],
+    ("options", "said"), [({"code": "msd"}, "did you mean 'mds'"), ({"spool": "/nowhere"}, "needs transport='peers'")]
 )
 def test_wrong_arguments_are_refused_before_anything_is_sent(options: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -355,7 +340,7 @@ def test_tasks_that_are_not_linear_say_so_and_linear_ones_give_their_rows() -> N
 def test_an_app_without_the_handlers_is_told_what_it_lacks() -> None:
     strategy = CodedLinearGD(partitions=2, parities=1)
     with pytest.raises(NoUsableReply):
-        run(strategy, metered(3, app=with_halves([programs()])), 1)
+        run(strategy, metered(3, app=with_halves([compression()])), 1)
     assert "linear_device(rows)" in strategy.reports[1].linear.refused[0]
     with pytest.raises(NoUsableReply):
         run(strategy, metered(3, app=ClientApp()), 1)

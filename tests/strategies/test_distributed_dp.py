@@ -285,12 +285,7 @@ def test_clients_refuse_what_would_show_more(change, why: str, monkeypatch: pyte
     monkeypatch.setattr(NoisySum, "plan", lambda self, *asked: replace(given(self, *asked), **change))
     system, said = NoisySum(codec=BOUNDED, threshold=1, contributors=NODES, min_contributors=4), []
     driver = Local(
-        system,
-        LAYOUT,
-        np.zeros(SIZE, np.float32),
-        lambda number, node, start: start + 1.0,
-        lambda node: 1.0,
-        NODES,
+        system, LAYOUT, np.zeros(SIZE, np.float32), lambda number, node, start: start + 1.0, lambda node: 1.0, NODES
     )
     assert driver.step(1) is None
     said = driver.refused[1]

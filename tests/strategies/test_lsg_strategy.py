@@ -403,10 +403,7 @@ def test_buffers_keep_the_servers_values() -> None:
 
 @pytest.mark.parametrize(
     ("build", "words"),
-    [
-        (lambda: strategy(schedule="cosine"), "schedule"),
-        (lambda: run(Compressed(strategy(), TopK(0.1))), "Compressed"),
-    ],
+    [(lambda: strategy(schedule="cosine"), "schedule"), (lambda: run(Compressed(strategy(), TopK(0.1))), "Compressed")],
 )
 def test_what_cannot_be_promised_is_refused(build: Callable[[], Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

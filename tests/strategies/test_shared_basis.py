@@ -7,7 +7,6 @@ from toy import client_app, fedavg, model, stack
 from waiting_runs import Sent
 
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import GradiVeQ, LowRank, PowerSGD
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
@@ -21,7 +20,7 @@ from fedcomp.strategies.server import Server
 
 def sent(strategy: Server, rounds: int) -> Sent:
     """Run a strategy, and return what was in its messages."""
-    grid = Sent(MeteredGrid(InProcessGrid(client_app([programs()]), 3, seed=4), TrafficLedger()))
+    grid = Sent(MeteredGrid(InProcessGrid(client_app([compression()]), 3, seed=4), TrafficLedger()))
     strategy.start(grid, model(), num_rounds=rounds, timeout=9)
     assert [report.used for report in strategy.reports.values()] == [3] * rounds
     return grid

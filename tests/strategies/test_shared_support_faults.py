@@ -15,7 +15,6 @@ from toy import client_app, fedavg, model, stack, with_halves
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import ScaleCom, TopK
 from fedcomp.codecs.scalecom import support_id_of
 from fedcomp.flower.faults import FaultPlan
@@ -40,7 +39,7 @@ def grid_of(nodes: int = 4, client: Client | None = None, fault: FaultPlan | Non
 
 
 def app() -> ClientApp:
-    return client_app([programs()])
+    return client_app([compression()])
 
 
 def altered(change: Change, base: Client | None = None) -> Client:
@@ -65,7 +64,7 @@ def learner(
     delta: Callable[[int, np.ndarray], np.ndarray], weight: Callable[[int], float] = lambda p: 1.0
 ) -> ClientApp:
     """Return an app that adds ``delta(partition, tensor)`` to the tensors that are finite."""
-    learns = with_halves([programs()])
+    learns = with_halves([compression()])
 
     @learns.train()
     def train(msg: Message, context: Context) -> Message:

@@ -11,7 +11,6 @@ from flwr.clientapp import ClientApp
 from toy import fedavg, with_halves
 
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.rng import Key
@@ -57,7 +56,7 @@ def training(mod) -> ClientApp:
 
 def strategies():
     yield Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.05)), compression()
-    yield SharedSupport(ScaleCom(density=0.05), fraction_evaluate=0.0), programs()
+    yield SharedSupport(ScaleCom(density=0.05), fraction_evaluate=0.0), compression()
 
 
 def lowest(strategy, mod, initial: ArrayRecord, rounds: int = 8) -> list[float]:

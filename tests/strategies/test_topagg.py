@@ -8,21 +8,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.serverapp.strategy import FedAdam, FedMedian
-from topagg_runs import (
-    BALLOT,
-    HALVES,
-    LR,
-    NODES,
-    SIZE,
-    app,
-    ballots,
-    flat,
-    inner,
-    learnt,
-    run,
-    shifted,
-    strategy,
-)
+from topagg_runs import BALLOT, HALVES, LR, NODES, SIZE, app, ballots, flat, inner, learnt, run, shifted, strategy
 from toy import client_app, fedavg, model
 
 from fedcomp.clients.compressed import compression
