@@ -326,8 +326,9 @@ class _Exchange:
         if links is not None:
             said |= {"handed": links.handed, "parcels": links.parcels}
             said["missed"] = tuple(f"{to} {why}" for to, why in links.failed.items())
-        if system.KEYS and IDENTITY not in self.context.state:
-            said["key"] = self.identity.public
+        if (system.KEYS or book is not None) and IDENTITY not in self.context.state:
+            # It has lost the one that others know.
+            said |= self._introduction(book)
         asks.put(
             out,
             AnswerHead(number, head.sequence, say=asks.id_of(answer.say), bare=answer.bare, **said),
@@ -363,14 +364,15 @@ class _Exchange:
     def _introduced(self) -> Message:
         """Say this node's public key, and where others reach it."""
         out, number = RecordDict(), partition_of(self.context)
-        public = self.identity.public
-        # The key that is signed is the one that is kept.
+        asks.put(out, AnswerHead(number, self.head.sequence, **self._introduction(self._blobs()[0].get(Book.NAME))))
         self.context.state = self._store(None)
-        book = self._blobs()[0].get(Book.NAME)
-        address, signature = ("", b"") if book is None else introduced(self.context, Book.of(book), number)
-        head = AnswerHead(number, self.head.sequence, key=public, address=address, signature=signature)
-        asks.put(out, head)
         return Message(out, reply_to=self.msg)
+
+    def _introduction(self, book: Frame | None) -> dict[str, Any]:
+        """Return this node's public key, and where there is a book its signature of it and where others reach it."""
+        public = self.identity.public
+        reached = {} if book is None else introduced(self.context, Book.of(book), partition_of(self.context), public)
+        return {"key": public, **reached}
 
     @cached_property
     def identity(self) -> PeerIdentity:

@@ -606,7 +606,8 @@ class Server(Evaluating):
         x.payload[node] = x.payload.get(node, 0) + payload_bytes(reply)
         if ask.kind != HELLO:
             x.heard.add(node)
-        peer.key = head.key or peer.key
+        if head.key:
+            peer.key, peer.address, peer.signature = head.key, head.address, head.signature
         if self.system.SENT in frames or head.sent:
             x.sent[node] = head.sequence, head.generation
         weight = x.trained[node].weight if node in x.trained else 0.0

@@ -18,11 +18,12 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import FRAME, NODE_RECORD, put_frame
-from fedcomp.strategies.coded.linear import SETUP, CodedLinearGD
+from fedcomp.strategies.coded.linear import CodedLinearGD
 from fedcomp.systems.coded.linear import PHASE1, PHASE2, LinearRows
 
-__all__ = ["PHASE1", "PHASE2", "SETUP"]
+__all__ = ["PHASE1", "PHASE2"]
 
+SETUP = "train"
 FEATURES = 5
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from coded_runs import after_sharing, before_sharing, bits, run, tapped
+from coded_runs import after_sharing, before_sharing, bits, run
 from flwr.app import Context, Message
 from flwr.serverapp.strategy import FedAdam, FedMedian
 from test_sparsifiers_drop_in import EXACT, OTHERS, ROUNDED
@@ -23,7 +23,6 @@ from fedcomp.experiments.systems import SYSTEMS
 from fedcomp.flower import asks
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.payload import POST
-from fedcomp.flower.rounds import fit
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 
@@ -92,18 +91,6 @@ def test_evaluation_is_the_inner_strategys_own() -> None:
     assert result.train_metrics_clientapp == plain.train_metrics_clientapp
 
 
-def test_a_run_goes_on_from_its_saved_state() -> None:
-    for make in (lambda: relay(Compressed(fedavg(), TopK(0.1)), symbols=3), coded_sum):
-        whole, _ = run(make(), NODES, rounds=4)
-        strategy, grid = make(), tapped(NODES)
-        first = fit(strategy, grid, model(), 2, timeout=9.0)
-        again = make()
-        again.load_state_dict(strategy.state_dict())
-        result = fit(again, grid, first.arrays, 4, start_round=3, timeout=9.0)
-        assert bits(result) == bits(whole)
-        assert again.reports[3].rolled_back == again.reports[3].fresh == []
-
-
 # What is reported.
 
 
@@ -127,14 +114,6 @@ def test_what_passes_the_server_is_sealed_and_counted() -> None:
     assert not any(data[:2] == b"RL" for data in posts)
     payload = grid.ledger.total("payload", direction="up")
     assert payload >= sum(map(len, posts))
-
-
-def test_too_few_clients_skip_the_round_with_the_reason_in_the_report() -> None:
-    strategy = relay(symbols=7)
-    result, _ = run(strategy, 4)
-    assert bits(result) == b"".join(array.numpy().tobytes() for array in model().values())
-    assert "the round is skipped, the model is unchanged" in strategy.reports[1].notes[0]
-    assert len(strategy.reports[1].coded.excluded) == 4
 
 
 def test_a_sum_shows_weights_and_metrics_only_when_it_is_asked_for() -> None:

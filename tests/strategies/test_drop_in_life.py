@@ -26,7 +26,6 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower import grid as grids
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.nodes import GridError
-from fedcomp.flower.payload import payload_bytes
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.overlap import PipelinedStrategy
 
@@ -117,22 +116,6 @@ def test_a_hook_that_is_to_see_votes_one_by_one_is_refused() -> None:
     inner.aggregate_train = lambda server_round, replies: own(server_round, replies)
     with pytest.raises(ConfigError, match="votes"):
         Compressed(inner, SignSGD(step=0.01))
-
-
-def test_decoded_replies_say_what_came() -> None:
-    """A strategy that counts traffic in its own aggregate_train is handed decoded models."""
-
-    class Tracker(FedAvg):
-        def aggregate_train(self, server_round, replies):
-            replies = list(replies)
-            self.decoded = sum(map(payload_bytes, replies))
-            self.came = sum(message.content["fedcomp"]["payload-bytes"] for message in replies)
-            return super().aggregate_train(server_round, replies)
-
-    strategy = Compressed(Tracker(fraction_evaluate=0.0), TopK(density=0.05))
-    with InProcessGrid(client_app([compression()]), 4, seed=3) as grid:
-        strategy.start(grid, model(), num_rounds=1)
-    assert strategy.came == strategy.reports[1].payload_bytes < strategy.decoded / 5
 
 
 def test_models_in_evaluation_replies_are_named_with_their_bytes() -> None:

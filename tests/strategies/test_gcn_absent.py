@@ -14,7 +14,6 @@ from flwr.app import ConfigRecord
 from graph_federation import (
     ENOUGH,
     PARTS,
-    averaging,
     bits,
     client,
     graph,
@@ -27,12 +26,11 @@ from graph_federation import (
 )
 from plain_grid import PlainGrid
 
-from fedcomp.flower.faults import Delivery, RandomFaults
+from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.graphs.base import GraphPart
-from fedcomp.rng import Key
 from fedcomp.strategies.gcn.strategy import SkewedGCN
 from fedcomp.systems.graphs.words import TRAIN_TYPE
 
@@ -132,32 +130,6 @@ def test_7_14_a_dead_node_that_is_listed_costs_one_deadline_a_round_and_its_succ
 # Messages that are lost, late or doubled.
 
 
-@pytest.mark.slow
-def test_what_arrives_twice_counts_once() -> None:
-    options = {"cache": "all", "mode": "measured"}
-    parts, found = graph(), {}
-    for kind in ("none", "duplicate", "duplicate_reply"):
-        of = strategy(**options)
-        model = run(of, grid(parts, fault=lambda delivery, kind=kind: kind), 2)
-        found[kind] = bits(model), [report.to_json() for report in reports(of)]
-    assert found["none"] == found["duplicate"] == found["duplicate_reply"]
-
-
-@pytest.mark.slow
-def test_a_run_in_which_a_fifth_of_all_messages_fails_goes_on() -> None:
-    kinds = {"lost_reply": 0.05, "late": 0.04, "raise": 0.04, "offline": 0.04, "silent": 0.03}
-    parts = graph()
-    of = everything(inner=averaging(evaluate=True), cache="all", n=12, batch_size=6)
-    over = grid(parts, fault=RandomFaults(Key(5, "gcn"), kinds), error_state="keep")
-    found = run(of, over, 5)
-    assert all(np.isfinite(value).all() for value in found.values())
-    assert any(r.absent for r in reports(of))
-    assert 5 < sum(r.train.clients for r in reports(of)) < 5 * PARTS
-    for report in reports(of):
-        assert report.train.trips <= 4 + 2 * PARTS
-        assert report.train.clients + len(report.lost.keys() | report.absent.keys()) >= PARTS
-
-
 # Who sits where.
 
 
@@ -185,61 +157,6 @@ def test_a_second_node_of_a_part_is_not_seated_while_the_first_one_answers_and_t
     assert [sum(found) for found in claimed] == [0, 1, 1, 0, 0]
     assert [sorted(r.absent) for r in reports(of)] == [[], [], [1], [], []]
     assert [r.train.clients for r in reports(of)] == [PARTS, PARTS, PARTS - 1, PARTS, PARTS]
-
-
-def test_d1_of_two_nodes_that_say_from_the_start_they_hold_a_part_none_is_seated() -> None:
-    """Before, the one whose id came first was."""
-    of = everything()
-    within = blind(graph(), PARTS + 1)
-    fit(of, PlainGrid(within), record(initial()), 2, timeout=60.0, train_config=ConfigRecord({"seed": 3}))
-    claims = [text for text in of.reports[1].refused.values() if "none of them is used" in text]
-    assert len(claims) == 2
-    assert [r.absent for r in reports(of)] == [{1: "no node of this part is there"}] * 2
-    assert [r.train.clients for r in reports(of)] == [PARTS - 1] * 2
-
-
-@pytest.mark.slow
-def test_a_newcomer_takes_the_place_of_a_dead_process_once_that_is_silent() -> None:
-    """The dead one is still listed, and nobody has a reason to doubt it before it leaves a question unanswered."""
-    parts = graph()
-    within = InProcessGrid(
-        client(parts),
-        PARTS,
-        seed=2,
-        node_config=lambda partition: {"partition-id": partition % PARTS},
-        fault=dead(1, 2, 3),
-    )
-    of = everything()
-
-    def join(number: int, *_: Any) -> None:
-        if number == 1:
-            within.add_node(PARTS + 1)
-
-    fit(
-        of, PlainGrid(within), record(initial()), 3, timeout=60.0, train_config=ConfigRecord({"seed": 3}), on_round=join
-    )
-    assert list(of.reports[2].gcn.absent) == [1]
-    assert (of.reports[3].gcn.absent, of.reports[3].gcn.train.clients) == ({}, PARTS)
-    assert of.reports[3].gcn.train.rows_sent == of.reports[1].gcn.train.rows_sent
-
-
-@pytest.mark.slow
-def test_a_newcomer_with_a_part_of_another_graph_is_refused_and_the_run_goes_on() -> None:
-    parts, of = graph(), everything()
-    over = grid(parts)
-
-    def swap(number: int, *_: Any) -> None:
-        if number == 1:
-            over.remove_node(2)
-            parts[2] = graph(seed=4)[2]
-            over.add_node(2)
-
-    run(of, over, 3, on_round=swap)
-    (reason,) = of.reports[2].refused.values()
-    assert "this run is of a graph of 48 nodes in 4 parts" in reason
-    assert not of.reports[3].refused
-    assert [r.train.clients for r in reports(of)] == [PARTS, PARTS - 1, PARTS - 1]
-    assert of.reports[3].gcn.absent == {2: "no node of this part is there"}
 
 
 def test_a_part_without_training_nodes_serves_its_rows_and_is_not_asked_to_train() -> None:

@@ -116,20 +116,6 @@ def test_7_07_one_client_fetches_nothing_and_the_trips_are_saved() -> None:
     assert all(total(of, name) == 0 for name in ("rows_fetched", "feature_bytes_link", "id_bytes", "remote_inputs"))
 
 
-@pytest.mark.slow
-def test_7_07_with_a_cache_of_all_no_row_is_asked_for_twice() -> None:
-    of, over = strategy(n=ENOUGH, batch_size=0, cache="all"), grid(graph())
-    model = run(of, over, 2)
-    first, later = reports(of)
-    assert [r.train.trips for r in (first, later)] == [4, 2]
-    assert first.train.rows_fetched > 0
-    assert later.train.rows_fetched == later.train.feature_bytes_link == later.train.id_bytes == 0
-    assert later.train.remote_inputs == first.train.remote_inputs
-    nothing = strategy(n=ENOUGH, batch_size=0)
-    assert bits(run(nothing, grid(graph()), 2)) == bits(model)
-    assert total(nothing, "rows_fetched") == 2 * total(of, "rows_fetched")
-
-
 # 10: what is reported is what was sent.
 
 
@@ -217,38 +203,6 @@ def test_sampled_evaluation_uses_fewer_rows_than_full() -> None:
 
 
 # What owners know of the edges.
-
-
-@pytest.mark.slow
-def test_halo_makes_the_plans_of_full_structure_and_what_it_costs_is_reported() -> None:
-    full, halo = strategy(), strategy(structure="halo")
-    over = grid(graph(structure="halo"))
-    assert bits(run(halo, over, 2)) == bits(run(full, grid(graph()), 2))
-    for one, two in zip(reports(halo), reports(full), strict=True):
-        assert one.train.structure_bytes > 0 == two.train.structure_bytes
-        assert one.train.trips == two.train.trips + 2  # the adjacency rows, and the plan again
-        for name in ("rows_fetched", "feature_bytes_link", "id_bytes", "remote_inputs", "local_mass", "scale"):
-            assert getattr(one.train, name) == getattr(two.train, name)
-    counted = sum(total(halo, name) for name in ("structure_bytes", "id_bytes", "feature_bytes_logical"))
-    assert over.ledger.total("payload", message_type=QUERY) == counted
-    with pytest.raises(ConfigError, match="structure 'full' of the graph, this strategy was made for 'halo'"):
-        run(strategy(structure="halo"), grid(graph()), 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("structure", ["full", "halo"])
-def test_norms_are_fetched_once_and_counted(structure: str) -> None:
-    parts = graph(structure=structure)
-    of, over = strategy(mode="measured", structure=structure), grid(parts)
-    run(of, over, 2)
-    first, *later = reports(of)
-    assert first.train.setup_bytes > 0
-    assert not any(report.train.setup_bytes for report in later)
-    # Asked for after the first question for a plan, which comes again with them.
-    assert first.train.trips == later[0].train.trips + 3
-    plain = strategy(structure=structure)
-    run(plain, grid(parts), 1)
-    assert 1.0 < first.train.scale != plain.reports[1].gcn.train.scale
 
 
 @pytest.mark.slow

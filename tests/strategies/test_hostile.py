@@ -288,21 +288,14 @@ PATHS: dict[str, Callable[[], tuple[Strategy, Client]]] = {
         ),
         client_app([compression(), private()]),
     ),
-    "shared support": lambda: (
-        SharedSupport(ScaleCom(1.0)),
-        client_app([compression()]),
-    ),
+    "shared support": lambda: (SharedSupport(ScaleCom(1.0)), client_app([compression()])),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "name"),
-    [
-        *(("frames", name) for name in LARGE),
-        ("private", "5,000 settings"),
-        ("shared support", "5,000 metrics"),
-    ],
+    [*(("frames", name) for name in LARGE), ("private", "5,000 settings"), ("shared support", "5,000 metrics")],
 )
 def test_d4_a_reply_that_holds_too_much_is_refused_unread(path: str, name: str, monkeypatch) -> None:
     """Before, 2,000 records were accepted without a word, and every metric was compared, or averaged."""

@@ -7,30 +7,15 @@ import math
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message
-from flwr.serverapp.strategy import FedAdam, FedMedian
-from topagg_runs import (
-    BALLOT,
-    HALVES,
-    LR,
-    NODES,
-    SIZE,
-    app,
-    ballots,
-    flat,
-    inner,
-    learnt,
-    run,
-    shifted,
-    strategy,
-)
-from toy import client_app, fedavg, model
+from flwr.serverapp.strategy import FedMedian
+from topagg_runs import BALLOT, HALVES, LR, NODES, SIZE, app, ballots, flat, inner, learnt, run, shifted, strategy
+from toy import client_app, fedavg
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import SignSGD, TopK
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower.privacy import find_private
 from fedcomp.layout import Layout, Update
-from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import TopkSign, entropy_bits, topk_stochastic_sign
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
@@ -129,25 +114,6 @@ def test_noise_has_the_scale_that_is_accounted_for(adjacency: str) -> None:
     assert {event.releases for event in events} == {1}
 
 
-def test_a_client_lost_mid_round_costs_nothing_but_its_vote() -> None:
-    """Same noise, same event, and the sum of the others bit for bit."""
-    settings = {"noise_multiplier": 2.0, "server_lr": 1.0}
-    whole, alone = strategy(**settings), strategy(**settings)
-    everyone, *_ = run(whole)
-    others, *_ = run(alone, fault=lambda d: "lost_reply" if d.partition == 3 else None)
-    np.testing.assert_array_equal((everyone - others) * NODES, ballots(1)[3])
-    assert whole.inner.privacy.events == alone.inner.privacy.events
-    assert whole.inner.privacy.epsilon() == alone.inner.privacy.epsilon()
-    assert alone.reports[1].lost == 1
-
-
-def test_an_empty_round_releases_noise_and_costs_as_much() -> None:
-    chosen = strategy(noise_multiplier=2.0)
-    moved, *_ = run(chosen, fault=lambda d: "silent")
-    assert np.count_nonzero(moved) > SIZE / 2
-    assert chosen.inner.privacy.releases == 1
-
-
 def test_layers_vote_as_the_policy_says() -> None:
     """Per-layer k: the total bounds the norm, and each tensor has its own share, small ones that would go dense too."""
     ballot = TopkSign(k=57, scope="layer")
@@ -164,46 +130,6 @@ def test_layers_vote_as_the_policy_says() -> None:
             key = Key(7, "uplink", 1, p, layer)
             votes[part] += topk_stochastic_sign(learnt(1, p)[part], share, uniforms=key)
     np.testing.assert_array_equal(moved, LR * votes / NODES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("downlink", [None, TopK(0.2)], ids=repr)
-def test_any_downlink_codec_goes_with_it(downlink) -> None:
-    chosen = strategy(noise_multiplier=1.0, downlink=downlink)
-    moved, _, grid = run(chosen, rounds=3)
-    assert np.isfinite(moved).all()
-    assert [report.compressed for report in chosen.reports.values()] == [NODES] * 3
-    assert not any(report.refused for report in chosen.reports.values())
-    down = grid.ledger.summary()["payload_down"]
-    assert (down < 2.5 * 4 * SIZE * NODES) == (downlink is not None)
-    # A compressed downlink leaves the clients another model, the server the true one.
-    reference, *_ = run(strategy(noise_multiplier=1.0), rounds=3)
-    assert moved.tobytes() == reference.tobytes()
-
-
-def test_an_adaptive_inner_strategy_steps_from_the_noisy_mean() -> None:
-    chosen = Compressed(
-        TopAgg(
-            FedAdam(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1, eta=0.01),
-            BALLOT,
-            server_lr=1.0,
-            noise_multiplier=1.0,
-            population=NODES,
-            delta=1e-3,
-            insecure_deterministic=True,
-        ),
-        BALLOT,
-    )
-    moved, *_ = run(chosen, rounds=2)
-    assert np.count_nonzero(moved) > 0.95 * SIZE
-    assert np.abs(moved).max() < 0.2
-
-
-def test_buffers_keep_the_servers_values() -> None:
-    chosen = strategy(noise_multiplier=1.0)
-    _, result, _ = run(chosen, rounds=2, initial=model(counter=True))
-    assert int(result.arrays["num_batches_tracked"].numpy()) == 0
-    assert result.arrays["num_batches_tracked"].numpy().dtype == np.int64
 
 
 def test_frames_of_a_run_are_within_five_per_cent_of_the_entropy() -> None:
@@ -276,14 +202,6 @@ def test_a_codec_with_more_votes_than_the_ballot_is_refused_reply_by_reply() -> 
     assert len(loose.reports[1].refused) == NODES
     assert "at most 50" in next(iter(loose.reports[1].refused.values()))
     assert not moved.any()
-
-
-def test_a_capped_client_votes_no_more_than_it_may() -> None:
-    chosen = strategy(noise_multiplier=1.0, sampling=Sampling("capped", cap=2))
-    run(chosen, rounds=4)
-    assert set(chosen.inner.privacy.participations.values()) == {2}
-    assert [chosen.reports[r].asked for r in (1, 2)] == [NODES, NODES]
-    assert not chosen.reports[3].asked
 
 
 def test_a_plain_weighted_mean_learns_the_mean_vote() -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from private_runs import forged
-from topagg_runs import BALLOT, NODES, SIZE, app, ballots, flat, learnt, run, strategy
-from toy import model, put_sent_frame
+from topagg_runs import BALLOT, NODES, SIZE, app, learnt, run, strategy
+from toy import put_sent_frame
 
 from fedcomp import wire
-from fedcomp.errors import ConfigError
-from fedcomp.flower.grid import InProcessGrid
 from fedcomp.layout import Layout
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.mechanism import PrivateSum
@@ -105,42 +102,6 @@ def test_1_11_h_a_forged_vote_costs_nobody_but_its_sender(name: str, without: tu
     assert len(ledger.participations) == NODES, "who was asked took part"
 
 
-def test_1_11_h_every_reply_twice_is_every_vote_once() -> None:
-    """Straight into the strategy, past whatever a grid sorts out before."""
-    models = []
-    for times in (1, 2):
-        chosen = strategy(**SETTINGS)
-        with InProcessGrid(app(), NODES, seed=3) as grid:
-            sent = list(chosen.configure_train(1, model(), ConfigRecord({"server-round": 1}), grid))
-            replies = list(grid.send_and_receive(sent, timeout=9))
-        arrays, metrics = chosen.aggregate_train(1, replies * times)
-        models.append(flat(arrays).tobytes())
-        assert not metrics
-        assert chosen.reports[1].duplicates == (times - 1) * NODES
-        assert chosen.inner.privacy.releases == 1
-        # The round is over: its replies release nothing a second time.
-        with pytest.raises(ConfigError, match="aggregated before"):
-            chosen.aggregate_train(1, replies)
-        assert chosen.inner.privacy.releases == 1
-    assert models[0] == models[1]
-
-
-@pytest.mark.slow
-def test_1_11_h_a_reply_to_another_round_is_no_vote() -> None:
-    """A reply kept and sent again a round later is refused: nobody votes twice, nobody votes late."""
-    kept: list[RecordDict] = []
-
-    def replay(content: RecordDict) -> RecordDict:
-        kept.append(copy.deepcopy(content))
-        return kept[0]
-
-    chosen, absent = strategy(**SETTINGS), strategy(**SETTINGS)
-    moved, *_ = run(chosen, rounds=2, client=forger(replay))
-    other, *_ = run(absent, rounds=2, fault=lambda d: "silent" if d.partition == CULPRIT and d.round == 2 else None)
-    assert moved.tobytes() == other.tobytes()
-    assert "stale" in next(iter(chosen.reports[2].refused.values()))
-
-
 def test_1_11_h_a_layer_cannot_vote_for_another() -> None:
     """Per-layer k: the total would be within the bound, but a tensor has more than its own share."""
     ballot = TopkSign(k=K, scope="layer")
@@ -160,28 +121,6 @@ def test_1_11_h_a_layer_cannot_vote_for_another() -> None:
     assert sum(layout_shares) == K
     assert len(chosen.reports[1].refused) == 1
     assert moved.tobytes() == other.tobytes()
-
-
-def test_what_a_client_says_beside_its_vote_is_not_heard() -> None:
-    """Metrics, weights and buffers of a hostile reply change nothing, and do not evict anybody."""
-
-    def loud(content: RecordDict) -> None:
-        content["metrics"] = MetricRecord({"num-examples": 10**12, "loss": 0.0})
-        content["others"] = MetricRecord({"x": float("nan")})
-
-    chosen = strategy(**SETTINGS)
-    honest, *_ = run(strategy(**SETTINGS))
-    moved, result, _ = run(chosen, client=forger(loud))
-    assert moved.tobytes() == honest.tobytes()
-    assert not any(len(record) for record in result.train_metrics_clientapp.values())
-
-
-def test_half_the_clients_hostile_leaves_the_other_half() -> None:
-    chosen = strategy(noise_multiplier=0.0, server_lr=1.0)
-    too_many = forged(app(), frame(listed(signs(SIZE))), *range(1, NODES, 2))
-    moved, *_ = run(chosen, client=too_many)
-    np.testing.assert_array_equal(moved * NODES, ballots(1, range(0, NODES, 2)).sum(axis=0))
-    assert len(chosen.reports[1].refused) == NODES // 2
 
 
 def test_no_vector_that_is_no_vote_passes_the_strategy() -> None:
