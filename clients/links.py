@@ -41,13 +41,13 @@ REST_ROUNDS: Final = 8
 _REASON: Final = 200
 
 
-def introduced(context: Context, book: Book, node: int) -> tuple[str, bytes]:
+def introduced(context: Context, book: Book, node: int, public: bytes) -> dict[str, Any]:
     """Return where others reach this node, and its signature of its public key; empty for none of it."""
     transport = own_end(context, node, book.spool, min(book.max_store, MAX_STORE_BYTES))
     address, tls = "" if transport is None else transport.address, link_tls(context)
     # The server knows where simulated links lead.
     address = SIMULATED if address.startswith(SIMULATED) else address
-    return address, b"" if tls is None else sign(tls, NO_RUN, identity_in(context).public)
+    return {"address": address, "signature": b"" if tls is None else sign(tls, NO_RUN, public)}
 
 
 @dataclass

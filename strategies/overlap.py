@@ -794,7 +794,7 @@ class Buffered(Overlapping):
         replies = [reply for _, _, reply in filled.values() if reply is not None]
         asks = {node: flight.ask_of(x.addresses[node])._replace(node=node) for node, flight in asked.items()}
         server._refuse_lacking(x, server._receive(x, sent, asks, replies, answers))
-        server._agree(x, answers, sent)
+        server._inbox.agree(x, answers, sent, server._usual["train"])
         flights = {node: filled[x.addresses[node]][0] for node in answers}
         ages = {address: self.steps - flight.step for address, (flight, _, _) in filled.items()}
         weigh = WEIGHTS[self.weight]

@@ -37,10 +37,10 @@ from fedcomp.experiments.engines.guarded import GuardedDeployment
 from fedcomp.experiments.engines.linked import LinkedDeployment
 from fedcomp.experiments.engines.processes import free_ports
 from fedcomp.experiments.engines.superlink import APP
-from fedcomp.experiments.experiment import Config, Option
 from fedcomp.experiments.findings import Claim
 from fedcomp.experiments.graph_variance import Batches, measured
 from fedcomp.experiments.links import SlowLinks
+from fedcomp.experiments.options import Config, Option
 from fedcomp.experiments.run import RunnerSetup, main
 from fedcomp.experiments.security.certificates import Folder, add_nodes, create, read, renew
 from fedcomp.experiments.security.link import LinkOptions, prepare
@@ -48,6 +48,7 @@ from fedcomp.experiments.security.proxy import Limits, Proxy
 from fedcomp.experiments.serve import serve
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.store import RunFolder
+from fedcomp.experiments.tables import specs_of
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.rules import Int
@@ -98,7 +99,7 @@ def failing(status: int) -> None:
 
 def rows_of(name: str, *assignments: str, **options: Any) -> list[RunSpec]:
     experiment = get_experiment(name)
-    return experiment.specs(experiment.configure(assignments=assignments, **options))
+    return specs_of(experiment, experiment.configure(assignments=assignments, **options))
 
 
 def published(epsilons: str) -> bool:

@@ -30,7 +30,6 @@ from fedcomp.clients.forward import forward_gradients
 from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.peers import peer_link
 from fedcomp.clients.private.mod import private
-from fedcomp.clients.programs import programs
 from fedcomp.clients.sensors import SensorServer, StoredEdge, connect
 from fedcomp.codecs import EDEN, QSGD, SignSGD, TopK
 from fedcomp.codecs.base import padded as equally_long
@@ -133,7 +132,7 @@ def deploys(path: Path, deployments: Deployments | None = None) -> bool:
 def answers(codec: Any) -> bool:
     """Whether nodes take part in a program whose states hold the toy's model once and a half, beside the last reply."""
     with patch.object(memory, "MOST_BYTES", 9_600):
-        return trains(Server(Pair(codec), quiet()), (programs,))
+        return trains(Server(Pair(codec), quiet()), (compression,))
 
 
 def content(server_round: int = 1) -> RecordDict:

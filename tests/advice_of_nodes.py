@@ -14,8 +14,8 @@ from toy import client_app, model, stack
 from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import prepare
+from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.private.topagg import votes_only
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import TopK
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.folder import StateFolder
@@ -28,6 +28,8 @@ from fedcomp.tasks.partition import parse_partitioner
 from fedcomp.timing.links import parse_link
 
 GOOD = ("--superlink", "localhost:9092", "--partition", "0", "--of", "2", "--insecure")
+
+WATCHING = ClientHalf("watching", lambda msg, context, app: app(msg, context))
 
 
 def option(text: str, wrong: Any, right: Any) -> Row:
@@ -267,7 +269,11 @@ FLOWER = (
         lambda path: folder(path / "x", 0o700) if (path / "x").mkdir() is None else None,
     ),
     Row("folder cannot be made: {}; name another one", below_a_file, lambda path: StateFolder(path / "other", 0)),
-    row("checks its order; use ", lambda: programs()(None, None, None), lambda: client(ClientApp(), only=[programs()])),
+    row(
+        "checks its order; use ",
+        lambda: compression()(None, None, None),
+        lambda: client(ClientApp(), only=[compression()]),
+    ),
 )
 
 

@@ -11,7 +11,6 @@ from toy import model
 
 import fedcomp as fc
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import (
     EDEN,
     QSGD,
@@ -71,7 +70,7 @@ PAIR = (
     row(
         "has no hooks that {} could stand around; run it by itself",
         lambda: Compressed(SharedSupport(ScaleCom(0.1))),
-        lambda: trains(SharedSupport(ScaleCom(0.1)), (programs,)),
+        lambda: trains(SharedSupport(ScaleCom(0.1)), (compression,)),
     ),
     row("a Flower Strategy instance: write {}(...)", lambda: Compressed(FedAvg), lambda: trains(Compressed(quiet()))),
     row("import {}', and a ServerApp", lambda: Compressed(legacy.FedAvg()), lambda: trains(Compressed(quiet()))),
@@ -88,7 +87,7 @@ PAIR = (
     row(
         "exchanges per round; Flower's hooks offer one. Use its own strategy",
         lambda: Compressed(quiet(), PowerSGD(form="two-exchange")),
-        lambda: trains(SharedBasis(PowerSGD(form="two-exchange")), (programs,)),
+        lambda: trains(SharedBasis(PowerSGD(form="two-exchange")), (compression,)),
     ),
     row(
         "is for the way down, not for what clients send; use downlink={}",
@@ -138,13 +137,13 @@ PAIR = (
     ),
     row(
         "Name it with record=...; the others pass through untouched",
-        lambda: ended(Server(Pair(QSGD(levels=7)), TwoRecords(**ALL)), (programs,)),
-        lambda: trains(Server(Pair(QSGD(levels=7)), TwoRecords(**ALL), record="arrays"), (programs,)),
+        lambda: ended(Server(Pair(QSGD(levels=7)), TwoRecords(**ALL)), (compression,)),
+        lambda: trains(Server(Pair(QSGD(levels=7)), TwoRecords(**ALL), record="arrays"), (compression,)),
     ),
     row(
         "has no single updates, which {} looks at; use one of",
         lambda: Server(systems.SharedSupport(ScaleCom(0.1)), FedMedian(**ALL)),
-        lambda: trains(Server(systems.SharedSupport(ScaleCom(0.1)), quiet()), (programs,)),
+        lambda: trains(Server(systems.SharedSupport(ScaleCom(0.1)), quiet()), (compression,)),
     ),
     row(
         "Name the tensors (ArrayRecord(model.state_dict()), or a dictionary of Arrays)",
@@ -224,22 +223,22 @@ PAIR = (
         "which memory='aggregated' subtracts; use 1, or memory='local'",
         lambda: SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=0.5),
         lambda: (
-            trains(SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=1.0), (programs,))
-            and trains(SharedBasis(PowerSGD(memory="local"), server_lr=0.5), (programs,))
+            trains(SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=1.0), (compression,))
+            and trains(SharedBasis(PowerSGD(memory="local"), server_lr=0.5), (compression,))
         ),
     ),
     row(
         "the mean that they are measured from; use 1, or center=False",
         lambda: FittedBasis(GradiVeQ(width=40, center=True), server_lr=0.5),
         lambda: (
-            trains(FittedBasis(GradiVeQ(width=40, center=True), server_lr=1.0), (programs,))
-            and trains(FittedBasis(GradiVeQ(width=40, center=False), server_lr=0.5), (programs,))
+            trains(FittedBasis(GradiVeQ(width=40, center=True), server_lr=1.0), (compression,))
+            and trains(FittedBasis(GradiVeQ(width=40, center=False), server_lr=0.5), (compression,))
         ),
     ),
     row(
         "leave first_model_at_nodes=True out",
         lambda: Conditional(Compressed(quiet(), TopK(0.1), TopK(0.2), first_model_at_nodes=True)),
-        lambda: trains(Conditional(Compressed(quiet(), TopK(0.1), TopK(0.2))), (programs,)),
+        lambda: trains(Conditional(Compressed(quiet(), TopK(0.1), TopK(0.2))), (compression,)),
     ),
     row(
         "let it send small differences instead, with a sparse",

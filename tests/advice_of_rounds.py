@@ -15,7 +15,7 @@ from linear_toy import uncoded, vector
 from toy import model, stack, with_halves
 
 from fedcomp.clients.app import app as node_app
-from fedcomp.clients.programs import programs
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import FixedPoint, RandomK
 from fedcomp.errors import FedcompError
 from fedcomp.flower.grid import InProcessGrid
@@ -101,7 +101,7 @@ def dense_or_fine_or_noisy(**options: Any) -> bool:
 
 
 def gradients(**options: Any) -> Any:
-    return round_of(CodedFedAvg(quiet(), construction="gradcode", losses=1), halves=(programs,), **options)
+    return round_of(CodedFedAvg(quiet(), construction="gradcode", losses=1), halves=(compression,), **options)
 
 
 def descent(given: dict[str, Any], **options: Any) -> bool:

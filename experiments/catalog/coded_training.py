@@ -22,12 +22,16 @@ from fedcomp.coding.decodability import decode_rate, guaranteed_losses, mds_prob
 from fedcomp.coding.errors import NotDecodable
 from fedcomp.coding.linearloss import residuals
 from fedcomp.coding.parcels import HEADER_BYTES
+from fedcomp.coding.sealing import OVERHEAD
 from fedcomp.coding.stream import SplitMix64, derive
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Claim, Findings, Table
 from fedcomp.experiments.kit import Record, Records, Say, Sweep, claim, curves, table
+from fedcomp.experiments.options import Config, Option
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.flower.links import Letter
 from fedcomp.rules import Int, Real
+from fedcomp.systems.coded.linear import PARTITION
 
 Doubles = NDArray[np.float64]
 
@@ -225,9 +229,10 @@ def probability(plan: DataPlan, loss: float, trials: int, seed: int) -> float:
 
 def setup_bytes(plan: DataPlan, problem: LinearProblem) -> int:
     """Return what the owners hand over: every transfer as the parcel it travels in."""
-    # Each parcel with its header, as it travels between devices; the size does not depend on who gets it.
-    packed = [len(pack_partition(x, j, bytes(8))) + HEADER_BYTES for j, x in enumerate(problem.x)]
-    return sum(packed[j] for j, _ in plan.transfers)
+    # As a sealed post in a parcel; the size does not depend on who gets it.
+    letters = [Letter(0, PARTITION, pack_partition(x, j, bytes(8))) for j, x in enumerate(problem.x)]
+    parcels = [len(letter.to_bytes()) + OVERHEAD + HEADER_BYTES for letter in letters]
+    return sum(parcels[j] for j, _ in plan.transfers)
 
 
 def drawn_ratios(config: Config, problem: LinearProblem, label: str) -> list[float]:

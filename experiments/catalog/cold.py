@@ -8,9 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.experiments.decentralised import ENERGY_OPTIONS, Energy
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Claim, Curves, Findings, Table, different_bytes, largest, mean
 from fedcomp.experiments.kit import Record, Say, Sweep, claim, curves, table
+from fedcomp.experiments.options import TEXT, Config, Option
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rules import Int, Real
 

@@ -23,9 +23,10 @@ from fedcomp.experiments.decentralised import (
     cost_table,
     ratio,
 )
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Claim, Curves, Findings, Table, largest, mean
-from fedcomp.experiments.kit import Say, Sweep, claim, curves, numbers, repetitions, table, workers
+from fedcomp.experiments.kit import Say, Sweep, claim, curves, repetitions, table
+from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.relayed import beside, claims_of_messages
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.gossip.power_gossip import auto_rate
@@ -67,7 +68,7 @@ _gammas: Final = partial(numbers, each=Real(above=0.0, most=1.0))
 
 OPTIONS = {
     "seeds": Option(1, Int(1, 100), "trainings per setting, with the seeds from --seed on"),
-    "workers": workers(),
+    "workers": 1,
     "gammas": Option(
         "0.05,0.1,0.2,0.4,0.6,0.8,1.0", TEXT, "consensus step sizes every row that has one is tried with", check=_gammas
     ),

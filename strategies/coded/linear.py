@@ -16,8 +16,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from fedcomp.coding.datacode import DataPlan
-from fedcomp.coding.transport import MAX_STORE_BYTES
 from fedcomp.errors import ConfigError
+from fedcomp.flower.asks import AnswerHead
 from fedcomp.flower.logs import log
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.report import ReportSection, figure, shorten
@@ -25,18 +25,16 @@ from fedcomp.flower.rounds import Exchanges
 from fedcomp.program import Now, Step
 from fedcomp.rules import TIMEOUT, Int, OneOf, checked
 from fedcomp.strategies.adaptive import Outcome
-from fedcomp.strategies.coded.links import SimulatedLinks, record_peer
 from fedcomp.strategies.coded.settings import TRANSPORTS, spool_conflict
+from fedcomp.strategies.links import Links
 from fedcomp.strategies.parts import TASK_PREFIX, Settings
+from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.server import Running, Server
 from fedcomp.strategies.system import TRAINING, System, refuse_others, settings_of
 from fedcomp.systems.coded.linear import CodedLinear, LinearModel
 
 if TYPE_CHECKING:
     from fedcomp.tasks.base import Task
-
-SETUP: Final = "train"
-"""Message type of the set-up, under which a ledger counts what devices hand each other."""
 
 
 @dataclass
@@ -62,7 +60,8 @@ class Descent(ReportSection, name="linear"):
     joined, built : list of int
         Devices that said who they are, and that made their combination, in this round.
     setup_bytes : dict
-        Packed partitions handed over in this round, by link class: "hub-up", "hub-down", "peer".
+        Packed partitions in this round, by link class: "hub-up", "hub-down"; "peer" is all that devices say they
+        handed to their links.
     transfers : int
         How many of them went to a device that combines them.
     refused : dict of int to str
@@ -118,8 +117,8 @@ class CodedLinearGD(Server):
     timeout : float, optional
         Seconds for the replies of each exchange; default: the driver's timeout alone.
     transport : str
-        "hub": partitions pass this server. "peers": they go from device to device, by the nodes' own peer addresses or,
-        where these have none, by simulated links on this machine.
+        "hub": partitions pass this server. "peers": they go from device to device, sealed, by the nodes' own peer
+        addresses or, where these have none, by simulated links on this machine.
     spool : path, optional
         Folder of the simulated links; default a temporary one.
     seed : int
@@ -168,7 +167,6 @@ class CodedLinearGD(Server):
         if why := spool_conflict(transport, spool):
             raise ConfigError(why)
         seconds = checked("timeout", timeout, TIMEOUT)
-        self._links = SimulatedLinks(transport, spool, MAX_STORE_BYTES)
         system = CodedLinear(
             # Until the configuration of the first round says how many there are.
             self.partitions or 1,
@@ -181,12 +179,16 @@ class CodedLinearGD(Server):
             approximate,
             retries,
             payload,
-            self._links.root if transport == "peers" else None,
+            transport == "peers",
             seed=seed,
             seconds=None if seconds == float("inf") else seconds,
         )
-        self._grid: Grid | None = None
-        super().__init__(system, _Everybody(fraction_evaluate=0.0, configrecord_key=configrecord_key), seed=seed)
+        super().__init__(
+            system,
+            _Everybody(fraction_evaluate=0.0, configrecord_key=configrecord_key),
+            seed=seed,
+            links=Links(spool) if system.direct else None,
+        )
 
     @property
     def plan(self) -> DataPlan | None:
@@ -200,7 +202,6 @@ class CodedLinearGD(Server):
 
     def round(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Exchanges[Outcome]:
         """Set up who is not, then make one step of gradient descent; return the new model and the round's figures."""
-        self._grid = grid
         self.system = replace(self.system, partitions=self._count(config), task=_task_in(config))
         named = to_arrays(arrays)
         # Before anybody is asked.
@@ -225,18 +226,21 @@ class CodedLinearGD(Server):
 
     def _take(self, x: Running, now: Now, step: Step | None) -> Outcome:
         outcome, metrics = super()._take(x, now, step)
-        told, section = dict(now.told["linear"]), x.report.section(Descent)
-        for owner, sizes in told.pop("peer"):
-            if self._grid is not None:
-                # A message for each: that is how a ledger counts what passes between devices.
-                for size in sizes:
-                    record_peer(self._grid, x.report.round, x.addresses[owner], SETUP, [size])
-        for name, value in told.items():
+        section = x.report.section(Descent)
+        peer = section.setup_bytes
+        for name, value in now.told["linear"].items():
             setattr(section, name, value)
+        section.setup_bytes |= peer
         section.skipped = shorten(section.skipped)
         refused = x.report.refused
         section.refused = {node: refused[at] for node, at in x.addresses.items() if at in refused}
         return outcome, MetricRecord({**section.metrics(), **(metrics or {})})
+
+    def _note_links(self, x: Running, sent: SentMessage, head: AnswerHead) -> None:
+        super()._note_links(x, sent, head)
+        if head.handed:
+            sizes = x.report.section(Descent).setup_bytes
+            sizes["peer"] = sizes.get("peer", 0) + head.handed
 
     def identity(self) -> dict[str, str]:
         """Return code and loss, which must not change within a run."""

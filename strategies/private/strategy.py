@@ -34,6 +34,7 @@ from fedcomp.program import Ask, Given, Now, Released, Step, System
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.inbox import Inbox, SecretInbox
 from fedcomp.strategies.means import MEANS, is_mean
 from fedcomp.strategies.private.nodes import Shown, muted, online
 from fedcomp.strategies.private.promise import NoClientEvaluation, Once
@@ -279,7 +280,7 @@ class PrivateRule(UpdateRule):
         Whether clients send frames, and not models.
     """
 
-    updates_only: bool = True
+    inbox: ClassVar[type[Inbox]] = SecretInbox
     not_finite: ClassVar[str] = (
         "the noisy mean is not finite in the model's precision; it is paid for, and the model is kept. Use a wider "
         "dtype, a smaller clip norm or less noise"

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from fedcomp.clients.edge import executor, zygote
-from fedcomp.clients.edge.executor import AllowList, Executor
+from fedcomp.clients.edge.executor import Executor, read_list
 from fedcomp.errors import ConfigError
 from fedcomp.flower import _private
 from fedcomp.flower._private import NodeTask
@@ -311,7 +311,7 @@ def test_bundles_are_kept_apart_and_the_oldest_goes(
 def test_only_bundles_on_the_list_run(fakes: Fakes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "allowed"
     path.write_text(f"# ours\n{BUNDLE}  # the first\n\n")
-    made = Executor("here", Waiting(), AllowList(path))
+    made = Executor("here", Waiting(), path)
     made.handle(NodeTask("note('ran')", BUNDLE))
     with caplog.at_level(logging.INFO, "flwr"):
         made.handle(NodeTask("note('not this')", HASHES[0]))
@@ -335,9 +335,9 @@ def test_a_list_with_something_else_in_it_is_refused(text: str, tmp_path: Path) 
     path = tmp_path / "allowed"
     path.write_text(f"{HASHES[0]}\n{text}\n")
     with pytest.raises(ConfigError, match=r"line 2: .* is not the SHA-256"):
-        AllowList(path)
+        read_list(path)
     with pytest.raises(ConfigError, match="cannot be read"):
-        AllowList(tmp_path / "nowhere")
+        read_list(tmp_path / "nowhere")
 
 
 def test_a_closed_pipe_ends_the_executor_and_the_message_it_handles(fakes: Fakes) -> None:

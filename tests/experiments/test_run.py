@@ -18,8 +18,9 @@ import pytest
 from fake_engine import CATALOG, MEASURED, TINY, FakeEngine
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.experiment import Config, Experiment
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Claim, Findings, Say
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.run import RunnerSetup, main
 from fedcomp.experiments.spec import RunResult
 

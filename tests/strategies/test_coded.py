@@ -1,4 +1,4 @@
-"""Relayed updates, coded sums and modular sums over messages: what stands inside, who takes no part, what is reported."""
+"""Relayed updates, coded sums and modular sums over messages: what stands inside, who takes no part, what is said."""
 
 from __future__ import annotations
 

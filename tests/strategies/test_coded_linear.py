@@ -10,7 +10,7 @@ from linear_toy import PHASE1, PHASE2, client, data, metered, model, moves, run,
 from toy import with_halves
 
 from fedcomp.clients.app import app as generic_app
-from fedcomp.clients.programs import programs
+from fedcomp.clients.compressed import compression
 from fedcomp.errors import ConfigError, FedcompError, NoUsableReply
 from fedcomp.flower.faults import Delivery, Fault, RandomFaults
 from fedcomp.flower.records import to_arrays
@@ -311,7 +311,7 @@ def test_tasks_that_are_not_linear_say_so_and_linear_ones_give_their_rows() -> N
 def test_an_app_without_the_handlers_is_told_what_it_lacks() -> None:
     strategy = CodedLinearGD(partitions=2, parities=1)
     with pytest.raises(NoUsableReply):
-        run(strategy, metered(3, app=with_halves([programs()])), 1)
+        run(strategy, metered(3, app=with_halves([compression()])), 1)
     assert "linear_device(rows)" in strategy.reports[1].linear.refused[0]
     with pytest.raises(NoUsableReply):
         run(strategy, metered(3, app=ClientApp()), 1)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
-import threading
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,19 +29,13 @@ from linear_toy import (
 )
 from toy import with_halves
 
-import fedcomp.clients.coded.linear as coded_linear_client
 from fedcomp.clients.coded.linear import linear_device
-from fedcomp.clients.edge import PEER_ADDRESS, PEER_STORE
-from fedcomp.clients.programs import programs
-from fedcomp.coding.listener import Listener, ListenerLimits
-from fedcomp.coding.spool import Spool
-from fedcomp.errors import NoUsableReply
-from fedcomp.flower import asks
+from fedcomp.clients.compressed import compression
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import FRAME, NODE_RECORD
+from fedcomp.flower.payload import NODE_RECORD
 from fedcomp.flower.rounds import fit
 from fedcomp.strategies.coded.linear import CodedLinearGD
 from fedcomp.systems.coded.linear import LinearRows
@@ -169,22 +158,6 @@ def test_a_wrong_part_of_the_gradient_is_noticed_and_made_up_for(kind: str, payl
     assert np.abs(vector(result.arrays) - uncoded(4, [True] * 4)).max() < tolerance
 
 
-@pytest.mark.slow
-def test_wrong_figures_for_what_was_handed_over_are_not_counted() -> None:
-    honest = CodedLinearGD(partitions=4, parities=3, code="mds", transport="peers")
-    run(honest, metered(7), 1)
-    for sent in ([2**62] * 3, [400] * 4, []):
-        change = set_words(sent=sent)
-        strategy = CodedLinearGD(partitions=4, parities=3, code="mds", transport="peers")
-        grid = metered(7, app=tampered(SETUP, 2, change))
-        run(strategy, grid, 1)
-        report = strategy.reports[1].linear
-        assert "expected 3 numbers from 0" in report.refused[2]
-        assert report.transfers == 9
-        assert 0 < report.setup_bytes["peer"] < honest.reports[1].linear.setup_bytes["peer"]
-        assert report.setup_bytes["peer"] == grid.ledger.total("wire", link="peer")
-
-
 def test_data_that_differ_where_labels_do_not_are_told_apart() -> None:
     scale = {"now": 1.0}
 
@@ -192,7 +165,7 @@ def test_data_that_differ_where_labels_do_not_are_told_apart() -> None:
         own = data(int(context.node_config["partition-id"]))
         return LinearRows(scale["now"] * own.x, own.y, own.loss)
 
-    grid = metered(5, app=with_halves([linear_device(rows), programs()]))
+    grid = metered(5, app=with_halves([linear_device(rows), compression()]))
     first = CodedLinearGD(partitions=3, parities=2, code="mds")
     run(first, grid, 1)
     scale["now"] = 2.0
@@ -252,129 +225,3 @@ def test_a_second_node_for_the_same_partition_does_not_replace_the_first() -> No
     assert f"only node {within.node_id_of(1)}" in strategy.reports[2].refused[within.node_id_of(4)]
     assert moves(strategy) == [True, True]
     assert np.abs(vector(result.arrays) - uncoded(3, [True] * 2)).max() < 1e-10
-
-
-class Weighed(MeteredGrid):
-    """Adds up the packed partitions in all messages and replies."""
-
-    weighed: dict[str, int]
-
-    def send_and_receive(self, messages, **options):
-        batch = list(messages)
-        replies = super().send_and_receive(batch, **options)
-        self.weighed = getattr(self, "weighed", {"down": 0, "up": 0})
-        for direction, those in (("down", batch), ("up", replies)):
-            for message in those:
-                frames = asks.data_in(message.content, FRAME) if message.has_content() else {}
-                self.weighed[direction] += sum(len(d) for name, d in frames.items() if name.startswith("partition"))
-        return replies
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("code", ["mds", "balanced"])
-def test_set_up_bytes_are_those_handed_over_through_the_hub(code: str) -> None:
-    strategy = CodedLinearGD(partitions=6, parities=4, code=code)
-    grid = Weighed(InProcessGrid(client(), 10, seed=4), TrafficLedger())
-    run(strategy, grid, 3)
-    sizes = [29 + 8 * data(j).x.size for j in range(6)]
-    transfers = strategy.plan.transfers
-    assert len(transfers) == (24 if code == "mds" else 12)
-    assert strategy.reports[1].linear.setup_bytes == {"hub-up": grid.weighed["up"], "hub-down": grid.weighed["down"]}
-    assert grid.weighed == {"up": sum(sizes), "down": sum(sizes[j] for j, _ in transfers)}
-    # The ledger counts them under the set-up's own message type, with labels and rows of the matrix.
-    down = grid.ledger.total("payload", message_type=SETUP, direction="down")
-    assert down == grid.weighed["down"] + 10 * (6 * 8 + 4)
-    up = grid.ledger.total("payload", message_type=SETUP, direction="up")
-    # And a digest of each owner's data.
-    assert up == grid.weighed["up"] + sum(len(data(j).y) + 4 + 16 for j in range(6))
-    assert grid.ledger.total("payload", round=(2, 3), message_type=SETUP) == 0
-    # The two phases: one vector and its checksum each way.
-    assert grid.ledger.total("payload", round=2, message_type=PHASE1, direction="down") == 10 * (6 * 8 + 4)
-    assert grid.ledger.total("payload", round=2, message_type=PHASE1, direction="up") == 10 * (14 * 8 + 4)
-
-
-def test_parcels_that_came_again_do_not_stay(tmp_path: Path) -> None:
-    """The answer to the build gets lost: the next round has everything sent once more to a device that is ready."""
-    seen: list[int] = []
-
-    def fault(delivery: Delivery) -> str:
-        if delivery.message_type == SETUP and delivery.partition == 4:
-            seen.append(delivery.round)
-            # Join is the first; a parity is not asked to share.
-            return "lost_reply" if len(seen) == 2 else "none"
-        return "none"
-
-    strategy = CodedLinearGD(partitions=3, parities=2, code="mds", transport="peers", spool=tmp_path)
-    run(strategy, metered(5, fault=fault), 3)
-    assert [report.built for report in strategy.reports.sections("linear").values()] == [[0, 1, 2, 3], [4], []]
-    assert [report.transfers for report in strategy.reports.sections("linear").values()] == [6, 3, 0]
-    assert list(tmp_path.rglob("*.parcel")) == []
-
-
-class Listeners:
-    """TCP listeners in a thread, one for each of some devices; the others have an address where nobody listens."""
-
-    def __init__(self, folder: Path, devices: int, silent: set[int]) -> None:
-        self.folder, self.addresses = folder, dict[int, str]()
-        self._loop = asyncio.new_event_loop()
-        ready = threading.Event()
-        for i in silent:
-            with socket.socket() as closed:
-                closed.bind(("127.0.0.1", 0))
-                self.addresses[i] = f"127.0.0.1:{closed.getsockname()[1]}"
-
-        def note(device: int, address: str) -> None:
-            self.addresses[device] = address
-            if len(self.addresses) == devices:
-                ready.set()
-
-        async def serve() -> None:
-            self._all = {i: Listener(Spool(folder / str(i)), ListenerLimits()) for i in set(range(devices)) - silent}
-            runs = [each.run("127.0.0.1", 0, partial(note, i)) for i, each in self._all.items()]
-            await asyncio.gather(*runs)
-
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(serve(),))
-        self._thread.start()
-        assert ready.wait(100)
-
-    def __enter__(self) -> Listeners:
-        return self
-
-    def __exit__(self, *reason: object) -> None:
-        for each in self._all.values():
-            self._loop.call_soon_threadsafe(each.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def configuration(self, device: int) -> dict[str, str]:
-        return {PEER_ADDRESS: f"tcp://{self.addresses[device]}", PEER_STORE: str(self.folder / str(device))}
-
-
-@pytest.mark.slow
-def test_partitions_go_over_tcp_and_a_device_nobody_reaches_is_a_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(coded_linear_client, "_WAIT_SECONDS", 0.2)
-    hub = vector(run(CodedLinearGD(partitions=3, parities=2, code="mds", lr=0.5), metered(5)).arrays)
-    with Listeners(tmp_path / "all", 5, set()) as listeners:
-        strategy = CodedLinearGD(partitions=3, parities=2, code="mds", lr=0.5, transport="peers")
-        grid = metered(5, node_config=listeners.configuration)
-        assert vector(run(strategy, grid).arrays).tobytes() == hub.tobytes()
-        parcels = sum(36 + 29 + 8 * data(j).x.size for j, _ in strategy.plan.transfers)
-        assert strategy.reports[1].linear.setup_bytes == {"peer": parcels}
-        assert grid.ledger.total("wire", link="peer") == parcels
-        assert list((tmp_path / "all").rglob("*.parcel")) == []
-    with Listeners(tmp_path / "some", 5, {4}) as listeners:
-        strategy = CodedLinearGD(partitions=3, parities=2, code="mds", lr=0.5, transport="peers")
-        result = run(strategy, metered(5, node_config=listeners.configuration), 1)
-        report = strategy.reports[1].linear
-        assert (report.transfers, report.built, moves(strategy)) == (3, [0, 1, 2, 3], [True])
-        assert "did not arrive" in report.refused[4]
-        assert np.abs(vector(result.arrays) - uncoded(3, [True])).max() < 1e-10
-
-
-def test_half_an_address_is_refused() -> None:
-    strategy = CodedLinearGD(partitions=2, parities=1, transport="peers")
-    with pytest.raises(NoUsableReply):
-        run(strategy, metered(3, node_config=lambda i: {PEER_ADDRESS: "tcp://127.0.0.1:9"}), 1)
-    assert "needs both peer-address and peer-store" in strategy.reports[1].linear.refused[0]

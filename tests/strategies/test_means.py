@@ -13,7 +13,6 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYog
 from toy import client_app, fedavg, model, stack, with_halves
 
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import QSGD, Identity, RandomK, ScaleCom, TopK
 from fedcomp.flower._private import acting_as
 from fedcomp.flower.grid import InProcessGrid
@@ -142,7 +141,7 @@ def training(mod) -> ClientApp:
 
 def strategies():
     yield Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.05)), compression()
-    yield SharedSupport(ScaleCom(density=0.05), fraction_evaluate=0.0), programs()
+    yield SharedSupport(ScaleCom(density=0.05), fraction_evaluate=0.0), compression()
 
 
 def lowest(strategy, mod, initial: ArrayRecord, rounds: int = 8) -> list[float]:

@@ -15,7 +15,7 @@ from plain_grid import PlainGrid
 from program_runs import owed
 from toy import client_app, model, stack
 
-from fedcomp.clients.programs import programs
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import TopK
 from fedcomp.errors import StateError
 from fedcomp.flower import checkpoint
@@ -83,7 +83,7 @@ class World:
     sequences: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.engine = InProcessGrid(client_app([programs()]), NODES, seed=3, fault=self.fault)
+        self.engine = InProcessGrid(client_app([compression()]), NODES, seed=3, fault=self.fault)
 
     def fault(self, delivery: Delivery) -> Fault:
         return Fault("lost_reply" if self.dying else "none")

@@ -15,7 +15,6 @@ from toy import client_app, fedavg, model, stack
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import Identity, ScaleCom, TopK
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.faults import ScriptedFaults
@@ -255,7 +254,7 @@ def test_b1_a_private_round_that_everyone_takes_part_in_counts(shown: Shown) -> 
 def test_b1_bytes_and_ratio_of_a_shared_support_are_those_of_both_exchanges(shown: Shown) -> None:
     ledger = TrafficLedger()
     strategy = SharedSupport(ScaleCom(density=0.05), fraction_evaluate=0.0)
-    run(strategy, client_app([programs()]), rounds=1, ledger=ledger)
+    run(strategy, client_app([compression()]), rounds=1, ledger=ledger)
     report = strategy.reports[1]
     assert report.payload_bytes == ledger.total("payload", direction="up") > 0
     assert report.ratio == 4 * 4 * stack(model()).size / report.payload_bytes

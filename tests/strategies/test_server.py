@@ -17,7 +17,6 @@ from toy import client_app, model, stack, update
 
 from fedcomp.clients import memory as kept
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import Codec, ErrorFeedback, GradiVeQ, Identity, PowerSGD, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError, NoUsableReply, StateError
 from fedcomp.flower import asks, checkpoint
@@ -52,7 +51,7 @@ SYSTEMS: dict[str, Callable[[], Server]] = {
 
 
 def grid_of(*halves: Any, nodes: int = NODES, **engine: Any) -> MeteredGrid:
-    return MeteredGrid(InProcessGrid(client_app(halves or [programs()]), nodes, seed=4, **engine), TrafficLedger())
+    return MeteredGrid(InProcessGrid(client_app(halves or [compression()]), nodes, seed=4, **engine), TrafficLedger())
 
 
 def bits(arrays: ArrayRecord) -> dict[str, tuple[str, bytes]]:
@@ -136,7 +135,7 @@ def of_honest(missing: int) -> ArrayRecord:
     def refuse(reply: Message) -> None:
         del reply.content[NODE_RECORD]
 
-    return play(Server(Pair(SPARSE), FedAvg(**QUIET)), grid_of(lying(refuse, node=missing), programs()), 1)
+    return play(Server(Pair(SPARSE), FedAvg(**QUIET)), grid_of(lying(refuse, node=missing), compression()), 1)
 
 
 @pytest.mark.long
@@ -153,7 +152,7 @@ def test_a_damaged_head_refuses_that_answer_alone_and_by_name() -> None:
             frames = {k: v for k, v in reply.content[NODE_RECORD].items() if k.startswith(FRAME)}
             reply.content[NODE_RECORD] = ConfigRecord({**damaged, **frames})
 
-        server, grid = Server(Pair(SPARSE), FedAvg(**QUIET)), grid_of(lying(about), programs())
+        server, grid = Server(Pair(SPARSE), FedAvg(**QUIET)), grid_of(lying(about), compression())
         assert bits(play(server, grid, 1)) == without, what
         (reason,) = server.reports[1].refused.values()
         assert len(reason) < 400, what
@@ -178,7 +177,7 @@ def test_an_answer_that_is_not_what_was_asked_for_is_refused(change: dict[str, A
         reply.content[NODE_RECORD] = ConfigRecord({**reply.content[NODE_RECORD], **change})
 
     server = Server(Pair(SPARSE), FedAvg(**QUIET))
-    assert bits(play(server, grid_of(lying(about), programs()), 1)) == bits(of_honest(2))
+    assert bits(play(server, grid_of(lying(about), compression()), 1)) == bits(of_honest(2))
     (reason,) = server.reports[1].refused.values()
     assert why.removesuffix(": ") in reason or why == "Error: "
     assert server.reports[1].used == NODES - 1
@@ -192,7 +191,7 @@ def test_values_of_an_app_that_has_not_trained_are_refused() -> None:
         reply.content[NODE_RECORD] = ConfigRecord(words)
 
     server = SYSTEMS["shared support"]()
-    play(server, grid_of(lying(about), programs()), 1)
+    play(server, grid_of(lying(about), compression()), 1)
     assert list(server.reports[1].refused.values()) == ["sends ['values'], and its app has not trained"]
     assert server.reports[1].used == NODES - 1
 
@@ -204,7 +203,7 @@ def test_a_client_that_trained_without_weight_or_in_another_form_is_refused() ->
             reply.content["metrics"] = MetricRecord(metrics)
 
         server = Server(Pair(SPARSE), FedAvg(**QUIET))
-        assert bits(play(server, grid_of(lying(about), programs()), 1)) == bits(of_honest(2))
+        assert bits(play(server, grid_of(lying(about), compression()), 1)) == bits(of_honest(2))
 
 
 def test_clients_without_the_half_are_named_and_a_run_that_learns_nothing_ends() -> None:
@@ -213,7 +212,7 @@ def test_clients_without_the_half_are_named_and_a_run_that_learns_nothing_ends()
         play(Server(SharedSupport(ScaleCom(0.05)), FedAvg(**QUIET)), InProcessGrid(client_app(), NODES), 1)
     refusing = Server(SharedSupport(ScaleCom(0.05)), FedAvg(**QUIET))
     with pytest.raises(NoUsableReply, match=f"{why} \\(this client accepts .*'qsgd'"):
-        play(refusing, grid_of(programs(accept=["qsgd"])), 1)
+        play(refusing, grid_of(compression(accept=["qsgd"])), 1)
 
 
 class Personal(FedAvg):
@@ -294,7 +293,7 @@ def test_an_outlier_is_dropped_for_good_and_the_others_are_used() -> None:
         reply.content["metrics"] = MetricRecord({**reply.content["metrics"], "num-examples": 10**9})
 
     server = Server(Pair(SPARSE), FedAvg(**QUIET), guard=Norms())
-    assert bits(play(server, grid_of(lying(about), programs()), 1)) == bits(of_honest(2))
+    assert bits(play(server, grid_of(lying(about), compression()), 1)) == bits(of_honest(2))
     (address,) = server.reports[1].refused
     assert "times the usual" in server.reports[1].refused[address]
     assert server.roster.peer(address).consumed == 1
@@ -306,7 +305,7 @@ def test_an_outlier_is_dropped_for_good_and_the_others_are_used() -> None:
 def test_on_a_grid_that_knows_no_partitions_their_own_word_gives_the_same_bits() -> None:
     """With two exchanges and blobs, from the first round on."""
     for which in ("pair", "shared basis"):
-        plain = PlainGrid(InProcessGrid(client_app([programs()]), NODES, seed=4))
+        plain = PlainGrid(InProcessGrid(client_app([compression()]), NODES, seed=4))
         assert bits(play(SYSTEMS[which](), MeteredGrid(plain, TrafficLedger()))) == bits(
             play(SYSTEMS[which](), grid_of())
         )

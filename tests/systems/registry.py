@@ -46,7 +46,7 @@ from fedcomp.privacy.local import Privatise
 from fedcomp.program import Me, System
 from fedcomp.rng import Key
 from fedcomp.systems.coded.gradients import GradientCode, Part
-from fedcomp.systems.coded.linear import CodedLinear, LinearRows, Links
+from fedcomp.systems.coded.linear import CodedLinear, LinearRows
 from fedcomp.systems.coded.relay import CodedRelay
 from fedcomp.systems.coded.sums import CodedSum
 from fedcomp.systems.conditional import ConditionalRounds
@@ -249,9 +249,6 @@ class Rows:
         m = 6 + me.node % 3
         x = update(1, me.node, 4 * m).reshape(m, 4).astype(np.float64) / 1000
         return LinearRows(x, (x.sum(1) > 0).astype(np.float64), "logistic")
-
-    def links(self, me: Me, spool: str) -> Links:
-        raise AssertionError("partitions pass the server")
 
 
 def descended(updates: Updates, rounds: int, layout: Layout) -> NDArray[np.float64]:
@@ -519,6 +516,17 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     ),
     "coded-linear": Entry(
         CodedLinear(partitions=3, parities=2, code="mds", lr=500.0),
+        reference=descended,
+        exchanges=5,
+        shapes={"weight": (1, 4), "bias": (1,)},
+        data=Rows(),
+        weighs=False,
+        early=True,
+        least=3,
+        sums=False,
+    ),
+    "coded-linear-direct": Entry(
+        CodedLinear(partitions=3, parities=2, code="mds", lr=500.0, direct=True),
         reference=descended,
         exchanges=5,
         shapes={"weight": (1, 4), "bias": (1,)},

@@ -35,14 +35,13 @@ from numpy.typing import NDArray
 from fedcomp.codecs import State
 from fedcomp.coding.checked import checked_bytes, doubles_of
 from fedcomp.coding.datacode import CONDITION_OF, CodedStep, DataPlan, data_plan, encode_rows
-from fedcomp.coding.datapacket import pack_partition, packed_bytes, unpack_partition
+from fedcomp.coding.datapacket import pack_partition, unpack_partition
 from fedcomp.coding.encodings import CODES, encoding_matrix
 from fedcomp.coding.errors import CodingError, NotDecodable, PacketError
 from fedcomp.coding.linearloss import LOSSES
-from fedcomp.coding.parcels import HEADER_BYTES
 from fedcomp.coding.stream import SplitMix64, derive
 from fedcomp.errors import ConfigError, FedcompError, StateError
-from fedcomp.program import Answer, AnswerError, Ask, Me, Now, Round, Said, Step, System, Wait
+from fedcomp.program import Answer, AnswerError, Ask, Me, Now, Post, Round, Said, Step, System, Wait
 from fedcomp.rules import Data, Density, Flag, Int, Many, Maybe, NotNegative, OneOf, Positive, Real, Seed, Switch, Text
 
 Doubles = NDArray[np.float64]
@@ -56,6 +55,9 @@ DIGEST: Final = 16
 
 PLAN: Final = 8
 """Bytes of a plan's name."""
+
+PARTITION: Final = "partition"
+"""Name of a post that brings a partition from its owner to a device that combines it."""
 
 MOST_DEVICES: Final = 1 << 20
 """Devices a plan may have."""
@@ -92,42 +94,11 @@ class LinearRows:
     loss: str
 
 
-class Links(Protocol):
-    """A device's own links to others, over which partitions travel without the server."""
-
-    @property
-    def address(self) -> str:
-        """Where others reach this device; empty for a link that the server knows."""
-        ...
-
-    def hand(self, plan: bytes, to: Sequence[int], addresses: Sequence[str], packed: bytes) -> tuple[int, ...]:
-        """Send a packed partition to devices; return the bytes handed over to each, taken or not."""
-        ...
-
-    def come(self, plan: bytes, count: int) -> list[bytes]:
-        """Return what came for a plan; waits a moment for ``count`` partitions."""
-        ...
-
-    def forget(self, plan: bytes) -> None:
-        """Throw away what came for a plan."""
-        ...
-
-
 class Brings(Protocol):
     """What an app brings."""
 
     def rows(self, me: Me, partitions: int) -> LinearRows:
         """Return the examples of this device's own partition, of so many."""
-        ...
-
-    def links(self, me: Me, spool: str) -> Links:
-        """Return the device's links; simulated ones are below the folder ``spool``.
-
-        Raises
-        ------
-        FedcompError
-            When it has none.
-        """
         ...
 
 
@@ -152,10 +123,9 @@ class Join(Said):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Joined(Said):
-    """The plan a device holds rows of, and where others reach it; empty where there is none."""
+    """The plan a device holds rows of; empty where there is none."""
 
     plan: Annotated[bytes, Data(PLAN)] = b""
-    address: Annotated[str, Text()] = ""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -193,19 +163,12 @@ class Share(Said):
     partitions : int
     plan : bytes
     to : tuple of int
-        The devices that combine it.
-    addresses : tuple of str
-        Where they are reached; none for a partition that travels by way of the server.
+        The devices that combine it; none where the server forwards it.
     """
 
     partitions: Annotated[int, Int(1, MOST_DEVICES)]
     plan: PlanId
     to: Devices = ()
-    addresses: Annotated[tuple[str, ...], Many(Text(4096), MOST_DEVICES)] = ()
-
-    def conflict(self) -> str:
-        wrong = self.addresses and len(self.addresses) != len(self.to)
-        return f"{len(self.addresses)} addresses of {len(self.to)} devices" if wrong else ""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -246,12 +209,9 @@ class Done(Said):
     ----------
     unready : bool
         It holds no rows of the plan: it is to be set up again, and not taken for one that fails.
-    sent : tuple of int
-        Bytes it handed over, to one receiver after the other.
     """
 
     unready: Marked = False
-    sent: Devices = ()
 
 
 def _too_large(rows: int, columns: int) -> str:
@@ -287,9 +247,8 @@ class CodedLinear(System, id="coded-linear"):
         undone, 7 hardly any.
     payload : str
         "float64", exact, or "float32": type of the vectors of both phases. Solves are in float64 anyway.
-    spool : str, optional
-        Partitions go from device to device, by their own links, or by simulated ones below this folder; None: they
-        pass the server.
+    direct : bool
+        Devices post their partitions to each other. Else each goes to the server once, which forwards it.
     task : str
         What the clients make their rows from, in words: rows of another one do not pass for this one's.
     seed : int
@@ -317,7 +276,7 @@ class CodedLinear(System, id="coded-linear"):
     approximate: Switch = False
     retries: Annotated[int, Int()] = 7
     payload: Annotated[str, OneOf(*VECTOR_TYPES)] = "float64"
-    spool: Annotated[str | None, Maybe(Text(4096))] = None
+    direct: Switch = False
     task: Annotated[str, Text(1 << 16)] = ""
     seed: Seed = 0
     seconds: Annotated[float | None, Maybe(Real(above=0.0))] = None
@@ -370,45 +329,39 @@ class CodedLinear(System, id="coded-linear"):
 
     def _joined(self, asked: Join, me: Me, brings: Brings) -> Answer:
         """Say what this device holds already, and, of an owner, size, loss and labels."""
-        address = "" if self.spool is None else brings.links(me, self.spool).address
         held = me.kept.get("plan", b"")
         if me.node >= asked.partitions:
-            return Answer(me.node, say=Joined(held, address), bare=True)
+            return Answer(me.node, say=Joined(held), bare=True)
         own = brings.rows(me, asked.partitions)
         # Classes travel as a byte each, real targets as doubles.
         kind = "int8" if bool(np.isin(own.y, (0.0, 1.0)).all()) else "float64"
         # In one byte order and layout: the same examples have the same digest on every machine.
         data = hashlib.blake2b(own.x.astype("<f8").tobytes("C"), digest_size=DIGEST).digest()
-        owner = Owner(held, address, len(own.x), int(own.x.shape[1]), own.loss, data, kind if asked.labels else "")
+        owner = Owner(held, len(own.x), int(own.x.shape[1]), own.loss, data, kind if asked.labels else "")
         frames = {"labels": checked_bytes(own.y, kind)} if asked.labels else {}
         return Answer(me.node, say=owner, frames=frames, bare=True)
 
     def _shared(self, asked: Share, me: Me, brings: Brings) -> Answer:
         """Hand over the own partition: to each device that combines it, or to the server, which forwards it."""
         packed = pack_partition(brings.rows(me, asked.partitions).x, me.node, asked.plan)
-        if self.spool is None:
+        if not self.direct:
             return Answer(me.node, say=Done(), frames={"partition": packed}, bare=True)
-        sent = brings.links(me, self.spool).hand(asked.plan, asked.to, asked.addresses, packed)
-        return Answer(me.node, say=Done(sent=sent), bare=True)
+        posts = tuple(Post(me.node, to, PARTITION, packed) for to in asked.to)
+        return Answer(me.node, say=Done(), post=posts, bare=True)
 
     def _built(self, ask: Ask, asked: Build, me: Me, brings: Brings) -> Answer:
         """Combine the own partition and those of others, and keep the result with the plan's id."""
-        links = None if self.spool is None else brings.links(me, self.spool)
         done = Answer(me.node, say=Done(), bare=True)
         if me.kept.get("plan") == asked.plan:
-            # Asked again because the answer was lost: what others sent again is of no use.
-            if links is not None:
-                links.forget(asked.plan)
+            # Asked again because the answer was lost.
             return done
         sizes, columns = asked.sizes, asked.columns
         row = doubles_of(ask.frames.get("row", b""), len(sizes), "float64")
         wanted = np.flatnonzero(row).tolist()
         shapes = {j: (sizes[j], columns) for j in wanted if j != me.node}
-        if links is None:
-            came = [ask.frames[name] for j in shapes if (name := f"partition.{j}") in ask.frames]
-            parts = dict(unpack_partition(data, asked.plan, shapes) for data in came)
-        else:
-            parts = _readable(links.come(asked.plan, len(shapes)), asked.plan, shapes)
+        came = [ask.frames[name] for j in shapes if (name := f"partition.{j}") in ask.frames]
+        parts = dict(unpack_partition(data, asked.plan, shapes) for data in came)
+        parts |= _readable([bytes(post.data) for post in ask.mail if post.name == PARTITION], asked.plan, shapes)
         if me.node in wanted:
             own = brings.rows(me, len(sizes))
             if own.x.shape != (sizes[me.node], columns):
@@ -419,8 +372,6 @@ class CodedLinear(System, id="coded-linear"):
             parts[me.node] = own.x
         # Padded to the longest partition, so that the answers of all devices have one length.
         coded = encode_rows(row, parts, max(sizes), columns, bias=asked.bias)
-        if links is not None:
-            links.forget(asked.plan)
         shape = np.array(coded.shape, np.int64)
         keep = {"plan": asked.plan, "shape": checked_bytes(shape, np.int64), "rows": checked_bytes(coded, np.float64)}
         return done._replace(keep=keep)
@@ -438,13 +389,13 @@ class CodedLinear(System, id="coded-linear"):
 
 
 def _readable(came: Sequence[bytes], plan: bytes, shapes: Mapping[int, tuple[int, int]]) -> dict[int, Doubles]:
-    """Return the partitions among what came over links; anything else there is passed over."""
+    """Return the partitions among what others have posted; anything else there is passed over."""
     parts: dict[int, Doubles] = {}
     for data in came:
         try:
             j, x = unpack_partition(data, plan, shapes)
         except PacketError:
-            # Anybody may leave something at a link. A partition that is missing is named by who combines it.
+            # Of a former plan, or nonsense. A partition that is missing is named by who combines it.
             continue
         parts[j] = x
     return parts
@@ -497,7 +448,7 @@ class _Iteration:
     """One round as the server makes it. Devices are nodes.
 
     What it keeps between rounds, in :attr:`fedcomp.program.Now.state`: the labels and digests of the owners' data, the
-    devices that have joined and are there, those that hold their combination, and their addresses.
+    devices that have joined and are there, and those that hold their combination.
 
     Attributes
     ----------
@@ -511,7 +462,7 @@ class _Iteration:
 
     def __post_init__(self) -> None:
         now = self.now
-        self.told = now.told["linear"] = {"setup_bytes": {}, "lost": [], "retries": 0, "transfers": 0, "peer": []}
+        self.told = now.told["linear"] = {"setup_bytes": {}, "lost": [], "retries": 0, "transfers": 0}
         self.model = LinearModel(now.tensors())
         self.plan = self.system.plan
         state = now.state
@@ -521,7 +472,6 @@ class _Iteration:
         # Who was offline is asked again: it may have lost what it held, and another may have come.
         self.joined = set(state.get("joined", ())) & set(now.nodes) - set(now.strangers)
         self.ready = set(state.get("ready", ())) & self.joined
-        self.addresses: dict[str, str] = dict(state.get("addresses", {}))
 
     def _keep(self) -> None:
         self.now.state.update(
@@ -530,7 +480,6 @@ class _Iteration:
             plan=self.plan_id,
             joined=sorted(self.joined),
             ready=sorted(self.ready & self.joined),
-            addresses=self.addresses,
         )
 
     def skip(self, reason: str) -> None:
@@ -567,6 +516,8 @@ class _Iteration:
                 self.now.note(f"device {i} waits for partitions {absent}, whose owners are not there")
             else:
                 needs[i] = wanted
+                # What was posted for a former attempt comes again with this one.
+                self.now.mailbox.take(i)
         if needs:
             parts = yield from self._share(needs)
             yield from self._build(needs, parts)
@@ -589,7 +540,6 @@ class _Iteration:
                 continue
             self.joined.add(answer.node)
             self.ready.discard(answer.node)
-            self.addresses[str(answer.node)] = said.address
             held[answer.node] = said.plan
         self.told["joined"] = sorted(held)
         self._name_plan()
@@ -649,23 +599,18 @@ class _Iteration:
 
     def _share(self, needs: Mapping[int, list[int]]) -> Generator[Wait, Sequence[Answer], dict[int, bytes]]:
         """Have each wanted partition sent by its owner: here, once, or to the devices; return what came here."""
-        hub, asks = self.system.spool is None, []
+        direct, asks, receivers = self.system.direct, [], {}
         for j in sorted({j for wanted in needs.values() for j in wanted}):
-            to = [i for i, wanted in needs.items() if j in wanted]
-            addresses = () if hub else tuple(self.addresses[str(i)] for i in to)
-            say = Share(self.system.partitions, self.plan_id, tuple(to), addresses)
+            receivers[j] = tuple(i for i, wanted in needs.items() if j in wanted)
+            say = Share(self.system.partitions, self.plan_id, receivers[j] if direct else ())
             asks.append(Ask(j, "train", say, expects=Done, model=False))
         parts: dict[int, bytes] = {}
         for answer in (yield from self._exchange(asks)):
             owner = answer.node
+            if direct:
+                self.told["transfers"] += len(receivers[owner])
+                continue
             try:
-                if not hub:
-                    handed = self._handed(answer, needs)
-                    self.told["peer"].append((owner, handed))
-                    self._count("peer", sum(handed))
-                    # Nothing is handed over where no connection comes about.
-                    self.told["transfers"] += sum(size > 0 for size in handed)
-                    continue
                 data = answer.frames.get("partition")
                 if data is None:
                     raise StateError("the reply holds no partition")
@@ -678,18 +623,6 @@ class _Iteration:
             self._count("hub-up", len(data))
         return parts
 
-    def _handed(self, answer: Answer, needs: Mapping[int, list[int]]) -> tuple[int, ...]:
-        """Return the bytes an owner says it handed over, one number per receiver."""
-        assert isinstance(answer.say, Done)
-        sizes, owner = answer.say.sent, answer.node
-        receivers = sum(owner in wanted for wanted in needs.values())
-        # A parcel that is not acknowledged is sent once more.
-        most = 2 * (HEADER_BYTES + packed_bytes(len(self.labels[str(owner)]), self.model.features))
-        if len(sizes) != receivers or max(sizes, default=0) > most:
-            said = f"{sizes[:8]}, ..." if len(sizes) > 8 else str(list(sizes))
-            raise StateError(f"says it handed over {said} bytes, expected {receivers} numbers from 0 to {most}")
-        return sizes
-
     def _count(self, link: str, size: int) -> None:
         sizes = self.told["setup_bytes"]
         sizes[link] = sizes.get(link, 0) + size
@@ -701,7 +634,7 @@ class _Iteration:
         sizes = tuple(len(self.labels[str(j)]) for j in range(self.plan.partitions))
         say, asks = Build(self.plan_id, sizes, self.model.features, self.model.bias), []
         for i, wanted in needs.items():
-            forwarded = wanted if self.system.spool is None else []
+            forwarded = [] if self.system.direct else wanted
             absent = [j for j in forwarded if j not in parts]
             if absent:
                 self.now.note(f"device {i} waits for partitions {absent}, which did not arrive")
