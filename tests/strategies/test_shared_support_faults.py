@@ -14,6 +14,7 @@ from flwr.clientapp import ClientApp
 from toy import client_app, model, stack, with_halves
 
 from fedcomp import wire
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import ScaleCom
 from fedcomp.codecs.scalecom import support_id_of
 from fedcomp.flower.faults import FaultPlan
