@@ -12,10 +12,9 @@ import numpy as np
 from fedcomp.codecs import PowerSGD
 from fedcomp.codecs.lowrank import Basis
 from fedcomp.codecs.power_sgd import FORMS, MEMORIES
-from fedcomp.experiments.catalog.quickstart import points
 from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
-from fedcomp.experiments.kit import Records, Sweep, claim, curves, learning_line, over_seeds, repetitions, table
+from fedcomp.experiments.kit import Records, Sweep, claim, curves, learning_line, over_seeds, points, repetitions, table
 from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.layout import Layout, TensorSpec, Update
