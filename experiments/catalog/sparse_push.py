@@ -18,6 +18,7 @@ EXPERIMENT = Experiment(
     rows=partial(relayed.rows, {"SGP": "sgp", "Sparse-Push, 1 %": "sparse-push compressor.density=0.01"}, 40),
     each="task.partition=shards:3 topology=digraph:0.3 dense_below=0 skew_rounds=auto",
     study=study,
+    repeats=False,
     options={
         "seeds": 1,
         "workers": 2,
