@@ -18,13 +18,12 @@ from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.kept import keep
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.mod import private
-from fedcomp.clients.programs import programs
 from fedcomp.errors import ConfigError
 from fedcomp.flower._private import WrappedApp, mods_of
 
 HALVES: Final[Mapping[str, Callable[[], ClientHalf]]] = {
     "local_privacy": local_privacy,
-    "compression": programs,
+    "compression": compression,
     "private": private,
 }
 """The halves that need nothing from the app's author, by name."""

@@ -1,19 +1,23 @@
-"""The client half of the drop-in pair: one mod, no configuration.
+"""The client half of all systems that are programs (:mod:`fedcomp.systems`), the drop-in pair above all: one mod, which
+needs no configuration.
 
 ``ClientApp(mods=[compression()])`` is all a Flower app needs. The server's messages say what to do; a message without
 an ask passes through untouched. In a list with other mods it comes first: it must be the last to touch the outgoing
-reply, outside of everything that changes the update (clipping, noise). Other systems of this project need
-:func:`fedcomp.clients.client.client`, which puts this half in its place among theirs.
+reply, outside of everything that changes the update (clipping, noise). :func:`fedcomp.clients.client.client` puts it in
+its place among the halves of other systems.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
-from fedcomp.clients.half import ClientHalf, drop_in
+from flwr.app import Context, Message
+
+from fedcomp.clients.half import CallNext, ClientHalf, drop_in
 from fedcomp.clients.messages import require_ids
-from fedcomp.clients.programs import FirstModel, programs
+from fedcomp.clients.programs import GUARDS, OUTSIDE, FirstModel, handle
+from fedcomp.errors import ConfigError
+from fedcomp.systems import SYSTEMS
 from fedcomp.systems.pair import Pair
 
 
@@ -24,22 +28,38 @@ def compression(
     i_know_inputs_are_visible: bool = False,
     first_model: FirstModel | None = None,
 ) -> ClientHalf:
-    """Return the half of :func:`fedcomp.clients.programs.programs`, which may stand in a list of mods here.
+    """Return the client half of all systems that are programs. What an app brings to some comes by
+    :func:`fedcomp.clients.programs.bringing`.
 
     Parameters
     ----------
     accept : collection of str, optional
-        Ids of codecs this client agrees to use; default all registered ones.
-    i_know_inputs_are_visible, first_model
-        As there.
+        Ids of codecs, wrappers ("feedback", "chain") included, and of systems that this client agrees to use, the pair
+        beside them; default all registered ones. What needs another one is answered with the app's own reply and
+        reported to the server, never silently; where it privatises updates it is not answered at all.
+    i_know_inputs_are_visible : bool
+        Agree to codecs whose frames show the server single examples (:class:`fedcomp.codecs.Factors` in the modes "dad"
+        and "edad"); without it they, too, are answered with the app's own reply. Agree only where the server may see
+        the data.
+    first_model : callable, optional
+        Takes message and context, returns the ArrayRecord that the run begins with, bit for bit the server's: made from
+        a seed in the message's configuration, or read from a file of this node. It is asked for once, and only by a
+        server that does not send that model. The digest in the message shows a difference; the server then sends its
+        own in the next round.
 
     Examples
     --------
     >>> from flwr.clientapp import ClientApp
     >>> app = ClientApp(mods=[compression()])
     """
-    agreed = require_ids(accept)
-    # What the pair does is its codec's doing alone.
-    named = None if agreed is None else {*agreed, Pair.ID}
-    half = programs(named, i_know_inputs_are_visible=i_know_inputs_are_visible, first_model=first_model)
-    return replace(half, drop_in=True)
+    agreed = require_ids(accept, *SYSTEMS)
+    if agreed is not None:
+        # What the pair does is its codec's doing alone.
+        agreed |= {Pair.ID}
+    if first_model is not None and not callable(first_model):
+        raise ConfigError(f"first_model={first_model!r} is not valid: a function of message and context")
+
+    def compression_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
+        return handle(msg, context, call_next, agreed, i_know_inputs_are_visible, first_model)
+
+    return ClientHalf("compression", compression_mod, outside=OUTSIDE, inside=GUARDS, drop_in=True)

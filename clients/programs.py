@@ -1,4 +1,4 @@
-"""The client half of all systems that are programs (:mod:`fedcomp.systems`): one mod, which needs no configuration.
+"""What the client half of all systems that are programs (:mod:`fedcomp.systems`) does with a message.
 
 What is asked names the system and its options; the half makes it, lets its ``client`` answer and keeps its memory
 (:mod:`fedcomp.clients.memory`). A message without an ask passes through untouched.
@@ -33,7 +33,7 @@ from fedcomp.clients.memory import (
     keep_in,
     kept_in,
 )
-from fedcomp.clients.messages import NOT_WITHOUT_NOISE, AppError, changed, made, partition_of, reply_arrays, require_ids
+from fedcomp.clients.messages import NOT_WITHOUT_NOISE, AppError, changed, made, partition_of, reply_arrays
 from fedcomp.clients.peers import IDENTITY, identity_in, identity_record
 from fedcomp.clients.personal import Followed, ease, kept_note, names_note
 from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wants_private
@@ -56,7 +56,7 @@ from fedcomp.layout import Layout, Update, Vector, policy_from_config
 from fedcomp.privacy.local import asks_for_noise
 from fedcomp.program import EVALUATE, HELLO, NO_FRAMES, Answer, Ask, Collect, Frames, Me, System
 from fedcomp.rng import Key
-from fedcomp.systems import SYSTEMS, get_system
+from fedcomp.systems import get_system
 from fedcomp.systems.private.distributed import shared_only
 from fedcomp.systems.private.local import Local
 from fedcomp.versions import FIRST, Step, advance, digest
@@ -103,48 +103,9 @@ _LONGEST_REMARK: Final = 4096
 _LOOK: Final = 256
 
 
-def programs(
-    accept: Collection[str] | None = None,
-    *,
-    i_know_inputs_are_visible: bool = False,
-    first_model: FirstModel | None = None,
-) -> ClientHalf:
-    """Return the client half of all systems that are programs. What an app brings to some comes by :func:`bringing`.
-
-    Parameters
-    ----------
-    accept : collection of str, optional
-        Ids of systems and codecs that this client agrees to use, wrappers ("feedback", "chain") included; default all
-        registered ones. What needs another one is answered with the app's own reply and reported to the server, never
-        silently; where it privatises updates it is not answered at all.
-    i_know_inputs_are_visible : bool
-        Agree to codecs whose frames show the server single examples (:class:`fedcomp.codecs.Factors` in the modes "dad"
-        and "edad"); without it they, too, are answered with the app's own reply. Agree only where the server may see
-        the data.
-    first_model : callable, optional
-        Takes message and context, returns the ArrayRecord that the run begins with, bit for bit the server's: made from
-        a seed in the message's configuration, or read from a file of this node. It is asked for once, and only by a
-        server that does not send that model. The digest in the message shows a difference; the server then sends its
-        own in the next round.
-
-    Examples
-    --------
-    >>> from flwr.clientapp import ClientApp
-    >>> from fedcomp.clients.client import client
-    >>> app = client(ClientApp(), only=[programs()])
-    """
-    agreed = require_ids(accept, *SYSTEMS)
-    if first_model is not None and not callable(first_model):
-        raise ConfigError(f"first_model={first_model!r} is not valid: a function of message and context")
-
-    def programs_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
-        return _handle(msg, context, call_next, agreed, i_know_inputs_are_visible, first_model)
-
-    return ClientHalf("compression", programs_mod, outside=OUTSIDE, inside=GUARDS)
-
-
 def bringing(name: str, system: str, data: Brings) -> ClientHalf:
-    """Return a half by which an app brings something to asks of one system, beside the half :func:`programs`.
+    """Return a half by which an app brings something to asks of one system, beside
+    :func:`~fedcomp.clients.compressed.compression`.
 
     Nothing is brought to private rounds, in which an update leaves and nothing else.
 
@@ -174,7 +135,7 @@ def bring(system: str, data: Brings, answer: Callable[[], Message]) -> Message:
         _BROUGHT.reset(token)
 
 
-def _handle(
+def handle(
     msg: Message,
     context: Context,
     call_next: CallNext,
@@ -182,6 +143,7 @@ def _handle(
     visible: bool,
     first_model: FirstModel | None,
 ) -> Message:
+    """Answer a message; the last three are as of :func:`fedcomp.clients.compressed.compression`."""
     try:
         head = asks.find_ask(msg.content)
     except OtherVersion as error:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Final
 
-from fedcomp.experiments.experiment import Config, Option
 from fedcomp.experiments.findings import Claim, Table, mean
 from fedcomp.experiments.kit import Records, Say, Sweep, claim, repetitions, table
+from fedcomp.experiments.options import Config, Option
 from fedcomp.rules import Int, Real
 
 SERVERS: Final = {"FedAvg": "fedavg", "FedAdam": "fedadam", "FedYogi": "fedyogi", "FedAdagrad": "fedadagrad"}

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate
-from fedcomp.experiments.experiment import TEXT, Option
 from fedcomp.experiments.findings import Table
 from fedcomp.experiments.kit import table
+from fedcomp.experiments.options import TEXT, Option
 from fedcomp.gossip.base import Algorithm
 from fedcomp.gossip.errors import Diverged
 from fedcomp.gossip.local import FlatObjective

@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import wire
-from fedcomp.codecs import TopK
+from fedcomp.codecs import ErrorFeedback, TopK
 from fedcomp.codecs.eden import CENTROIDS
 from fedcomp.codecs.forms import ValueForm, narrowed
 from fedcomp.codecs.orthonormal import rotate
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
+from fedcomp.systems.pair import Pair
 from fedcomp.wire import Bundle, Tensor, Values
 
 _TURN = Key(0, "experiments/eden-topk")
@@ -91,3 +92,8 @@ class EdenTopK(TopK):
                 values = tensor.values.decode().copy()
                 rotate(values, _TURN, inverse=True)
                 yield replace(tensor, values=wire.Raw(values)), where
+
+
+def rotated(density: float, bits: int) -> Pair:
+    """Return the program whose clients send :class:`EdenTopK` with error feedback."""
+    return Pair(ErrorFeedback(EdenTopK(density, bits=bits)))

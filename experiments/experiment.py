@@ -8,125 +8,105 @@ running it, storing it and reporting it are the work of :mod:`experiments.run`, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from fedcomp.errors import ConfigError, FedcompError, nearest
+from fedcomp.errors import ConfigError, nearest
 from fedcomp.experiments.engines import ENGINES
-from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.findings import Figure, Findings, Say, Table
+from fedcomp.experiments.options import Config, Value, option, show_value
 from fedcomp.experiments.spec import RunResult, RunSpec
-from fedcomp.params import shown
-from fedcomp.rules import Rule, Text
 from fedcomp.strategies.parts import BUDGET
-
-if TYPE_CHECKING:
-    from typing import Self
-
-Value = bool | int | float | str
-
-TEXT: Final = Text(65_536)
-"""The rule of a setting that is any text, or one that its own check reads."""
 
 
 @dataclass(frozen=True)
-class Option:
-    """One setting a user may change with ``--set key=value``.
+class Curve:
+    """A plot of rows.
 
     Parameters
     ----------
-    default : bool, int, float or str
-        The value used when nothing is said.
-    rule : Rule
-        What a value may be, of the default's type.
-    help : str
-        One line: what it means, with its unit.
-    check : callable, optional
-        Receives the parsed value and raises ``ValueError`` when it cannot work.
-    neutral : bool
-        The setting changes no figure (how many processes work): a report does not list it as changed, and a run may
-        be resumed with another value.
-
-    Examples
-    --------
-    >>> from fedcomp.rules import Real
-    >>> Option(0.01, Real(above=0.0, most=1.0), "share of the coordinates sent").parse("codec.density", "0.1")
-    0.1
+    y, x : str
+        Keys of :data:`AXES`.
+    rows : sequence of str
+        Labels, the first one drawn broad; empty for all.
+    title, caption : str
+        Title: empty for the two axes.
     """
 
-    default: Value
-    rule: Rule
-    help: str
-    check: Callable[[Any], object] | None = None
-    neutral: bool = False
-
-    def parse(self, key: str, text: str) -> Value:
-        """Return the value that ``text`` means, or raise :class:`ConfigError` that names ``key``."""
-        try:
-            value: Value = self.rule.parse(text.strip())
-        except ValueError as why:
-            wanted = f"{self.rule} (default {show_value(self.default)})"
-            raise ConfigError(f"{key} must be {wanted}, not {shown(text)}{why}") from None
-        if self.check is not None:
-            try:
-                self.check(value)
-            except (ValueError, FedcompError) as error:
-                raise ConfigError(f"{key} cannot be {text!r}: {_one_line(error)}") from error
-        return value
+    y: str = "test accuracy, %"
+    x: str = "uplink payload so far"
+    rows: Sequence[str] = ()
+    title: str = ""
+    caption: str = ""
 
 
 @dataclass(frozen=True)
-class Config:
-    """Everything that decides a run: the experiment's name, the engine, the size, the seed, all settings, and the
-    epsilon that no private row may cross (None for what the rows say themselves). ``quick`` says that the size is the
-    experiment's smallest, for which no bound was set."""
+class Studied:
+    """What a study found.
 
-    experiment: str
-    engine: str
-    rounds: int
-    clients: int
-    seed: int
-    settings: Mapping[str, Value]
-    budget: float | None = None
-    quick: bool = False
+    Attributes
+    ----------
+    quantities : mapping
+        Numbers by name; by ``(row, name)`` where they are a row's.
+    tables, figures, tasks : sequence
+        As of :class:`~fedcomp.experiments.findings.Findings`.
+    skipped : mapping
+        Quantities that were not measured, and why.
+    statements : mapping
+        Privacy statements by row.
+    """
 
-    def spec(self, system: str, label: str, task: str, *, take: Iterable[str] = (), **fixed: Value) -> RunSpec:
-        """Return the :class:`RunSpec` of one row.
-
-        ``take`` lists the settings the row uses; a name that ends in ``"."`` takes every setting below it.
-        ``fixed`` are settings this row sets itself (underscores stay, keys with dots go through
-        ``**{"codec.density": 0.01}``).
-        """
-        wanted = tuple(take)
-        chosen = {
-            key: value
-            for key, value in self.settings.items()
-            if any(key == want or (want.endswith(".") and key.startswith(want)) for want in wanted)
-        }
-        return RunSpec(
-            system=system,
-            label=label,
-            task=task,
-            engine=self.engine,
-            rounds=self.rounds,
-            clients=self.clients,
-            seed=self.seed,
-            settings={**chosen, **fixed},
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the configuration as a JSON-able dictionary."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"settings": dict(self.settings)}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the configuration that :meth:`to_json` wrote."""
-        # Runs that were stored before there were budgets or quick runs lack them.
-        return cls(**{f.name: document[f.name] for f in fields(cls) if f.name in document})
+    quantities: Mapping[Any, Value] = field(default_factory=dict)
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure] = ()
+    tasks: Sequence[Mapping[str, Any]] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    statements: Mapping[str, Any] = field(default_factory=dict)
 
 
-Rows = Callable[[Config], list[RunSpec]]
-Measure = Callable[[Config, Mapping[str, RunResult], Say], Findings]
+Rows = Mapping[str, str]
+"""By label, the system and its settings: ``"topk feedback=true codec.density={codec.density}"``. A word in braces is
+the value of an option. ``task=NAME``, ``rounds=N`` and ``clients=N`` are a row's own in place of the experiment's."""
+
+Study = Callable[[Any], Studied]
+Columns = Mapping[str, str | Callable[[Any, str], Any]] | Sequence[str]
+"""Quantities by name; or, by heading, a quantity or a function of what was found and a label."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A claim as it is written: ``row | quantity | bound | gate or goal: reason``. A run fails with a gate; a goal is
+    shown as missed. Without a row the quantity is the study's."""
+
+    row: str
+    quantity: str
+    bound: str
+    gate: bool
+    reason: str
+
+
+def read_claims(text: str) -> list[Line]:
+    """Read claims, one a line; a line without ``|`` goes on with the reason, one that begins with ``#`` is a comment.
+
+    Raises
+    ------
+    ConfigError
+        When a line has another form; what its bound may be is :func:`~fedcomp.experiments.kit.claim`'s.
+    """
+    lines: list[Line] = []
+    for written in filter(None, map(str.strip, text.splitlines())):
+        if written.startswith("#"):
+            continue
+        if "|" not in written and lines:
+            lines[-1] = replace(lines[-1], reason=f"{lines[-1].reason} {written}")
+            continue
+        parts = [part.strip() for part in written.split("|")]
+        kind, colon, reason = parts[-1].partition(":")
+        if len(parts) != 4 or not colon or kind not in ("gate", "goal") or not parts[1] or not reason.strip():
+            raise ConfigError(f"claim {written!r}; expected 'row | quantity | bound | gate or goal: reason'")
+        lines.append(Line(*parts[:3], kind == "gate", reason.strip()))
+    return lines
 
 
 def no_rows(config: Config) -> list[RunSpec]:
@@ -134,33 +114,65 @@ def no_rows(config: Config) -> list[RunSpec]:
     return []
 
 
+Measure = Callable[[Config, Mapping[str, RunResult], Say], Findings]
+
+
 @dataclass(frozen=True)
 class Experiment:
-    """A question and how it is answered.
+    """A question, what is compared, and what is claimed.
 
     Parameters
     ----------
     name : str
-        The name on the command line and of the module in :mod:`fedcomp.experiments.catalog`.
+        The name on the command line.
     question : str
         One sentence that ends in a question mark.
-    rows : callable
-        From a :class:`Config` to one :class:`RunSpec` per system compared; labels are unique.
-        :func:`no_rows` for an experiment that only measures.
-    measure : callable
-        From the configuration, the results of the rows by label and a :class:`~fedcomp.experiments.findings.Say` to
-        :class:`~fedcomp.experiments.findings.Findings`: whatever else has to be run, tables, figures, claims and the
-        answer. Called when all rows are finished.
-    baseline : str
-        Label of the row the ratio column compares with; empty for the first.
-    options : mapping
-        Every key of ``--set`` with its :class:`Option`.
     rounds, clients : int
         Default size of a run.
+    task : str
+        What rows learn: a name known to :func:`fedcomp.tasks.get_task`.
+    rows : mapping or callable
+        See :data:`Rows`; or a function from a :class:`Config` to them.
+    each : str or callable
+        Settings of every row, ``"epochs=1 evaluate_every=1"``; or a function from a :class:`Config` to them.
+    options : mapping
+        Every key of ``--set`` with its :class:`Option`, or with its default where it is one that experiments share
+        (:data:`fedcomp.experiments.options.SHARED`). Rows take those of the task and of training.
+    tune : mapping
+        Settings that are chosen for each row by itself on a validation split, with the option that lists what is tried.
+    train : callable
+        From a :class:`RunSpec` and a :class:`~fedcomp.experiments.tables.Training` to the record of a training:
+        :func:`~fedcomp.experiments.tables.without_messages`, or one of the page's own; default
+        :func:`~fedcomp.experiments.tables.by_messages`.
+    tunes_without_messages : bool
+        Whether settings are chosen without messages: the same models, sooner.
+    rivals : mapping
+        Systems that are tried here only, by the name in a row's text: a function from the settings ``codec.*`` to a
+        program.
+    last : int
+        The score is the mean accuracy of the last so many evaluated rounds.
+    baseline : str
+        Label of the row that others are compared with; empty for the first.
+    columns : sequence or mapping
+        See :data:`Columns`; empty for no table of the rows.
+    title, caption : str
+        Of that table.
+    curves : sequence of Curve
+    claims : str or callable
+        One a line: ``row | quantity | bound | gate or goal: reason``; or a function from a
+        :class:`~fedcomp.experiments.tables.Found` to them.
+    answer : str or callable
+        A template: ``{row | quantity:.1f}``; or a function from a ``Found`` to it.
+    study : callable, optional
+        What rows do not show: from a ``Found`` to :class:`Studied`.
+    repeats : bool
+        Whether rows are trained once for each of ``seeds``; False where these are of what the study trains.
+    engines : tuple of str
+        Those that it runs on.
     notes : str
         What a reader must know to judge the result; plain text, paragraphs separated by an empty line.
     measures_privately : bool
-        Whether what ``measure`` trains keeps the configuration's budget, so that there can be one without private rows.
+        Whether what the study trains keeps the configuration's budget, so that there can be one without private rows.
     minutes : float
         What a run at the defaults takes on two cores, measured; 0 where nobody has.
     quick : tuple of str
@@ -169,30 +181,54 @@ class Experiment:
 
     Examples
     --------
-    >>> def rows(config):
-    ...     return [config.spec(system, system, "digits", take=("lr",)) for system in ("fedavg", "qsgd")]
-    >>> def measure(config, results, say):
-    ...     return Findings(answer=f"QSGD reaches {100 * results['qsgd'].accuracy:.1f} %.")
-    >>> from fedcomp.rules import Real
-    >>> options = {"lr": Option(0.1, Real(above=0.0), "step size of the clients' SGD")}
-    >>> experiment = Experiment("levels", "Does QSGD train as well?", rows, measure, options, rounds=20, clients=10)
-    >>> [spec.settings["lr"] for spec in experiment.specs(experiment.configure(assignments=["lr=0.3"]))]
-    [0.3, 0.3]
+    >>> experiment = Experiment(
+    ...     "levels", "Does QSGD train as well?", rounds=20, clients=10, task="digits", options={"lr": 0.1},
+    ...     rows={"dense": "fedavg", "127 levels": "qsgd codec.levels=127"},
+    ...     claims="127 levels | points lost | <= 1.0 | goal: of this package",
+    ...     answer="QSGD loses {127 levels | points lost:.1f} points.",
+    ... )
+    >>> experiment.configure(assignments=["lr=0.3"]).settings
+    {'lr': 0.3}
     """
 
     name: str
     question: str
-    rows: Rows
-    measure: Measure
-    options: Mapping[str, Option]
-    rounds: int
-    clients: int
+    rows: Any = field(default_factory=dict)
+    measure: Measure | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rounds: int = 0
+    clients: int = 1
     baseline: str = ""
     notes: str = ""
     engines: tuple[str, ...] = tuple(ENGINES)
     measures_privately: bool = False
     minutes: float = 0.0
     quick: tuple[str, ...] = ()
+    task: str = ""
+    each: str | Callable[[Config], str] = ""
+    tune: Mapping[str, str] = field(default_factory=dict)
+    train: Callable[[RunSpec, Any], Mapping[str, Any]] | None = None
+    tunes_without_messages: bool = True
+    rivals: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    last: int = 5
+    columns: Columns = ()
+    title: str = ""
+    caption: str = ""
+    curves: Sequence[Curve] = ()
+    claims: str | Callable[[Any], str] = ""
+    answer: str | Callable[[Any], str] = ""
+    study: Study | None = None
+    repeats: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", {key: option(key, given) for key, given in self.options.items()})
+        if not callable(self.claims):
+            read_claims(self.claims)
+
+    @property
+    def trains_itself(self) -> bool:
+        """Whether rows are tuned or repeated, which is not the runner's work."""
+        return bool(self.tune) or (self.repeats and "seeds" in self.options)
 
     def configure(
         self,
@@ -229,20 +265,6 @@ class Experiment:
         settings.update(self._assigned([f"{key}={value}" for key, value in least.items()]))
         settings.update(self._assigned(assignments))
         return Config(self.name, engine, rounds, clients, seed, settings, budget, quick)
-
-    def specs(self, config: Config) -> list[RunSpec]:
-        """Return the rows of ``config``; raises :class:`ConfigError` when two rows share a label, or when there is a
-        budget and neither a row nor the measurement could keep it."""
-        specs = self.rows(config)
-        if config.budget is not None:
-            specs = [within(spec, config.budget) for spec in specs]
-            if not self.measures_privately and not any(BUDGET in spec.settings for spec in specs):
-                raise ConfigError(f"experiment {self.name!r} has nothing that a budget could end; leave --budget out")
-        labels = [spec.label for spec in specs]
-        twice = sorted({label for label in labels if labels.count(label) > 1})
-        if twice:
-            raise ConfigError(f"experiment {self.name!r} has two rows called {twice[0]!r}; labels must be unique")
-        return specs
 
     def idle(self, config: Config) -> bool:
         """Whether ``config`` asks for no round of an experiment that has rounds: nothing is measured or claimed."""
@@ -294,14 +316,3 @@ def within(spec: RunSpec, budget: float) -> RunSpec:
         return spec
     own = float(spec.settings.get(BUDGET, 0.0))
     return replace(spec, settings={**spec.settings, BUDGET: min(budget, own or math.inf)})
-
-
-def show_value(value: Value) -> str:
-    """Return ``value`` as a user would type it after ``--set key=``."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -29,13 +29,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
-from fedcomp.clients.edge.children import end_with
-from fedcomp.experiments.experiment import Config, Option
+from fedcomp.clients.edge.processes import end_with
 from fedcomp.experiments.findings import Claim, Curves, Say, Series, Table, mean
+from fedcomp.experiments.options import Config
 from fedcomp.plain import from_fields
-from fedcomp.rules import Int, Real, Rule, checked
 
 if TYPE_CHECKING:
     from fedcomp.experiments.spec import RoundRecord, RunResult
@@ -50,13 +49,11 @@ __all__ = [
     "curves",
     "learning_line",
     "named",
-    "numbers",
     "over_seeds",
     "repetitions",
     "running_mean",
     "table",
     "train_losses",
-    "workers",
 ]
 
 T = TypeVar("T")
@@ -382,12 +379,6 @@ def claim(name: str, value: float, bound: str, source: str, *, gate: bool = True
         ) from error
 
 
-def workers(default: int = 1) -> Option:
-    """Return the setting that says how many processes a sweep may use."""
-    text = "processes that train side by side; changes nothing but the time"
-    return Option(default, Int(1, 256), text, neutral=True)
-
-
 def train_losses(task: Task, results: Mapping[str, RunResult], say: Say) -> dict[str, float]:
     """Return by label the mean objective of the final models on all training examples, in nats."""
 
@@ -428,6 +419,12 @@ def learning_line(result: RunResult, *, down: bool = False, wire: bool = False) 
     return [point for point in points if not math.isnan(point[1])]
 
 
+def points(result: RunResult) -> float:
+    """Return the accuracy in percent, the mean over the last five evaluated rounds."""
+    accuracy = [100 * record.accuracy for record in result.rounds if not math.isnan(record.accuracy)]
+    return mean(accuracy[-5:]) if accuracy else math.nan
+
+
 def over_seeds(runs: Records, column: int, factor: float = 1.0) -> list[float]:
     """Return a column of the rows that the records hold as ``points``, times ``factor``: row by row the mean.
 
@@ -439,30 +436,6 @@ def over_seeds(runs: Records, column: int, factor: float = 1.0) -> list[float]:
     """
     # A training that diverged has fewer rows: the mean goes as far as all of them went.
     return [factor * mean(row[column] for row in rows) for rows in zip(*runs.each("points"), strict=False)]
-
-
-_POSITIVE: Final = Real(above=0.0)
-
-
-def numbers(text: str, each: Rule = _POSITIVE) -> tuple[float, ...]:
-    """Return the different numbers in a text that separates them by commas, ascending.
-
-    Parameters
-    ----------
-    each : Rule
-        What every one of them has to be; positive where nothing is said.
-
-    Raises
-    ------
-    ConfigError
-        When one is not a number, or out of range.
-
-    Examples
-    --------
-    >>> numbers("0.1, 0.01", each=Real(above=0.0, most=1.0))
-    (0.01, 0.1)
-    """
-    return tuple(sorted({float(checked("entry", word.strip(), each, text=True)) for word in text.split(",")}))
 
 
 def repetitions(config: Config, setting: str = "seeds") -> range:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Say
-from fedcomp.experiments.kit import Record, Records, Sweep, numbers, repetitions
+from fedcomp.experiments.kit import Record, Records, Sweep, repetitions
+from fedcomp.experiments.options import Config, numbers
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:

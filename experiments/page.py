@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from fedcomp.errors import optional
 from fedcomp.experiments import plots
-from fedcomp.experiments.experiment import show_value
 from fedcomp.experiments.findings import LONG, Curves, Findings, HeatMap, Pictures, Series
+from fedcomp.experiments.options import show_value
 from fedcomp.experiments.report import (
     COUNTED,
     aligned,

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from fedcomp.experiments.experiment import Config, Experiment
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Findings
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.privacy.statement import Statement
 

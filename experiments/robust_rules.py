@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fedcomp.experiments.experiment import Config, Option
 from fedcomp.experiments.findings import Claim, Table
 from fedcomp.experiments.kit import Say, claim, table
+from fedcomp.experiments.options import Config, Option
 from fedcomp.flower.logs import quiet
 from fedcomp.rng import Key
 from fedcomp.rules import Int, Real

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 
 from fedcomp.errors import ConfigError, FedcompError
-from fedcomp.experiments import board, engines
+from fedcomp.experiments import board, engines, tables
 from fedcomp.experiments import console as show
 from fedcomp.experiments.catalog import CATALOG, get_experiment
 from fedcomp.experiments.commands import (
@@ -36,8 +36,9 @@ from fedcomp.experiments.commands import (
     complain,
     invoke,
 )
-from fedcomp.experiments.experiment import Config, Experiment, check_budget, show_value
+from fedcomp.experiments.experiment import Experiment, check_budget
 from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.options import Config, show_value
 from fedcomp.experiments.overview import write_index
 from fedcomp.experiments.page import render_report
 from fedcomp.experiments.progress import Remaining, Watch
@@ -45,6 +46,7 @@ from fedcomp.experiments.report import count, failed_claims, rerun, summarise, t
 from fedcomp.experiments.sheets import Sheet, claims_sheet, result_sheet
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.experiments.store import RunFolder, to_json_text, write_json, write_text
+from fedcomp.experiments.tables import specs_of
 from fedcomp.experiments.two_runs import compare
 from fedcomp.flower.offline import go_offline, proxied
 from fedcomp.verdicts import VERDICTS
@@ -290,7 +292,7 @@ def _prepare(setup: RunnerSetup, request: Request) -> Job:
     if request.resume is None:
         experiment = get_experiment(request.name or DEFAULT, setup.catalog)
         config = request.configure(experiment)
-        specs = experiment.specs(config)
+        specs = specs_of(experiment, config)
         # What the checks log is dropped: the folder for a log is made only once all rows have passed.
         with _logged(logging.NullHandler()):
             for spec in specs:
@@ -309,12 +311,12 @@ def _prepare(setup: RunnerSetup, request: Request) -> Job:
     # The stored values and not today's defaults, which another version may have changed.
     kept = {key: value for key, value in stored.settings.items() if key not in given}
     config = replace(asked, settings={**asked.settings, **kept})
-    specs = experiment.specs(config)
+    specs = specs_of(experiment, config)
     folder.require_same(experiment, config, specs)
     if request.budget is not None:
         # The one thing that may change: what was released stays paid, and what may still be released is set again.
         config = replace(config, budget=request.budget)
-        specs = experiment.specs(config)
+        specs = specs_of(experiment, config)
         folder.keep(config, specs)
     folder.tidy()
     return Job(experiment, config, specs, folder)
@@ -347,7 +349,7 @@ def _execute(
         findings = Findings()
         if not experiment.idle(config):
             say = Say(watch.say, folder.cells(), folder.keep_cell, watch.remaining.cells)
-            findings = experiment.measure(config, results, say)
+            findings = tables.findings(experiment, config, results, say)
     if config.quick:
         # The bounds were set for the default sizes; here they are shown but decide nothing.
         findings = replace(findings, claims=[replace(claim, gate=False) for claim in findings.claims])

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fedcomp.experiments.experiment import Config, Option
 from fedcomp.experiments.findings import Claim, Table, mean
 from fedcomp.experiments.kit import Say, Sweep, claim, repetitions, table
+from fedcomp.experiments.options import Config, Option
 from fedcomp.rules import Flag, Int, OneOf
 
 CLIENTS: Final = 10

@@ -32,9 +32,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedcomp.errors import ConfigError, StateError, naming, nearest
-from fedcomp.experiments.experiment import Config, Experiment
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.files import replacing
 from fedcomp.experiments.findings import finite
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import PRIVACY_FILE, RESULT_FILE, RoundRecord, RunResult, RunSpec
 
 if TYPE_CHECKING:

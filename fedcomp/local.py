@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from fedcomp.asks import mark_of, read_mark, wait_for
 from fedcomp.codecs import State
-from fedcomp.coding.sealing import PeerIdentity
 from fedcomp.errors import FedcompError
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.mailbox import Mailbox, PostError, Stamped
@@ -20,6 +19,7 @@ from fedcomp.program import (
     AnswerError,
     Ask,
     Collect,
+    KeyPair,
     Me,
     Mean,
     Now,
@@ -119,7 +119,7 @@ class Local:
         What clients sent each other.
     kept : dict of int to dict of str to bytes
         What nodes keep beside their memories.
-    identities : dict of int to PeerIdentity
+    identities : dict of int to KeyPair
         Their key pairs, which are made at random.
     state : dict
         What the system keeps between rounds.
@@ -150,7 +150,7 @@ class Local:
     late: list[Reply] = field(default_factory=list)
     mailbox: Mailbox = field(default_factory=Mailbox)
     kept: dict[int, dict[str, Frame]] = field(default_factory=dict)
-    identities: dict[int, PeerIdentity] = field(default_factory=dict)
+    identities: dict[int, KeyPair] = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)
     sequence: int = 0
     bytes_up: int = 0
@@ -179,11 +179,14 @@ class Local:
             return client.memory
         return self.system.rollback(client.memory, client.pending, self.layout)
 
-    def identity(self, node: int) -> PeerIdentity:
-        """Return a client's key pair, made at its first use; it belongs to the node, whatever becomes of its memory."""
-        if node not in self.identities:
-            self.identities[node] = PeerIdentity.generate()
-        return self.identities[node]
+    def identity(self, node: int) -> KeyPair | None:
+        """Return a client's key pair, made at its first use; it belongs to the node, whatever becomes of its memory.
+
+        None where the system has no use for one.
+        """
+        if node not in self.identities and self.system.KEYS is not None:
+            self.identities[node] = self.system.KEYS.generate()
+        return self.identities.get(node)
 
     def step(
         self, number: int, nodes: Sequence[int] | None = None, program: Callable[[Now], Round] | None = None
@@ -239,7 +242,7 @@ class Local:
             dict(self.state),
             lambda n, why: refused.append(f"{n}: {why}"),
             tensors=lambda: self.layout.unflatten(start),
-            keys={node: self.identity(node).public for node in who} if self.system.KEYS else {},
+            keys={node: pair.public for node in who if (pair := self.identity(node)) is not None},
             mailbox=mailbox,
             unpack=unpack,
             credit=credit,
@@ -372,7 +375,7 @@ class Local:
             self.data.get(ask.node),
             kept=dict(self.kept.get(ask.node, {})),
             run=b"local",
-            identity=self.identity(ask.node) if self.system.KEYS else None,
+            identity=self.identity(ask.node),
             pack=lambda answer: _packed(answer._replace(weight=self.weight(ask.node)), me.mark()),
             mark=lambda: mark_of(sequence, client.generation),
             weight=lambda metric: self.weight(ask.node),

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +32,6 @@ from fedcomp.mailbox import Mailbox
 from fedcomp.rng import Key
 from fedcomp.rules import Configured
 from fedcomp.wire import Bundle, Frame
-
-if TYPE_CHECKING:
-    from fedcomp.coding.sealing import PeerIdentity
 
 T = TypeVar("T")
 
@@ -337,6 +334,27 @@ class Now:
         return None
 
 
+class KeyPair(Protocol):
+    """What a node opens sealed posts with.
+
+    Attributes
+    ----------
+    public : bytes
+        The half that others may know, 32 bytes.
+    """
+
+    public: bytes
+
+    @classmethod
+    def generate(cls) -> KeyPair:
+        """Return a new one, of the operating system's randomness."""
+        ...
+
+    def open(self, sealed: bytes, context: bytes) -> bytes:
+        """Return what was sealed for this key pair in ``context``; raise a FedcompError where it was not."""
+        ...
+
+
 @dataclass(frozen=True)
 class Me:
     """One client as its half sees it.
@@ -359,7 +377,7 @@ class Me:
         What was kept by :attr:`Answer.keep`.
     run : bytes
         Names the run: what is sealed for one opens in no other.
-    identity : PeerIdentity, optional
+    identity : KeyPair, optional
         With :attr:`System.KEYS` the node's own key pair, of which others know the public half.
     pack : callable
         ``pack(answer)`` returns the answer as bytes that may travel another way, with all that would go beside it.
@@ -380,7 +398,7 @@ class Me:
     padded: bool = False
     kept: Frames = field(default_factory=dict)
     run: bytes = b""
-    identity: PeerIdentity | None = None
+    identity: KeyPair | None = None
     pack: Callable[[Answer], bytes] = lambda answer: b""
     mark: Callable[[], bytes] = lambda: bytes(16)
     weight: Callable[[str], float] = lambda metric: 1.0
@@ -423,8 +441,8 @@ class System(Configured, ABC):
     KEEPS: ClassVar[bool] = False
     """Whether a round leaves something in :attr:`Now.state`: the next one has to see it."""
 
-    KEYS: ClassVar[bool] = False
-    """Whether nodes have key pairs: :attr:`Me.identity` and :attr:`Now.keys`."""
+    KEYS: ClassVar[type[KeyPair] | None] = None
+    """What makes the key pairs of nodes, :attr:`Me.identity` and :attr:`Now.keys`; None: they have none."""
 
     LOST: ClassVar[str] = "rollback"
     """What becomes of an ask without an answer. "rollback": nothing; what left a memory in vain is put back into it.

@@ -12,19 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.serverapp.strategy import (
-    FedAvg,
-    Strategy,
-)
+from flwr.serverapp.strategy import FedAvg, Strategy
 from toy import client_app, fedavg, model, stack
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
-from fedcomp.codecs import (
-    QSGD,
-    FixedPoint,
-    RandomK,
-)
+from fedcomp.codecs import QSGD, FixedPoint, RandomK
 from fedcomp.errors import FedcompError
 from fedcomp.experiments.systems import SYSTEMS
 from fedcomp.flower.grid import InProcessGrid
@@ -52,8 +45,8 @@ class Row:
 
     Attributes
     ----------
-    file, text : str
-        Where it is written, and a part of it as it is written.
+    text : str
+        A part of it as it is written, which no other advice has; one that is written in several files has as many rows.
     provoke : callable
         Raises it, or has it logged.
     follow : callable
@@ -62,7 +55,6 @@ class Row:
         Whether it takes more than a second.
     """
 
-    file: str
     text: str
     provoke: Followed
     follow: Followed
@@ -158,8 +150,8 @@ def system(name: str, **settings: Any) -> Strategy:
     return row.build(row.resolve(settings), 0)
 
 
-def row(file: str, text: str, provoke: Callable[[], Any], follow: Callable[[], Any], *, long: bool = False) -> Row:
-    return Row(file, text, lambda _: provoke(), lambda _: follow(), long)
+def row(text: str, provoke: Callable[[], Any], follow: Callable[[], Any], *, long: bool = False) -> Row:
+    return Row(text, lambda _: provoke(), lambda _: follow(), long)
 
 
 def coded_sum(inner: Strategy, **options: Any) -> CodedFedAvg:

@@ -20,8 +20,8 @@ from flwr.supercore.auth import load_superexec_auth_secret
 
 from fedcomp.clients.edge import executor, node, prepare
 from fedcomp.clients.edge.events import EventLog
-from fedcomp.clients.edge.executor import AllowList
-from fedcomp.clients.edge.launch import program
+from fedcomp.clients.edge.executor import read_list, refusal
+from fedcomp.clients.edge.node import program
 from fedcomp.clients.edge.options import parse
 from fedcomp.flower._private import NodeTasks
 
@@ -94,14 +94,15 @@ def listed(path: Path) -> bool:
         (path / name).write_bytes(name.encode())
     with open(path / "allowed", "w") as file:
         subprocess.run(["sha256sum", "a.fab", "b of mine.fab"], cwd=path, stdout=file, check=True)
-    found = AllowList(path / "allowed")
-    refused = [bool(found.refusal(hashlib.sha256(name).hexdigest())) for name in (b"a.fab", b"b of mine.fab", b"c")]
+    refused = [
+        bool(refusal(hashlib.sha256(name).hexdigest(), path / "allowed")) for name in (b"a.fab", b"b of mine.fab", b"c")
+    ]
     return refused == [False, False, True]
 
 
-def no_hash(path: Path) -> AllowList:
+def no_hash(path: Path) -> frozenset[str]:
     (path / "allowed").write_text("a.fab\n")
-    return AllowList(path / "allowed")
+    return read_list(path / "allowed")
 
 
 def without_flower(path: Path) -> str:
@@ -155,56 +156,32 @@ def own_executor() -> bool:
 
 EXECUTOR: tuple[Row, ...] = (
     Row(
-        "clients/edge/executor.py",
         "is empty; give it and the SuperNode the same secret",
         lambda path: executed("--secret-file", str(written(path / "secret", b""))),
         lambda path: asked(path, b"one", b"one"),
         long=True,
     ),
     Row(
-        "fedcomp/flower/_private.py",
         "refuses this executor (HTTP {}); give both the same secret file",
         lambda path: asked(path, b"one", b"another"),
         lambda path: asked(path, b"one", b"one"),
         long=True,
     ),
+    Row("is not the SHA-256 of a bundle; take what sha256sum prints of the .fab file", no_hash, listed),
     Row(
-        "clients/edge/executor.py",
-        "is not the SHA-256 of a bundle; take what sha256sum prints of the .fab file",
-        no_hash,
-        listed,
-    ),
-    Row(
-        "clients/edge/executor.py",
         "{}; leave it out of --preload",
         lambda path: with_threads(path, preloaded=True),
         lambda path: with_threads(path, preloaded=False),
     ),
-    row(
-        "clients/edge/executor.py",
-        "{}; start the SuperNode without --isolation process",
-        elsewhere,
-        own_executor,
-    ),
+    row("{}; start the SuperNode without --isolation process", elsewhere, own_executor),
 )
 
 
 NODES: tuple[Row, ...] = (
-    Row("clients/edge/launch.py", "cannot make {}: {}; name another folder", below_a_file, homed),
+    Row("cannot make {}: {}; name another folder", below_a_file, homed),
+    Row("found neither beside {} nor on PATH; it comes with flwr: install ", without_flower, lambda _: with_flower()),
+    Row("choose another with --port, one per node and machine", beside, lambda path: beside(path, "--port", "9095")),
     Row(
-        "clients/edge/launch.py",
-        "was found neither beside {} nor on PATH; it comes with flwr: install ",
-        without_flower,
-        lambda _: with_flower(),
-    ),
-    Row(
-        "clients/edge/node.py",
-        "is taken; choose another with --port, one per node and machine",
-        beside,
-        lambda path: beside(path, "--port", "9095"),
-    ),
-    Row(
-        "clients/edge/options.py",
         "--key needs TLS: give --root-certificates instead of --insecure",
         lambda path: with_key(path, "--insecure"),
         lambda path: with_key(path, "--root-certificates", "{ca}"),

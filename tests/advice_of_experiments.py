@@ -37,10 +37,10 @@ from fedcomp.experiments.engines.guarded import GuardedDeployment
 from fedcomp.experiments.engines.linked import LinkedDeployment
 from fedcomp.experiments.engines.processes import free_ports
 from fedcomp.experiments.engines.superlink import APP
-from fedcomp.experiments.experiment import Config, Option
 from fedcomp.experiments.findings import Claim
 from fedcomp.experiments.graph_variance import Batches, measured
 from fedcomp.experiments.links import SlowLinks
+from fedcomp.experiments.options import Config, Option
 from fedcomp.experiments.run import RunnerSetup, main
 from fedcomp.experiments.security.certificates import Folder, add_nodes, create, read, renew
 from fedcomp.experiments.security.link import LinkOptions, prepare
@@ -48,6 +48,7 @@ from fedcomp.experiments.security.proxy import Limits, Proxy
 from fedcomp.experiments.serve import serve
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.store import RunFolder
+from fedcomp.experiments.tables import specs_of
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.rules import Int
@@ -98,7 +99,7 @@ def failing(status: int) -> None:
 
 def rows_of(name: str, *assignments: str, **options: Any) -> list[RunSpec]:
     experiment = get_experiment(name)
-    return experiment.specs(experiment.configure(assignments=assignments, **options))
+    return specs_of(experiment, experiment.configure(assignments=assignments, **options))
 
 
 def published(epsilons: str) -> bool:
@@ -111,61 +112,41 @@ def published(epsilons: str) -> bool:
 
 EXPERIMENTS = (
     row(
-        "experiments/app/fedcomp_app/__init__.py",
-        "here and restart the node, or run the app of fedcomp {}",
-        told(lambda: bundle("0.0.7")),
-        lambda: bundle(VERSION) and bundle("0.0.7", of="0.0.7"),
+        "the app of fedcomp {}", told(lambda: bundle("0.0.7")), lambda: bundle(VERSION) and bundle("0.0.7", of="0.0.7")
     ),
+    row("name a benchmark: ", lambda: failing(bench_main([])), lambda: bench_main(["noise", "--quick"]) == 0),
     row(
-        "experiments/bench/__main__.py",
-        "name a benchmark: ",
-        lambda: failing(bench_main([])),
-        lambda: bench_main(["noise", "--quick"]) == 0,
-    ),
-    row(
-        "experiments/catalog/compare.py",
         "name at least one system, for instance systems=topk,qsgd",
         lambda: rows_of("compare", "systems=,"),
         lambda: {each.system for each in rows_of("compare", "systems=topk,qsgd")} >= {"topk", "qsgd"},
     ),
+    row("set epsilons=10,1", lambda: published("3"), lambda: published("10,1")),
     row(
-        "experiments/catalog/datalens.py",
-        "set epsilons=10,1",
-        lambda: published("3"),
-        lambda: published("10,1"),
-    ),
-    row(
-        "experiments/catalog/gcn.py",
         "rows are fetched from other owners; give 2 or more",
         lambda: rows_of("gcn", clients=1),
         lambda: {each.clients for each in rows_of("gcn", clients=2)} == {2},
     ),
     row(
-        "experiments/chaos.py",
         "are too few for {} faults of each kind; give more rounds",
         lambda: schedule(0, 14, 9),
         lambda: all(sum(f.kind == kind for f in schedule(0, 15, 9)) == 3 for kind in NODE_FAULTS),
     ),
     row(
-        "experiments/decentralised.py",
         "every message is sent and received; give both, or neither",
         lambda: energy("1e-9", ""),
         lambda: math.isclose(energy("1e-9", "2e-9").per_byte, 24e-9) and energy("", "").per_byte is None,
     ),
     row(
-        "experiments/findings.py",
         "unknown comparison {}; use one of {}",
         told(lambda: Claim("a", 1.0, "=<", 1.0, "test")),
         lambda: [op for op in ("<", "<=", "==", ">", ">=") if Claim("a", 1.0, op, 2.0, "test").ok] == ["<", "<="],
     ),
     row(
-        "experiments/graph_variance.py",
         "use sampler='skewed', favour='owned' and keep_self=False",
         lambda: moments(keep_self=True),
         lambda: moments(sampler="skewed", favour="owned", keep_self=False),
     ),
     row(
-        "experiments/links.py",
         "bits per second is not valid: give 1e3 to 1e10",
         lambda: SlowLinks(2, 10.0),
         lambda: [SlowLinks(2, rate).up for rate in (1e3, 1e10)] == [1e3, 1e10],
@@ -222,19 +203,17 @@ def rests(lr: float) -> bool:
 
 COMPUTED = (
     row(
-        "experiments/central.py",
         "without messages {}; run it on an engine",
         refused_without_messages,
         lambda: all(trained(asked) for asked in ON_AN_ENGINE),
         long=True,
     ),
     row(
-        "experiments/convex.py",
         "use a logistic task with a larger l2",
         lambda: optimal("breast-cancer", model="svm", l2=0.1),
         lambda: optimal("breast-cancer", l2=0.1),
     ),
-    row("experiments/convex.py", "Newton steps at lr={}; use a smaller step", lambda: rests(1e9), lambda: rests(0.1)),
+    row("Newton steps at lr={}; use a smaller step", lambda: rests(1e9), lambda: rests(0.1)),
 )
 
 
@@ -275,7 +254,7 @@ def stored(text: str, damage: Callable[[Path], object] = print, **changed: Any) 
     def started(path: Path) -> bool:
         return resumed(path) != 0 and ends(path, "tiny", **changed)
 
-    return Row("experiments/store.py", text, lambda path: failing(resumed(path)), started)
+    return Row(text, lambda path: failing(resumed(path)), started)
 
 
 def more_rows(config: Config) -> list[RunSpec]:
@@ -302,32 +281,27 @@ OTHER = {"options": {**TINY.options, "more": Option(1, Int(), "an option of a la
 
 RUNS = (
     Row(
-        "experiments/run.py",
         "leave the name out or start a new run",
         lambda path: failing(interrupted(path, "measured")),
         lambda path: interrupted(path) == 0 and all_rows(path) and ends(path, "measured", finished=0),
     ),
     Row(
-        "experiments/experiment.py",
         "has nothing that a budget could end; leave --budget out",
         lambda path: failing(tiny(path, "tiny", "--budget", "1")),
         lambda path: ends(path, "tiny"),
     ),
     Row(
-        "experiments/store.py",
         "cannot make a run folder in {}: {}; choose another with --out",
         lambda path: failing(tiny(below_a_file(path), "tiny")),
         lambda path: ends(path / "other", "tiny"),
     ),
     stored("its settings have other names; start a new run", **OTHER),
     Row(
-        "experiments/store.py",
         "its rows differ; start a new run",
         lambda path: failing(interrupted(path, rows=more_rows)),
         lambda path: interrupted(path, rows=more_rows) != 0 and ends(path, "tiny", finished=3, rows=more_rows),
     ),
     Row(
-        "experiments/store.py",
         "resume without it, or start a new run",
         lambda path: failing(interrupted(path, "--rounds", "4")),
         lambda path: interrupted(path) == 0 and all_rows(path) and ends(path, "tiny", "--rounds", "4"),
@@ -335,13 +309,11 @@ RUNS = (
     stored("cannot be read ({}); start a new run", config("{")),
     stored("this version reads {}; start a new run", config('{"format": 99}')),
     Row(
-        "experiments/two_runs.py",
         "is not finished; continue it with --resume {}",
         lambda path: failing(compared(path, print, stops=True)),
         lambda path: compared(path, print, "--resume", "last", stops=True) == 0,
     ),
     Row(
-        "experiments/two_runs.py",
         "cannot be read ({}); run the experiment again",
         lambda path: failing(compared(path, lambda folder: (folder / "summary.json").write_text("{"))),
         lambda path: compared(path, lambda folder: (folder / "summary.json").write_text("{"), "tiny") == 0,
@@ -433,61 +405,33 @@ def disks(states: Path | None) -> bool:
 
 SERVED = (
     Row(
-        "experiments/serve.py",
-        "resume with the same specification, or remove the file to start again",
-        lambda path: left(path, 1),
-        lambda path: left(path, 0) and left(path, 1, remove=True),
+        "the file to start again", lambda path: left(path, 1), lambda path: left(path, 0) and left(path, 1, remove=True)
     ),
     Row(
-        "experiments/serve.py",
         "start a new run, with sampling=everyone if it is to go on when nodes come back",
         lambda path: released(path, ("a", "a")),
         lambda path: released(path, ("a", "b")) and released(path, ("c", "c"), sampling="everyone", cap=0),
     ),
     row(
-        "experiments/federation.py",
         "start the others, set clients={}",
         lambda: nodes_online(2, 3),
         lambda: nodes_online(3, 3) and nodes_online(2, 2) and started_late(),
     ),
-    row(
-        "experiments/federation.py",
-        "start each node with a partition-id of its own",
-        lambda: claimed(0, 1, 1),
-        lambda: claimed(0, 1, 2),
-    ),
-    row(
-        "experiments/engines/ray.py",
-        "start one with 'ray start --head --port={}' on {}, and join it with 'ray start --address={}'",
-        nobody_listens,
-        as_on_the_page,
-        long=True,
-    ),
+    row("start each node with a partition-id of its own", lambda: claimed(0, 1, 1), lambda: claimed(0, 1, 2)),
+    row("--port={}' on {}, and join it with 'ray start --address={}'", nobody_listens, as_on_the_page, long=True),
     Row(
-        "experiments/engines/ray.py",
         "keeps the clients' state to itself; use engine=inprocess",
         lambda path: trained(dataclasses.replace(spec(), engine="ray"), checkpoint=path / "checkpoint"),
         lambda path: left(path, 0),
         long=True,
     ),
     row(
-        "experiments/engines/superlink.py",
         "is outside 1 to {}; use engine=inprocess for more",
         lambda: trained(dataclasses.replace(spec(clients=65), engine="superlink")),
         lambda: trained(spec(clients=65)),
     ),
-    row(
-        "experiments/engines/superlink.py",
-        "runs on Linux only; use engine=inprocess",
-        without_proc,
-        lambda: trained(spec()),
-    ),
-    Row(
-        "experiments/engines/guarded.py",
-        "a disk of its own is for a state folder; give states=",
-        lambda path: disks(None),
-        disks,
-    ),
+    row("runs on Linux only; use engine=inprocess", without_proc, lambda: trained(spec())),
+    Row("a disk of its own is for a state folder; give states=", lambda path: disks(None), disks),
 )
 
 
@@ -573,25 +517,14 @@ def crowded(text: str, full: str) -> Row:
         first, second = asyncio.run(called(full, 2))
         return first.startswith(b"HTTP/1.1 503") and second.endswith(b"\r\n\r\n" + b"a" * 100_000)
 
-    return row("experiments/security/proxy.py", text, refused, passes)
+    return row(text, refused, passes)
 
 
 SECURITY = (
+    Row("make a new folder, and give every node ca.crt and a key from there", ended_authority, another_authority),
+    Row("was made by another process meanwhile; try again when that has ended", two_at_once, one_after_the_other),
+    Row("use a machine with Linux's sock_diag", without_sock_diag, linked),
     Row(
-        "experiments/security/certificates.py",
-        "make a new folder, and give every node ca.crt and a key from there",
-        ended_authority,
-        another_authority,
-    ),
-    Row(
-        "experiments/security/certificates.py",
-        "was made by another process meanwhile; try again when that has ended",
-        two_at_once,
-        one_after_the_other,
-    ),
-    Row("experiments/security/link.py", "use a machine with Linux's sock_diag", without_sock_diag, linked),
-    Row(
-        "experiments/security/link.py",
         "remove it, and another is made",
         lambda path: linked(path, b"cut off"),
         lambda path: linked(path, b"cut off", remove=True),

@@ -14,17 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from advice import (
-    ALL,
-    KEY,
-    LAYOUT,
-    VALUES,
-    Row,
-    ended,
-    quiet,
-    row,
-    trains,
-)
+from advice import ALL, KEY, LAYOUT, VALUES, Row, ended, quiet, row, trains
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, FedXgbCyclic
@@ -38,7 +28,6 @@ from fedcomp.clients.edge import prepare
 from fedcomp.clients.forward import forward_gradients
 from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.private.mod import private
-from fedcomp.clients.programs import programs
 from fedcomp.clients.sensors import SensorServer, StoredEdge, connect
 from fedcomp.codecs import EDEN, QSGD, SignSGD, TopK
 from fedcomp.codecs.base import padded as equally_long
@@ -133,7 +122,7 @@ def deploys(path: Path, deployments: Deployments | None = None) -> bool:
 def answers(codec: Any) -> bool:
     """Whether nodes take part in a program whose states hold the toy's model once and a half, beside the last reply."""
     with patch.object(memory, "MOST_BYTES", 9_600):
-        return trains(Server(Pair(codec), quiet()), (programs,))
+        return trains(Server(Pair(codec), quiet()), (compression,))
 
 
 def content(server_round: int = 1) -> RecordDict:
@@ -358,48 +347,29 @@ def grown() -> bool:
 
 
 CLIENTS: tuple[Row, ...] = (
+    row("use one such as 'digits-generator'", lambda: teachers("digits"), lambda: teachers("digits-generator")),
     row(
-        "clients/app.py",
-        "has no generator, and so no teachers; use one such as 'digits-generator'",
-        lambda: teachers("digits"),
-        lambda: teachers("digits-generator"),
-    ),
-    row(
-        "clients/app.py",
         "has no graph whose rows clients could exchange; use one such as 'digits-graph'",
         lambda: generic.graph_part(*of_task("digits")),
         lambda: generic.graph_part(*of_task("digits-graph")).features.size > 0,
     ),
-    row(
-        "codecs/base.py",
-        "knows no longest frame to pad others to; use another codec, or pad=False",
-        lambda: padded(Unbounded(0.1)),
-        lambda: padded(TopK(0.1)) and unpadded(),
-    ),
+    row("use another codec, or pad=False", lambda: padded(Unbounded(0.1)), lambda: padded(TopK(0.1)) and unpadded()),
     Row(
-        "clients/sensors.py",
         "choose a free port or path, and remove the socket of a process that is gone",
         lambda path: listening(path / "a", "left"),
         lambda path: listening(path / "a", "free") and listening(path / "b", "left", removed=True),
     ),
-    Row(
-        "clients/sensors.py",
-        "serves what others deploy; give it deployments=Deployments(model)",
-        deploys,
-        lambda path: deploys(path, Deployments(START, window=20)),
-    ),
+    Row("give it deployments=Deployments(model)", deploys, lambda path: deploys(path, Deployments(START, window=20))),
 )
 
 
 SENSORS: tuple[Row, ...] = (
     row(
-        "fedcomp/drift/distance.py",
         "has no distance; leave out what cannot be measured, or count it as drift",
         lambda: ks_distance([1.0, math.nan], [1.0, 2.0]),
         lambda: ks_distance([1.0], [1.0]) == 0.0 and QuantileSketch.of([1.0, 2.0]).distance([1.0, math.nan]) == 1.0,
     ),
     row(
-        "fedcomp/drift/distance.py",
         "too few for windows of {}: give at least {}, or make the window smaller",
         lambda: calibrated(np.arange(39.0), 20, KEY, splits=2),
         lambda: (
@@ -407,13 +377,11 @@ SENSORS: tuple[Row, ...] = (
         ),
     ),
     row(
-        "fedcomp/drift/messages.py",
         "which means nothing here; run the same release on both",
         lambda: SensorMessage.from_bytes(SensorMessage(3, 1, Says.RESYNC).to_bytes()[:-1] + b"\x63"),
         lambda: SensorMessage.from_bytes(SensorMessage(3, 1, Says.RESYNC).to_bytes()).says is Says.RESYNC,
     ),
     row(
-        "fedcomp/drift/statistics.py",
         "statistic='loss' needs labels, and there are none; use 'confidence'",
         lambda: cross_entropy([[0.0, 0.0]]),
         lambda: confidence([[0.0, 0.0]]).tolist() == [0.5],
@@ -422,44 +390,21 @@ SENSORS: tuple[Row, ...] = (
 
 
 FLOWER: tuple[Row, ...] = (
+    row("a half of client(); give the app's handler another name", lambda: handled("taken"), lambda: handled("mine")),
     row(
-        "fedcomp/flower/_private.py",
-        "belong to a half of client(); give the app's handler another name",
-        lambda: handled("taken"),
-        lambda: handled("mine"),
-    ),
-    row(
-        "fedcomp/flower/checkpoint.py",
         "Set what is to be restored in the constructor, or give the strategy state_dict() and load_state_dict()",
         lambda: resumed(Counting),
         lambda: resumed(Made) and resumed(Said),
     ),
-    Row(
-        "fedcomp/flower/folder.py",
-        "start the node without --state-dir and --home",
-        lambda path: without_locks(path, "--home", str(path)),
-        without_locks,
-    ),
-    Row(
-        "fedcomp/flower/folder.py",
-        "has used the state folder for {} s; end it, or give each node a folder of its own",
-        locked,
-        lambda path: locked(path, ended=True) and locked(path, other="own"),
-    ),
+    Row("node without --state-dir and --home", lambda path: without_locks(path, "--home", str(path)), without_locks),
+    Row("each node a folder of its own", locked, lambda path: locked(path, ended=True) and locked(path, other="own")),
+    row("reads up to {}; use the release that wrote it", lambda: stored(newer=True), lambda: stored(newer=False)),
     row(
-        "fedcomp/flower/store.py",
-        "this release reads up to {}; use the release that wrote it",
-        lambda: stored(newer=True),
-        lambda: stored(newer=False),
-    ),
-    row(
-        "fedcomp/flower/nodes.py",
         "none for partitions {}; pass more, or a mapping",
         lambda: joined(LINKS),
         lambda: joined([*LINKS, LINKS[0]]) and joined(dict(enumerate(LINKS))),
     ),
     row(
-        "fedcomp/flower/offline.py",
         "Call go_offline() before the first import of flwr, or start the process with FLWR_TELEMETRY_ENABLED=0",
         late,
         lambda: (
@@ -469,47 +414,26 @@ FLOWER: tuple[Row, ...] = (
         long=True,
     ),
     row(
-        "fedcomp/flower/rounds.py",
         "in the same exchange; give every node to one of them",
         lambda: addressed(slice(0, 2), slice(1, 3)),
         lambda: addressed(slice(0, 2), slice(2, 4)),
     ),
     row(
-        "clients/memory.py",
         "use memory='float16' where the codec has it, or a codec without memory, EDEN() or QSGD()",
         lambda: answers(ErrorFeedback(TopK(0.01))),
         lambda: answers(ErrorFeedback(TopK(0.01), memory="float16")) and answers(EDEN()) and answers(QSGD()),
     ),
     row(
-        "fedcomp/flower/vanishing.py",
-        "in whole exchanges only; use send_and_receive, or the grid inside this one",
-        lambda: vanishing("push"),
-        lambda: vanishing("send_and_receive") and vanishing("inside"),
+        "grid inside this one", lambda: vanishing("push"), lambda: vanishing("send_and_receive") and vanishing("inside")
     ),
 )
 
 
 PARTS: tuple[Row, ...] = (
+    row("still needs; give another array", lambda: stepped(None), lambda: stepped(np.empty(100, np.float32))),
+    row("NUMBA_DISABLE_JIT); use 'auto' or 'numpy'", lambda: numba("numba"), lambda: numba("auto") and numba("numpy")),
+    row("are used up after {} restarts; start a new run", worn_out, lambda: trains(Compressed(quiet(), TopK(0.1)))),
     row(
-        "fedcomp/kernels/bins.py",
-        "which the look-ahead still needs; give another array",
-        lambda: stepped(None),
-        lambda: stepped(np.empty(100, np.float32)),
-    ),
-    row(
-        "fedcomp/kernels/tiers.py",
-        "or its compiler is off (NUMBA_DISABLE_JIT); use 'auto' or 'numpy'",
-        lambda: numba("numba"),
-        lambda: numba("auto") and numba("numpy"),
-    ),
-    row(
-        "fedcomp/stateful.py",
-        "are used up after {} restarts; start a new run",
-        worn_out,
-        lambda: trains(Compressed(quiet(), TopK(0.1))),
-    ),
-    row(
-        "fedcomp/timing/links.py",
         "has no link; give one Link or a link per node",
         lambda: simulated_seconds([ROW], {1: LINKS[0]}),
         lambda: simulated_seconds([ROW], LINKS[0]) == simulated_seconds([ROW], {7: LINKS[0]}) == 0.008,
@@ -519,43 +443,30 @@ PARTS: tuple[Row, ...] = (
 
 STRATEGIES: tuple[Row, ...] = (
     row(
-        "fedcomp/forward/evaluate.py",
-        "would move them at random. Send the trained ones alone",
-        lambda: slopes(frozen=True),
-        lambda: slopes(frozen=True, names=("weight",)),
-        long=True,
+        "the trained ones alone", lambda: slopes(frozen=True), lambda: slopes(frozen=True, names=("weight",)), long=True
     ),
     row(
-        "strategies/compressed.py",
         "with the others. Use a codec without votes",
         lambda: ended(Compressed(Personal(**ALL), SignSGD(step=0.1))),
         lambda: trains(Compressed(Personal(**ALL), QSGD())),
     ),
     row(
-        "strategies/compressed.py",
         "with the others. Use a codec without votes",
         lambda: ended(Compressed(Personal(**ALL), SignSGD(step=0.1))),
         lambda: trains(Compressed(Personal(**ALL), QSGD())),
     ),
     row(
-        "fedcomp/systems/forward.py",
         "take fewer directions, or another codec: at this size top-k sends more of the gradient in as many bytes",
         lambda: slopes(most_signs=10_000),
         lambda: slopes(most_signs=10_000, directions=4) and trains(Compressed(quiet(), TopK(0.1))),
         long=True,
     ),
     row(
-        "strategies/overlap.py",
         "start more nodes, or lower its min_available_nodes",
         lambda: piped(quiet(min_available_nodes=2), 3),
         lambda: piped(quiet(min_available_nodes=2), 4) and piped(quiet(min_available_nodes=1), 3),
     ),
-    row(
-        "strategies/wrapping.py",
-        "which have no differences to compress or add; run it without {}",
-        lambda: Compressed(FedXgbCyclic()),
-        grown,
-    ),
+    row("which have no differences to compress or add; run it without {}", lambda: Compressed(FedXgbCyclic()), grown),
 )
 
 

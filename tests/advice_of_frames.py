@@ -63,14 +63,8 @@ def framed(values: wire.Values) -> bool:
 
 
 WIRE = (
+    row("seed; pass index=Seeded(seed)", lambda: wire.INDEX_BY_NAME["seeded"].encode(wire.Support(PLACES, 9)), drawn),
     row(
-        "fedcomp/wire/choose.py",
-        "a seeded support is encoded from its seed; pass index=Seeded(seed)",
-        lambda: wire.INDEX_BY_NAME["seeded"].encode(wire.Support(PLACES, 9)),
-        drawn,
-    ),
-    row(
-        "fedcomp/wire/choose.py",
         "a shared support is encoded by its id; pass index=SharedSupport(id)",
         lambda: wire.INDEX_BY_NAME["shared"].encode(wire.Support(PLACES, 9)),
         lambda: holds(
@@ -79,14 +73,8 @@ WIRE = (
             )
         ),
     ),
+    row("update the older end", lambda: wire.decode(newer()), lambda: read(wire.dense(THREE))[2] == 3.0),
     row(
-        "fedcomp/wire/decode.py",
-        "update the older end",
-        lambda: wire.decode(newer()),
-        lambda: read(wire.dense(THREE))[2] == 3.0,
-    ),
-    row(
-        "fedcomp/wire/quantised.py",
         "the outermost code would overflow float32; clip the values or send them raw",
         lambda: wire.Uniform.quantise(WIDE, 3),
         lambda: (
@@ -95,23 +83,16 @@ WIRE = (
         ),
     ),
     row(
-        "fedcomp/wire/section.py",
         "put them into a frame",
         lambda: wire.Section(9, wire.Natural, "rice", params=None),
         lambda: framed(wire.Natural.quantise(THREE)),
     ),
     row(
-        "fedcomp/wire/tensor.py",
         "only sparse tensors have indices; pass kind=SPARSE",
         lambda: wire.Tensor(wire.Raw(np.ones(9, np.float32)), (9,), indices=np.arange(9)),
         lambda: holds(read(wire.Tensor(wire.Raw(THREE), (9,), kind=wire.SPARSE, indices=PLACES))),
     ),
-    row(
-        "fedcomp/wire/tensor.py",
-        "lies on a shared support; pass it to decode(supports=...)",
-        shared,
-        lambda: holds(shared(supports={5: PLACES})),
-    ),
+    row("on a shared support; pass it to decode(supports=...)", shared, lambda: holds(shared(supports={5: PLACES}))),
 )
 
 
@@ -208,67 +189,25 @@ def explained(mode: str, between: nn.Module | None = None, values: str = "float3
 
 
 CODECS = (
+    row("has no configuration that travels; send its basis", lambda: POWER.mean(basis()).get_config(), basis_arrives),
+    row("configuration that travels; send its index block", lambda: LEADER.on(SUPPORT, 3).get_config(), block_arrives),
+    row("update waits to be sent here; train first", lambda: sent(LEADER.init(LAYOUT)), lambda: sent(started(LEADER))),
     row(
-        "fedcomp/codecs/coefficients.py",
-        "has no configuration that travels; send its basis",
-        lambda: POWER.mean(basis()).get_config(),
-        basis_arrives,
-    ),
-    row(
-        "fedcomp/codecs/scalecom.py",
-        "a fixed support has no configuration that travels; send its index block",
-        lambda: LEADER.on(SUPPORT, 3).get_config(),
-        block_arrives,
-    ),
-    row(
-        "fedcomp/codecs/waiting.py",
-        "no update waits to be sent here; train first",
-        lambda: sent(LEADER.init(LAYOUT)),
-        lambda: sent(started(LEADER)),
-    ),
-    row(
-        "fedcomp/codecs/waiting.py",
         "the state's basis id is damaged; start from init(layout)",
         lambda: id_of_basis({"basis-id": np.zeros(3)}),
         lambda: id_of_basis(POWER.init(LAYOUT)) is None and points_the_same_way(POWER),
     ),
     row(
-        "fedcomp/codecs/subspace.py",
         "samples are too few for {} directions; lower most or fit longer",
         lambda: moments(6, 3),
         lambda: moments(2, 3).dimensions[0] <= 2 and moments(6, 8).dimensions[0] <= 6,
     ),
-    row(
-        "fedcomp/codecs/modular.py",
-        "the frame lacks the eight bytes that name its dithers; of a sum, use total() and place()",
-        lambda: mean_of_two(modular(2), decode=True),
-        lambda: mean_of_two(modular(2)),
-    ),
-    row(
-        "fedcomp/codecs/modular.py",
-        "raise summands=",
-        lambda: mean_of_two(modular(1)),
-        lambda: mean_of_two(modular(2)),
-    ),
-    row("fedcomp/codecs/projection.py", "signs; lower directions", lambda: projected(65), lambda: projected(64)),
-    row(
-        "fedcomp/codecs/factors.py",
-        "and the server goes on from it; use bf16",
-        lambda: explained("edad", values="q8"),
-        lambda: explained("edad", values="bf16"),
-    ),
-    row(
-        "fedcomp/factors/capture.py",
-        "there is something else than one of {}; use mode='dad'",
-        lambda: explained("edad", nn.LayerNorm(8)),
-        lambda: explained("dad", nn.LayerNorm(8)),
-    ),
-    row(
-        "fedcomp/factors/outer.py",
-        "products; lower them",
-        lambda: reduced(rank=6),
-        lambda: reduced(rank=5) and reduced(rank=6, iterations=3),
-    ),
+    row("sum, use total() and place()", lambda: mean_of_two(modular(2), decode=True), lambda: mean_of_two(modular(2))),
+    row("raise summands=", lambda: mean_of_two(modular(1)), lambda: mean_of_two(modular(2))),
+    row("signs; lower directions", lambda: projected(65), lambda: projected(64)),
+    row("goes on from it; use bf16", lambda: explained("edad", values="q8"), lambda: explained("edad", values="bf16")),
+    row("of {}; use mode='dad'", lambda: explained("edad", nn.LayerNorm(8)), lambda: explained("dad", nn.LayerNorm(8))),
+    row("products; lower them", lambda: reduced(rank=6), lambda: reduced(rank=5) and reduced(rank=6, iterations=3)),
 )
 
 

@@ -178,7 +178,6 @@ def moves(start: ArrayRecord, **options: Any) -> bool:
 
 ALGORITHMS = (
     row(
-        "fedcomp/gossip/coordinate_push.py",
         "run it without objectives, or train with sparse-push or sgp",
         lambda: learns(CoordinatePush(density=0.5), "exponential"),
         lambda: (
@@ -187,20 +186,13 @@ ALGORITHMS = (
             and learns({"name": "sgp"}, "exponential")
         ),
     ),
+    row("it while runs converge", lambda: learns(cold("auto")), lambda: near(ended(cold(largest_step()))) < 0.1),
     row(
-        "fedcomp/gossip/exact.py",
-        "Give a number in (0, 1]: begin with 0.001 and double it while runs converge",
-        lambda: learns(cold("auto")),
-        lambda: near(ended(cold(largest_step()))) < 0.1,
-    ),
-    row(
-        "fedcomp/gossip/sparse_push.py",
         "Give a number in (0, 1], or find one with fedcomp.gossip.tuning",
         lambda: learns(pushed(), "exponential"),
         lambda: learns(pushed(gamma=0.2), "exponential") and learns(tuned(), "exponential"),
     ),
     row(
-        "fedcomp/gossip/graph.py",
         "use a static graph ({}) or an algorithm for graphs that change: sgp, or sparse-push with estimates='edge'",
         lambda: learns(everywhere(), "one-peer"),
         lambda: (
@@ -213,37 +205,23 @@ ALGORITHMS = (
         ),
     ),
     row(
-        "fedcomp/gossip/packet.py",
         "Lower the learning rate or the consensus step gamma",
         lambda: learns(choco(lr=1e154), watch=False),
         lambda: learns(choco(lr=0.1)) and shaken(0.1),
     ),
     row(
-        "fedcomp/gossip/power_gossip.py",
         "a node does not know the graph; use fitted(graph)",
         lambda: sent_by(PowerGossip(rate="auto")),
         lambda: sent_by(PowerGossip(rate="auto").fitted(topology_of("ring", N))) and learns(PowerGossip(rate="auto")),
     ),
     row(
-        "fedcomp/gossip/tuning.py",
         "Let the scale fall more slowly (a larger rho), begin with a larger one, or let it adapt (scale='zoom')",
         lambda: learns(one_bit()),
         lambda: learns(one_bit(rho=0.95)) and learns(one_bit(s0=20.0)) and learns(one_bit(scale="zoom")),
     ),
+    row("allow more patience, and restart", lambda: silent_at_first(patience=2), lambda: silent_at_first(patience=5)),
+    row("it leave in an iteration in which it has one", lambda: left(View(0, 0)), lambda: left(View(0, 1, {1: 0.5}))),
     row(
-        "fedcomp/systems/gossip.py",
-        "Look into the nodes' logs, or allow more patience, and restart",
-        lambda: silent_at_first(patience=2),
-        lambda: silent_at_first(patience=5),
-    ),
-    row(
-        "fedcomp/gossip/pushsum.py",
-        "let it leave in an iteration in which it has one",
-        lambda: left(View(0, 0)),
-        lambda: left(View(0, 1, {1: 0.5})),
-    ),
-    row(
-        "fedcomp/gossip/topology.py",
         "its own share must be positive: give less than 1 in all",
         lambda: pushes("edges:0>1=0.5,0>2=0.5,1>2=0.3,2>0=0.3"),
         lambda: pushes("edges:0>1=0.4,0>2=0.5,1>2=0.3,2>0=0.3"),
@@ -253,43 +231,33 @@ ALGORITHMS = (
 
 ESTIMATES = (
     row(
-        "fedcomp/gossip/streams.py",
         "holds for one row only. Keep single copies (copies=True), or restart",
         lambda: heard((0.5, 0.25), copies=False),
         lambda: heard((0.5, 0.25), copies=True) and heard((0.5, 0.25), copies=False, restart=True),
     ),
     row(
-        "fedcomp/gossip/streams.py",
         "which cannot replace a part of a sum; restart, or keep copies=True",
         lambda: heard((0.5, 0.5), copies=False, whole=True),
         lambda: (
             heard((0.5, 0.5), copies=False, whole=True, restart=True) and heard((0.5, 0.5), copies=True, whole=True)
         ),
     ),
-    row(
-        "fedcomp/gossip/streams.py",
-        "call open_estimates first, with the same kind of streams",
-        lambda: along(edges=False),
-        lambda: along(edges=True),
-    ),
+    row("open_estimates first, with the same kind of streams", lambda: along(edges=False), lambda: along(edges=True)),
 )
 
 
 RUNS = (
     row(
-        "fedcomp/systems/gossip.py",
         "closing iterations are for push-sum algorithms; leave it at 0",
         lambda: Gossip(choco(), Ring(4), skew_rounds=3),
         lambda: Gossip(choco(), Ring(4), skew_rounds=0),
     ),
     row(
-        "strategies/gossip/strategy.py",
         "vertices; leave nodes out",
         lambda: strategy("choco", topology=Ring(4), nodes=5),
         lambda: trained(topology=Ring(4)) == trained(topology="ring", nodes=4),
     ),
     row(
-        "strategies/gossip/strategy.py",
         "set dtype='float64', or convert the model to float32",
         lambda: moves(with_type("float64")),
         lambda: moves(with_type("float64"), dtype="float64") and moves(with_type("float32")),

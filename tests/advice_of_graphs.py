@@ -115,19 +115,16 @@ SEVERAL = np.array([[0.0, 2.0, 3.0], [0.5, 0.0, 0.1]])
 
 PLANS = (
     row(
-        "fedcomp/graphs/base.py",
         "ask their owner",
         lambda: owned(0, HALO[1].ids),
         lambda: owned(int(PART.structure.owner_of(HALO[1].ids)[0]), HALO[1].ids),
     ),
     row(
-        "fedcomp/graphs/plan.py",
         "has repeats; give every node once",
         lambda: drawn(batch=PART.ids[[0, 1, 1]]),
         lambda: estimated(batch=np.unique(PART.ids), sampler="full"),
     ),
     row(
-        "fedcomp/graphs/plan.py",
         "give one mapping per layer",
         lambda: drawn(layers=2, mode="measured", conditions=Conditions(norms=[{}])),
         lambda: estimated(
@@ -135,7 +132,6 @@ PLANS = (
         ),
     ),
     row(
-        "fedcomp/graphs/plan.py",
         "take fewer steps per round, smaller batches, or fewer columns per layer",
         lambda: steps(4000),
         lambda: (
@@ -144,15 +140,13 @@ PLANS = (
             and 0 < steps(4000, settings=SamplerSettings(n=2)) <= 4000
         ),
     ),
-    row("fedcomp/graphs/plan.py", "ask their owners for them and plan again", lambda: planned(HALO[0]), taught),
+    row("ask their owners for them and plan again", lambda: planned(HALO[0]), taught),
     row(
-        "fedcomp/graphs/samplers.py",
         "use structure 'full', or another sampler",
         lambda: drawn(HALO[0], sampler="fastgcn"),
         lambda: estimated(sampler="fastgcn", n=MANY) and estimated(HALO[0], estimator="multinomial", n=MANY),
     ),
     row(
-        "fedcomp/graphs/samplers.py",
         "Lower n or fanout",
         lambda: drawn(estimator="multinomial", n=1 << 25),
         lambda: (
@@ -160,36 +154,27 @@ PLANS = (
             and estimated(sampler="node", estimator="multinomial", fanout=1 << 15)
         ),
     ),
-    row(
-        "fedcomp/graphs/cache.py",
-        "is too short; take {} or more from os.urandom",
-        lambda: noise(b"secret"),
-        lambda: noise(os.urandom(16)) and noise(os.urandom(40)),
-    ),
+    row("or more from os.urandom", lambda: noise(b"secret"), lambda: noise(os.urandom(16)) and noise(os.urandom(40))),
 )
 
 
 ROW_CODECS = (
     row(
-        "fedcomp/graphs/rowcodecs.py",
         "take float32 or float64, as the features are",
         lambda: coded("dense-f16", SINGLES, dtype=np.float16),
         lambda: coded("dense-f16", SINGLES, dtype=np.float32) and coded("dense-f16", SINGLES, dtype=np.float64),
     ),
     row(
-        "fedcomp/graphs/rowcodecs.py",
         "cannot; scale the features or take another codec than {}",
         lambda: coded("dense-f16", SINGLES * 1e5),
         lambda: coded("dense-f16", SINGLES * 1e5 / 1e5) and coded("dense-f32", SINGLES * 1e5),
     ),
     row(
-        "fedcomp/graphs/rowcodecs.py",
         "are; scale the features or take another codec",
         lambda: coded("int8", SINGLES * 1e300),
         lambda: coded("int8", SINGLES * 1e300 / 1e300, within=0.01) and coded("dense-f64", SINGLES * 1e300),
     ),
     row(
-        "fedcomp/graphs/rowcodecs.py",
         "has different values beside 0, which {} cannot hold; take 'csr' or 'auto'",
         lambda: coded("binary-rice", SEVERAL),
         lambda: coded("csr", SEVERAL, within=1e-6) and coded("auto", SEVERAL) and coded("binary-rice", SINGLES),
@@ -292,49 +277,33 @@ def learns(*arguments: Any, **settings: Any) -> bool:
 
 RUNS = (
     row(
-        "fedcomp/systems/graphs/owner.py",
         "has no node to learn from; use fewer parts, or skip the client",
         learns_from_nothing,
         lambda: trains(strategy(), nothing_to_learn_from(1), PARTS - 1) and trains(strategy(), graph(2), 2),
     ),
     row(
-        "fedcomp/systems/graphs/owner.py",
         "this node no longer has the adjacency rows it planned with ({}); let it plan again",
         lambda: interrupted(False, replace(SOME, structure="halo"), "halo"),
         lambda: interrupted(True, replace(SOME, structure="halo"), "halo"),
     ),
+    row("planned with; let it plan again", lambda: interrupted(False, MEASURED), lambda: interrupted(True, MEASURED)),
+    row("of node {}; let this node plan again", lambda: without_rows(again=False), lambda: without_rows(again=True)),
     row(
-        "fedcomp/systems/graphs/owner.py",
-        "this node no longer has the feature norms it planned with; let it plan again",
-        lambda: interrupted(False, MEASURED),
-        lambda: interrupted(True, MEASURED),
-    ),
-    row(
-        "fedcomp/systems/graphs/owner.py",
-        "are neither in the message nor kept here, the first of node {}; let this node plan again",
-        lambda: without_rows(again=False),
-        lambda: without_rows(again=True),
-    ),
-    row(
-        "fedcomp/systems/graphs/system.py",
         "wrap it with fedcomp.client(app, graph_owner(...))",
         lambda: run(strategy(), grid(graph(), with_halves([compression()])), 1),
         lambda: trains(strategy(), graph()),
     ),
     row(
-        "fedcomp/systems/graphs/conversation.py",
         "Give all of them the same task, options and seed",
         lambda: trains(strategy(), [*graph()[:2], *graph(seed=4)[2:]]),
         lambda: trains(strategy(), graph()),
     ),
     row(
-        "fedcomp/systems/graphs/conversation.py",
         "set structure={}, or the task's option to {}",
         lambda: trains(strategy(), graph(structure="halo")),
         lambda: trains(strategy(structure="halo"), graph(structure="halo")) and trains(strategy(), graph()),
     ),
     row(
-        "fedcomp/systems/graphs/options.py",
         "use structure='full', or another sampler",
         lambda: strategy(sampler="fastgcn", structure="halo"),
         lambda: (
@@ -342,17 +311,11 @@ RUNS = (
         ),
     ),
     row(
-        "strategies/gcn/system.py",
         "cannot hold rows with noise on them; use a dense row codec or noise=0",
         lambda: check(spec(row_codec="binary-rice", noise=0.1)),
         lambda: learns(row_codec="dense-f32", noise=0.1) and learns(row_codec="binary-rice", noise=0.0),
     ),
-    row(
-        "strategies/gcn/system.py",
-        "and the sampler is to make {}; set layers={}",
-        lambda: check(spec(layers=3)),
-        lambda: learns(layers=2),
-    ),
+    row("and the sampler is to make {}; set layers={}", lambda: check(spec(layers=3)), lambda: learns(layers=2)),
 )
 
 

@@ -8,16 +8,14 @@ from typing import Any
 import numpy as np
 from advice import ALL, KEY, NODES, Followed, Row, ended, quiet, row, trains
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import (
-    FedAvg,
-)
+from flwr.serverapp.strategy import FedAvg
 from toy import client_app, model, stack
 
 from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import prepare
+from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.private.topagg import votes_only
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import TopK
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.folder import StateFolder
@@ -31,6 +29,8 @@ from fedcomp.timing.links import parse_link
 
 GOOD = ("--superlink", "localhost:9092", "--partition", "0", "--of", "2", "--insecure")
 
+WATCHING = ClientHalf("watching", lambda msg, context, app: app(msg, context))
+
 
 def option(text: str, wrong: Any, right: Any) -> Row:
     """Return a row of the command line of a node; ``wrong`` and ``right`` may be functions of a folder."""
@@ -38,7 +38,7 @@ def option(text: str, wrong: Any, right: Any) -> Row:
     def called(words: Any) -> Followed:
         return lambda path: prepare([*GOOD, *(words(path) if callable(words) else words)])
 
-    return Row("clients/edge/options.py", text, called(wrong), called(right))
+    return Row(text, called(wrong), called(right))
 
 
 LABELS = np.arange(60) % 6
@@ -122,31 +122,22 @@ def replaced_node() -> bool:
 
 CLIENTS = (
     row(
-        "clients/client.py",
         "stands twice among the halves of one app; leave one out",
         lambda: client(ClientApp(), only=["compression", "compression"]),
         lambda: client(ClientApp(), only=["compression"]),
     ),
     row(
-        "clients/client.py",
         "this app came out of client() already; name all halves in one call",
         lambda: client(client(ClientApp()), only=["private"]),
         lambda: client(ClientApp(), only=["compression", "private"]),
     ),
     row(
-        "clients/client.py",
         "write {}(), or its name in quotes",
         lambda: client(ClientApp(), only=[compression]),
         lambda: client(ClientApp(), only=[compression()]) and client(ClientApp(), only=["compression"]),
     ),
+    row("take it out of ", lambda: client(ClientApp(mods=[compression()])), lambda: client(ClientApp())),
     row(
-        "clients/client.py",
-        "take it out of ",
-        lambda: client(ClientApp(mods=[compression()])),
-        lambda: client(ClientApp()),
-    ),
-    row(
-        "clients/client.py",
         "does not work without {}; add it to only=[...]",
         lambda: client(ClientApp(), only=[votes_only(), "private"]),
         lambda: client(ClientApp(), only=[votes_only(), "private", "compression"]),
@@ -190,65 +181,41 @@ COMMAND = (
 
 
 TASKS = (
+    row("classes; use more shards per client", lambda: split("shards:1"), lambda: split("shards:2")),
+    row("or shards per client", lambda: split("shards:40"), lambda: split("shards:4", 2) and split("shards:2")),
+    row("or pieces per client", lambda: split("pieces:40"), lambda: split("pieces:40", 1) and split("pieces:2")),
     row(
-        "fedcomp/tasks/partition.py",
-        "classes; use more shards per client",
-        lambda: split("shards:1"),
-        lambda: split("shards:2"),
-    ),
-    row(
-        "fedcomp/tasks/partition.py",
-        "shards are too many for {} examples; use fewer partitions or shards per client",
-        lambda: split("shards:40"),
-        lambda: split("shards:4", 2) and split("shards:2"),
-    ),
-    row(
-        "fedcomp/tasks/partition.py",
-        "pieces are too many for {} examples; use fewer partitions or pieces per client",
-        lambda: split("pieces:40"),
-        lambda: split("pieces:40", 1) and split("pieces:2"),
-    ),
-    row(
-        "fedcomp/tasks/partition.py",
         "this data has no natural ids; use 'iid', 'dirichlet:0.5' or 'shards:2'",
         lambda: split("natural"),
         lambda: split("iid") and split("dirichlet:0.5") and split("shards:2"),
     ),
     row(
-        "fedcomp/tasks/partition.py",
         "iid needs the number of examples: give labels, ids or n",
         lambda: split("iid", labels=None, n=None),
         lambda: split("iid", n=None) and split("iid", labels=None) and split("iid", labels=None, n=None, ids=LABELS),
     ),
     row(
-        "fedcomp/tasks/partition.py",
         "an example of this data has no single class; use 'natural'",
         lambda: split("shards:2", labels=None),
         lambda: split("natural", labels=None, ids=LABELS),
     ),
+    row("takes no number, got {}; write {}", lambda: split("iid:2"), lambda: split("iid")),
     row(
-        "fedcomp/tasks/partition.py", "takes no number, got {}; write {}", lambda: split("iid:2"), lambda: split("iid")
-    ),
-    row(
-        "fedcomp/tasks/partition.py",
         "were asked for; ",
         lambda: split("natural", 9, ids=LABELS),
         lambda: split("natural", 1, ids=LABELS) and split("natural", 6, ids=LABELS),
     ),
     row(
-        "fedcomp/tasks/partition.py",
         "partitions at least {} each; ",
         lambda: split("iid", min_examples=50),
         lambda: split("iid", 1, min_examples=50) and split("iid", min_examples=20),
     ),
     row(
-        "fedcomp/timing/links.py",
         "is not a bandwidth; write e.g. '10mbit', '250kbit' or '1.5g'",
         lambda: parse_link("fast"),
         lambda: [parse_link(text).up_bits_per_s for text in ("10mbit", "250kbit", "1.5g")] == [1e7, 2.5e5, 1.5e9],
     ),
     row(
-        "fedcomp/timing/links.py",
         "is not a latency; write e.g. '20ms' or '0.5s'",
         lambda: parse_link("1mbit@soon"),
         lambda: (parse_link("1mbit@20ms").latency_s, parse_link("1mbit@0.5s").latency_s) == (0.02, 0.5),
@@ -258,31 +225,18 @@ TASKS = (
 
 GOSSIP = (
     row(
-        "fedcomp/gossip/topology.py",
         "fills no grid but 1 x {}; use ring, or ",
         lambda: topology_of("torus", 7),
         lambda: topology_of("ring", 7) and topology_of("torus", 8),
     ),
     row(
-        "fedcomp/gossip/topology.py",
         "together may not be connected; ",
         lambda: topology_of("digraph:0.000001", 9).window,
         lambda: topology_of("digraph:0.5", 9).window,
     ),
+    row("takes no parameter; write {}", lambda: topology_of("ring:3", 5), lambda: topology_of("ring", 5)),
+    row("give edges to others only", lambda: topology_of("edges:0-0,0-1", 2), lambda: topology_of("edges:0-1", 2)),
     row(
-        "fedcomp/gossip/topology.py",
-        "takes no parameter; write {}",
-        lambda: topology_of("ring:3", 5),
-        lambda: topology_of("ring", 5),
-    ),
-    row(
-        "fedcomp/gossip/topology.py",
-        "every node keeps a share of its own; give edges to others only",
-        lambda: topology_of("edges:0-0,0-1", 2),
-        lambda: topology_of("edges:0-1", 2),
-    ),
-    row(
-        "fedcomp/gossip/topology.py",
         "weights for {} edges; give one weight per edge",
         lambda: Edges(3, [(0, 1), (1, 2)], [0.3], directed=False),
         lambda: Edges(3, [(0, 1), (1, 2)], [0.3, 0.3], directed=False),
@@ -291,9 +245,8 @@ GOSSIP = (
 
 
 FLOWER = (
-    row("fedcomp/flower/rounds.py", "which fit() would pass by; call its ", lambda: ended(Looping(**ALL)), looped),
+    row("which fit() would pass by; call its ", lambda: ended(Looping(**ALL)), looped),
     row(
-        "fedcomp/flower/rounds.py",
         "to continue, start it with the arrays it ended with",
         lambda: started_again(True),
         lambda: (
@@ -301,56 +254,27 @@ FLOWER = (
             and trains(PipelinedStrategy(Compressed(quiet(), TopK(density=0.1)), 1), start=model(5.0))
         ),
     ),
+    row("messages is a {}; pass a list", lambda: as_batch(iter([])), lambda: as_batch([]) == []),
     row(
-        "fedcomp/flower/wrapper.py",
-        "messages is a {}; pass a list",
-        lambda: as_batch(iter([])),
-        lambda: as_batch([]) == [],
-    ),
-    row(
-        "fedcomp/flower/grid.py",
         "Give InProcessGrid more nodes, or the strategy smaller min_available_nodes",
         lambda: ended(quiet(min_available_nodes=9)),
         lambda: trains(quiet(min_available_nodes=4)),
         long=True,
     ),
-    row(
-        "fedcomp/flower/nodes.py",
-        "partition {} already has a node; remove it first",
-        lambda: grid_of(2).add_node(1),
-        replaced_node,
-    ),
-    row(
-        "fedcomp/flower/checkpoint.py",
-        "which cannot be stored; give the ",
-        lambda: capture_strategy(Remembering(**ALL)),
-        lambda: kept(Stored(**ALL)),
-    ),
+    row("partition {} already has a node; remove it first", lambda: grid_of(2).add_node(1), replaced_node),
+    row("cannot be stored; give the ", lambda: capture_strategy(Remembering(**ALL)), lambda: kept(Stored(**ALL))),
     Row(
-        "fedcomp/flower/folder.py",
         "make it the node's own: chmod 700",
         lambda path: folder(path, 0o777),
         lambda path: folder(path / "x", 0o700) if (path / "x").mkdir() is None else None,
     ),
-    Row(
-        "fedcomp/flower/folder.py",
-        "the state folder cannot be made: {}; name another one",
-        below_a_file,
-        lambda path: StateFolder(path / "other", 0),
-    ),
+    Row("folder cannot be made: {}; name another one", below_a_file, lambda path: StateFolder(path / "other", 0)),
     row(
-        "clients/half.py",
-        "where nothing checks its order; use ",
-        lambda: programs()(None, None, None),
-        lambda: client(ClientApp(), only=[programs()]),
+        "checks its order; use ",
+        lambda: compression()(None, None, None),
+        lambda: client(ClientApp(), only=[compression()]),
     ),
 )
 
 
-ROWS: tuple[Row, ...] = (
-    *CLIENTS,
-    *COMMAND,
-    *FLOWER,
-    *TASKS,
-    *GOSSIP,
-)
+ROWS: tuple[Row, ...] = (*CLIENTS, *COMMAND, *FLOWER, *TASKS, *GOSSIP)

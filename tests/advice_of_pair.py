@@ -6,18 +6,11 @@ import numpy as np
 from advice import ALL, CODED, INTEGERS, PRIVATE, PROMISE, Row, coded_sum, ended, quiet, row, same, system, trains
 from flwr.app import Array, ArrayRecord
 from flwr.server import strategy as legacy
-from flwr.serverapp.strategy import (
-    FedAdagrad,
-    FedAdam,
-    FedAvg,
-    FedAvgM,
-    FedMedian,
-)
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedMedian
 from toy import model
 
 import fedcomp as fc
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import (
     EDEN,
     QSGD,
@@ -75,73 +68,53 @@ def numbered() -> ArrayRecord:
 
 PAIR = (
     row(
-        "strategies/wrapping.py",
         "has no hooks that {} could stand around; run it by itself",
         lambda: Compressed(SharedSupport(ScaleCom(0.1))),
-        lambda: trains(SharedSupport(ScaleCom(0.1)), (programs,)),
+        lambda: trains(SharedSupport(ScaleCom(0.1)), (compression,)),
     ),
+    row("a Flower Strategy instance: write {}(...)", lambda: Compressed(FedAvg), lambda: trains(Compressed(quiet()))),
+    row("import {}', and a ServerApp", lambda: Compressed(legacy.FedAvg()), lambda: trains(Compressed(quiet()))),
     row(
-        "strategies/wrapping.py",
-        "expected a Flower Strategy instance: write {}(...)",
-        lambda: Compressed(FedAvg),
-        lambda: trains(Compressed(quiet())),
-    ),
-    row(
-        "strategies/wrapping.py",
-        "Write 'from flwr.serverapp.strategy import {}', and a ServerApp",
-        lambda: Compressed(legacy.FedAvg()),
-        lambda: trains(Compressed(quiet())),
-    ),
-    row(
-        "strategies/wrapping.py",
         "put one Compressed around the strategy, with chain(...) for several steps",
         lambda: Compressed(Compressed(quiet(), TopK(0.1)), TopK(0.1)),
         lambda: trains(Compressed(quiet(), chain(Clip(1e6), TopK(0.1)), downlink=TopK(0.5))),
     ),
     row(
-        "strategies/coded/strategy.py",
         "judges single updates, of which a coded sum shows none; leave guard out",
         lambda: coded_sum(Compressed(quiet(), INTEGERS, guard=Norms())),
         lambda: same(coded_sum(Compressed(quiet(), INTEGERS)), quiet(), halves=CODED),
     ),
     row(
-        "strategies/compressed.py",
         "exchanges per round; Flower's hooks offer one. Use its own strategy",
         lambda: Compressed(quiet(), PowerSGD(form="two-exchange")),
-        lambda: trains(SharedBasis(PowerSGD(form="two-exchange")), (programs,)),
+        lambda: trains(SharedBasis(PowerSGD(form="two-exchange")), (compression,)),
     ),
     row(
-        "strategies/compressed.py",
         "is for the way down, not for what clients send; use downlink={}",
         lambda: Compressed(quiet(), Replay(RandomProjection(64))),
         lambda: trains(Compressed(quiet(), RandomProjection(64), downlink=Replay(RandomProjection(64)))),
     ),
     row(
-        "strategies/compressed.py",
         "leaves nothing out, so nothing is to be remembered; leave feedback=True out",
         lambda: Compressed(quiet(), Identity(), feedback=True),
         lambda: same(Compressed(quiet(), Identity()), quiet()),
     ),
     row(
-        "strategies/coded/strategy.py",
         "looks at single updates, of which a coded sum shows none; use one of {}",
         lambda: coded_sum(Compressed(quiet(FedMedian), INTEGERS)),
         lambda: trains(coded_sum(Compressed(quiet(FedAdam), INTEGERS)), CODED),
     ),
     row(
-        "strategies/update_rules.py",
         "bounds every update by itself, and a guard would make one client's",
         lambda: Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1), guard=Norms()),
         lambda: trains(Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)), PRIVATE),
     ),
     row(
-        "strategies/update_rules.py",
         "looks at single updates. Use one of {}",
         lambda: Compressed(quiet(FedMedian), SignSGD(step=0.5)),
         lambda: trains(Compressed(quiet(FedAvgM), SignSGD(step=0.5))),
     ),
     row(
-        "strategies/server.py",
         "Name a downlink, Identity() for models without loss",
         lambda: Compressed(quiet(), TopK(0.1), first_model_at_nodes=True),
         lambda: trains(
@@ -150,13 +123,11 @@ PAIR = (
         ),
     ),
     row(
-        "strategies/server.py",
         "Name it with record=...; the others pass through untouched",
         lambda: ended(Compressed(TwoRecords(**ALL), QSGD(levels=7))),
         lambda: trains(Compressed(quiet(), QSGD(levels=7), record="arrays")),
     ),
     row(
-        "strategies/server.py",
         "Name a downlink, Identity() for models without loss",
         lambda: Server(Pair(TopK(0.1)), quiet(), first_model_at_nodes=True),
         lambda: trains(
@@ -165,25 +136,21 @@ PAIR = (
         ),
     ),
     row(
-        "strategies/server.py",
         "Name it with record=...; the others pass through untouched",
-        lambda: ended(Server(Pair(QSGD(levels=7)), TwoRecords(**ALL)), (programs,)),
-        lambda: trains(Server(Pair(QSGD(levels=7)), TwoRecords(**ALL), record="arrays"), (programs,)),
+        lambda: ended(Server(Pair(QSGD(levels=7)), TwoRecords(**ALL)), (compression,)),
+        lambda: trains(Server(Pair(QSGD(levels=7)), TwoRecords(**ALL), record="arrays"), (compression,)),
     ),
     row(
-        "strategies/server.py",
         "has no single updates, which {} looks at; use one of",
         lambda: Server(systems.SharedSupport(ScaleCom(0.1)), FedMedian(**ALL)),
-        lambda: trains(Server(systems.SharedSupport(ScaleCom(0.1)), quiet()), (programs,)),
+        lambda: trains(Server(systems.SharedSupport(ScaleCom(0.1)), quiet()), (compression,)),
     ),
     row(
-        "strategies/statistics.py",
         "Name the tensors (ArrayRecord(model.state_dict()), or a dictionary of Arrays)",
         lambda: ended(Compressed(quiet(), QSGD(levels=7)), start=numbered()),
         lambda: trains(Compressed(quiet(), QSGD(levels=7))),
     ),
     row(
-        "strategies/pairings.py",
         "training may collapse within a few rounds. Use EDEN() or QSGD(levels=7), or FedAdam",
         lambda: Compressed(quiet(FedAdagrad), TopK(0.01)),
         lambda: all(
@@ -196,13 +163,11 @@ PAIR = (
         ),
     ),
     row(
-        "strategies/pairings.py",
         "has momentum, too: use FedAvg",
         lambda: Compressed(quiet(FedAdam), ErrorFeedback(TopK(0.1), momentum=0.9)),
         lambda: trains(Compressed(quiet(), ErrorFeedback(TopK(0.1)))),
     ),
     row(
-        "strategies/pairings.py",
         "what the rule discards is lost. Use RandomK or RandomBlock",
         lambda: Compressed(quiet(FedMedian), TopK(0.1)),
         lambda: all(
@@ -217,7 +182,6 @@ PAIR = (
         ),
     ),
     row(
-        "strategies/overlap.py",
         "use a codec without votes, or PipelinedStrategy",
         lambda: Buffered(Compressed(quiet(), SignSGD(0.5)), concurrency=3, buffer=2),
         lambda: (
@@ -226,70 +190,57 @@ PAIR = (
         ),
     ),
     row(
-        "strategies/overlap.py",
         "which a buffer has no place for; use PipelinedStrategy",
         lambda: Buffered(SharedSupport(ScaleCom(0.1), **ALL), concurrency=3, buffer=2),
         lambda: trains(PipelinedStrategy(SharedSupport(ScaleCom(0.1), **ALL), 1)),
     ),
     row(
-        "strategies/overlap.py",
         "of which rounds in flight know nothing; run it without",
         lambda: PipelinedStrategy(SharedBasis(PowerSGD(2), **ALL)),
         lambda: trains(SharedBasis(PowerSGD(2), **ALL)),
     ),
     row(
-        "strategies/overlap.py",
         "sends models of their own to some nodes, and a buffer adds to one; use PipelinedStrategy",
         lambda: trains(Buffered(Compressed(OwnModels(**ALL), QSGD(7)), concurrency=3, buffer=2)),
         lambda: trains(PipelinedStrategy(Compressed(OwnModels(**ALL), QSGD(7)), 1)),
     ),
     row(
-        "strategies/overlap.py",
         "compensation is for the mean update, and {} looks at single ones; use one of",
         lambda: PipelinedStrategy(quiet(FedMedian), compensation=0.1),
         lambda: trains(PipelinedStrategy(quiet(), compensation=1e-9)),
     ),
     row(
-        "strategies/overlap.py",
         "which is not shown for overlapping rounds; run it",
         lambda: PipelinedStrategy(DpFedAvg(quiet(), clip=1.0, **PROMISE)),
         lambda: trains(DpFedAvg(quiet(), clip=1.0, **PROMISE), PRIVATE),
     ),
     row(
-        "strategies/deadlines.py",
         "is not valid: write 'auto', or with a quantile and slack 'auto:0.9:2'",
         lambda: Deadline.parse("auto:"),
         lambda: Deadline.parse("auto") and Deadline.parse("auto:0.9:2"),
     ),
     row(
-        "fedcomp/systems/power_sgd.py",
         "which memory='aggregated' subtracts; use 1, or memory='local'",
         lambda: SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=0.5),
         lambda: (
-            trains(
-                SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=1.0),
-                (programs,),
-            )
-            and trains(SharedBasis(PowerSGD(memory="local"), server_lr=0.5), (programs,))
+            trains(SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=1.0), (compression,))
+            and trains(SharedBasis(PowerSGD(memory="local"), server_lr=0.5), (compression,))
         ),
     ),
     row(
-        "fedcomp/systems/gradiveq.py",
         "the mean that they are measured from; use 1, or center=False",
         lambda: FittedBasis(GradiVeQ(width=40, center=True), server_lr=0.5),
         lambda: (
-            trains(FittedBasis(GradiVeQ(width=40, center=True), server_lr=1.0), (programs,))
-            and trains(FittedBasis(GradiVeQ(width=40, center=False), server_lr=0.5), (programs,))
+            trains(FittedBasis(GradiVeQ(width=40, center=True), server_lr=1.0), (compression,))
+            and trains(FittedBasis(GradiVeQ(width=40, center=False), server_lr=0.5), (compression,))
         ),
     ),
     row(
-        "strategies/conditional.py",
         "leave first_model_at_nodes=True out",
         lambda: Conditional(Compressed(quiet(), TopK(0.1), TopK(0.2), first_model_at_nodes=True)),
-        lambda: trains(Conditional(Compressed(quiet(), TopK(0.1), TopK(0.2))), (programs,)),
+        lambda: trains(Conditional(Compressed(quiet(), TopK(0.1), TopK(0.2))), (compression,)),
     ),
     row(
-        "strategies/conditional.py",
         "let it send small differences instead, with a sparse",
         lambda: Conditional(system("choco")),
         lambda: system("choco", compressor="topk", **{"compressor.density": 0.1}),

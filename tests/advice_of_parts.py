@@ -7,15 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from advice import (
-    LAYOUT,
-    Row,
-    damaged,
-    decoded,
-    ledger,
-    points_the_same_way,
-    row,
-)
+from advice import LAYOUT, Row, damaged, decoded, ledger, points_the_same_way, row
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 
 from fedcomp.clients.app import NodeJob
@@ -110,79 +102,62 @@ GIVEN: dict[str, Any] = {"delta": 1e-5, "population": 10, "adjacency": "zero_out
 
 ROWS: tuple[Row, ...] = (
     row(
-        "fedcomp/codecs/memory.py",
         "kept; start from init(layout)",
         lambda: damaged(HALF, changed(memory=np.ones(LAYOUT.size, np.float16), exponent=np.array(9999))),
         lambda: points_the_same_way(HALF),
     ),
     row(
-        "fedcomp/codecs/memory.py",
         "expected one number; start from init(layout)",
         lambda: damaged(HALF, changed(memory=np.ones(LAYOUT.size, np.float16), exponent=np.zeros(3))),
         lambda: points_the_same_way(HALF),
     ),
     row(
-        "fedcomp/codecs/positional.py",
         "there: the state was damaged where it was kept; start from init(layout)",
         lambda: region(np.nan),
         lambda: points_the_same_way(REGION),
     ),
+    row("of another codec or model. Start ", lambda: decoded(REGION, state={}), lambda: points_the_same_way(REGION)),
     row(
-        "fedcomp/codecs/positional.py",
-        "a state of another codec or model. Start ",
-        lambda: decoded(REGION, state={}),
-        lambda: points_the_same_way(REGION),
-    ),
-    row(
-        "fedcomp/codecs/registry.py",
         "choose another id, or pass replace=True to replace it for the whole process",
         lambda: another("topk"),
         lambda: another("topk-of-mine") and another("topk", replace=True),
     ),
     row(
-        "coding/code.py",
         "Make at least {} shards, or fewer symbols",
         lambda: coded_with(MdsEncoder, symbols=5, shards=4),
         lambda: coded_with(MdsEncoder, symbols=5, shards=5) and coded_with(MdsEncoder, symbols=4, shards=4),
     ),
     row(
-        "coding/code.py",
         "are needed. Take fewer symbols, or code 'rlnc' if threshold is 0",
         lambda: coded_with(MdsEncoder, symbols=5, shards=400),
         lambda: coded_with(RlncEncoder, symbols=5, shards=400) and coded_with(MdsEncoder, symbols=5, shards=200),
     ),
     row(
-        "coding/rlnc.py",
         "Use code 'mds'",
         lambda: coded_with(RlncEncoder, symbols=5, threshold=1),
         lambda: coded_with(MdsEncoder, symbols=5, threshold=1),
     ),
     row(
-        "coding/gradvalues.py",
         "has no room for the sum of {} rows; use a larger prime",
         lambda: PrimeArithmetic(PrimeField(251), 100, 1.0),
         lambda: PrimeArithmetic(PrimeField(65521), 100, 1.0),
     ),
     row(
-        "coding/gradvalues.py",
         "larger limit, which makes the step coarser, or a larger prime",
         lambda: PrimeArithmetic(PrimeField(65521), 3, 1.0).pack(np.full(3, 2.0), np.zeros(0)),
         lambda: PrimeArithmetic(PrimeField(65521), 3, 4.0).pack(np.full(3, 2.0), np.zeros(0)).size == 3,
     ),
     row(
-        "clients/messages.py",
         "start the SuperNode with --node-config 'partition-id=0 ",
         lambda: require_partition(context(), "it has to"),
         lambda: require_partition(context(**{"partition-id": 0, "num-partitions": 4}), "it has to") == 0,
     ),
     row(
-        "clients/app.py",
         "start the SuperNode with --node-config ",
         lambda: job(2),
         lambda: job(2, **{"partition-id": 0, "num-partitions": 2}).partition == 0,
     ),
     row(
-        "clients/app.py",
         "or start {} nodes",
         lambda: job(3, **{"partition-id": 0, "num-partitions": 2}),
         lambda: (
@@ -190,43 +165,28 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     row(
-        "fedcomp/flower/store.py",
         "give its owner state_dict() and load_state_dict()",
         lambda: store.dumps({"x": object()}, "test"),
         lambda: store.loads(store.dumps({"x": {"count": 1}}, "test"), "test") == {"x": {"count": 1}},
     ),
-    Row(
-        "fedcomp/privacy/journal.py",
-        "two writers would each spend the budget; end the other run",
-        opened_twice,
-        opened_after_it_ended,
-    ),
-    Row(
-        "fedcomp/privacy/ledger.py",
-        "declare the population before the ledger's file is opened",
-        lambda path: opened(path, before=False),
-        lambda path: opened(path, before=True),
-    ),
+    Row("two writers would each spend the budget; end the other run", opened_twice, opened_after_it_ended),
+    Row("ledger's file is opened", lambda path: opened(path, before=False), lambda path: opened(path, before=True)),
     row(
-        "fedcomp/graphs/settings.py",
         "first, or one number for all",
         lambda: SamplerSettings(layers=2, n=(3, 4, 5)),
         lambda: SamplerSettings(layers=2, n=(3, 4)) and SamplerSettings(layers=2, n=3),
     ),
     row(
-        "fedcomp/timing/dropout.py",
         "give the seconds of a round that matter as horizon",
         lambda: OnOff(mean_on=1.0, mean_off=1.0),
         lambda: OnOff(mean_on=1.0, mean_off=1.0, horizon=9.0)(1, 0),
     ),
     row(
-        "fedcomp/kernels/tiers.py",
         "reaches to 2**32 elements, not {}; use 'auto' or 'numpy'",
         lambda: ops("numba", 1 << 32),
         lambda: ops("auto", 1 << 32) and ops("numpy", 1 << 32),
     ),
     row(
-        "fedcomp/gossip/power_gossip.py",
         "its W must be symmetric and stay the same; use 1.0",
         lambda: PowerGossip(rate="auto").fitted(directed()),
         lambda: PowerGossip(rate=1.0).fitted(directed()).rate == 1.0,

@@ -40,11 +40,7 @@ from datalens_toy import row as taught_row
 from datalens_toy import strategy as datalens
 from dpsgd_problems import loss, net, records, training
 from flwr.app import ConfigRecord, Context, RecordDict
-from flwr.serverapp.strategy import (
-    DifferentialPrivacyServerSideFixedClipping,
-    FedMedian,
-    FedProx,
-)
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedMedian, FedProx
 from opacus.validators import ModuleValidator
 from torch import nn
 from toy import client_app, fedavg, model, stack
@@ -55,13 +51,7 @@ from fedcomp.clients.edge import LEDGER_FILE, OWN_BUDGET, STATE_FOLDER, prepare
 from fedcomp.clients.private.dpsgd import Trainee, train_privately
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.mod import private
-from fedcomp.codecs import (
-    QSGD,
-    FixedPoint,
-    RandomK,
-    TopK,
-    chain,
-)
+from fedcomp.codecs import QSGD, FixedPoint, RandomK, TopK, chain
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.records import to_record
@@ -117,19 +107,16 @@ def rounds_of(found: PrivacyLedger, rounds: int, nodes: Any = (1, 2), event: Eve
 
 PRIVACY = (
     row(
-        "strategies/private/strategy.py",
         "A codec goes outside: Compressed({}(...), codec)",
         lambda: DpFedAvg(Compressed(quiet(), TopK(0.1)), clip=1.0, **PROMISE),
         lambda: trains(Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)), PRIVATE),
     ),
     row(
-        "strategies/private/strategy.py",
         "make the inner strategy with fraction_evaluate=0.0",
         lambda: DpFedAvg(fedavg(), clip=1.0, **PROMISE),
         lambda: trains(DpFedAvg(fedavg(fraction_evaluate=0.0), clip=1.0, **PROMISE), PRIVATE),
     ),
     row(
-        "strategies/private/strategy.py",
         "leave it at 1.0 and give sampling=Sampling(...)",
         lambda: DpFedAvg(quiet(fraction_train=0.5), clip=1.0, **PROMISE),
         lambda: trains(
@@ -139,13 +126,11 @@ PRIVACY = (
         ),
     ),
     row(
-        "fedcomp/systems/private/rule.py",
         "is not known: give population=N",
         lambda: ended(DpFedAvg(quiet(), clip=1.0, **{**PROMISE, "population": 0}), PRIVATE),
         lambda: trains(DpFedAvg(quiet(), clip=1.0, **{**PROMISE, "population": NODES}), PRIVATE),
     ),
     row(
-        "fedcomp/systems/private/clipped.py",
         "adaptive clipping needs Gaussian noise; use noise='discrete_gaussian'",
         lambda: DpFedAvg(quiet(), clip=AdaptiveClip(count_noise=1.0), noise="skellam", **PROMISE),
         lambda: trains(
@@ -153,13 +138,11 @@ PRIVACY = (
         ),
     ),
     row(
-        "strategies/private/flower_dp.py",
         "Put it inside: {}({}(FedAvg(...), ...), codec)",
         lambda: ended(DifferentialPrivacyServerSideFixedClipping(Compressed(quiet(), QSGD(7)), 0.1, 1.0, 4)),
         lambda: trains(Compressed(DifferentialPrivacyServerSideFixedClipping(quiet(), 0.1, 1.0, 4), QSGD(7))),
     ),
     row(
-        "strategies/private/local_dp.py",
         "is the one that is not trusted. Use sampling='capped' or 'everyone'",
         lambda: local(sampling=Sampling("poisson", rate=0.5)),
         lambda: (
@@ -168,7 +151,6 @@ PRIVACY = (
         ),
     ),
     row(
-        "strategies/private/lsg.py",
         "Lsg sends bytes of its own; use it without Compressed, or DpFedAvg with a codec",
         lambda: Compressed(Lsg(quiet(), LowRank(clip=1.0, rank=2), **PROMISE), TopK(0.1)),
         lambda: (
@@ -177,43 +159,36 @@ PRIVACY = (
         ),
     ),
     row(
-        "fedcomp/systems/private/ballots.py",
         "is a threshold, which mode={} does not have; use mode='threshold'",
         lambda: TopAgg(quiet(), BALLOT, server_lr=0.1, mode="mean", beta=0.5, **PROMISE),
         lambda: trains(TopAgg(quiet(), BALLOT, server_lr=0.1, mode="threshold", beta=0.1, **PROMISE), (private,)),
     ),
     row(
-        "strategies/private/distributed_dp.py",
         "use Sampling('capped') or everyone",
         lambda: shares(sampling=Sampling("poisson", rate=0.5)),
         lambda: trains(shares(sampling=Sampling("everyone")), CODED),
     ),
     row(
-        "strategies/private/record_dp.py",
         "is no weighted mean; use one of {}, or Compressed around one",
         lambda: RecordDp(quiet(FedMedian), PLAN, records=100),
         lambda: RecordDp(quiet(), PLAN, records=100) and RecordDp(Compressed(quiet(), TopK(0.1)), PLAN, records=100),
     ),
     row(
-        "strategies/private/record_dp.py",
         "evaluation on clients would release metrics of their records; make",
         lambda: RecordDp(fedavg(), PLAN, records=100),
         lambda: RecordDp(fedavg(fraction_evaluate=0.0), PLAN, records=100),
     ),
     row(
-        "strategies/private/record_dp.py",
         "checks the updates: write Compressed(..., guard=...) around the mean",
         lambda: RecordDp(Compressed(quiet(), TopK(0.1)), PLAN, records=100, guard=Norms()),
         lambda: RecordDp(Compressed(quiet(), TopK(0.1), guard=Norms()), PLAN, records=100),
     ),
     row(
-        "strategies/private/record_dp.py",
         "the plan says; use one of the two",
         lambda: RecordDp(DpFedAvg(quiet(), clip=1.0, **PROMISE), PLAN, records=100),
         lambda: RecordDp(quiet(), PLAN, records=100) and DpFedAvg(quiet(), clip=1.0, **PROMISE),
     ),
     row(
-        "strategies/forward.py",
         "slopes are neither. Use a codec without forward gradients",
         lambda: ForwardGradients(DpFedAvg(quiet(), clip=1.0, **PROMISE), 8),
         lambda: Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)),
@@ -223,25 +198,21 @@ PRIVACY = (
 
 PRIVATE_PARTS = (
     row(
-        "fedcomp/privacy/sampling.py",
         "say sampling='poisson', or leave the rate out",
         lambda: Sampling("everyone", rate=0.5),
         lambda: Sampling("poisson", rate=0.5) and Sampling("everyone"),
     ),
     row(
-        "fedcomp/privacy/sampling.py",
         "does not fit Poisson sampling, whose rounds vary in size; use its rate",
         lambda: Sampling("poisson", rate=0.5).check("zero_out", count=3),
         lambda: Sampling("poisson", rate=0.5).check("zero_out") is None,
     ),
     row(
-        "fedcomp/privacy/sampling.py",
         "sampling='poisson' with rate = count / population, or adjacency='replace'",
         lambda: Sampling().check("add_remove", count=3),
         lambda: [Sampling("poisson", rate=3 / 9).check("add_remove"), Sampling().check("replace", count=3)],
     ),
     row(
-        "fedcomp/privacy/votes.py",
         "pass uniforms=Key(...) or an array, or stochastic=False",
         lambda: topk_stochastic_sign(VALUES, 10),
         lambda: all(
@@ -250,37 +221,31 @@ PRIVATE_PARTS = (
         ),
     ),
     row(
-        "fedcomp/privacy/votes.py",
         "give either k or density, the number of votes",
         lambda: TopkSign(),
         lambda: decoded(TopkSign(k=10)).size and decoded(TopkSign(density=0.1)).size,
     ),
     row(
-        "fedcomp/privacy/votes.py",
         "with at least one each; raise k, or use ",
         lambda: decoded(TopkSign(k=1, scope="layer")),
         lambda: decoded(TopkSign(k=2, scope="layer")).any() and decoded(TopkSign(k=1, scope="global")).any(),
     ),
     row(
-        "fedcomp/privacy/votes.py",
         "use scope='layer', or a policy of only None and 1.0",
         lambda: decoded(TopkSign(k=10), layout=DENSE),
         lambda: decoded(TopkSign(k=10, scope="layer"), layout=DENSE).any() and decoded(TopkSign(k=10)).any(),
     ),
     row(
-        "fedcomp/privacy/distributed.py",
         "Use adjacency='zero_out' or 'replace'",
         lambda: noise_shares(adjacency="add_remove"),
         lambda: noise_shares(adjacency="zero_out") and noise_shares(adjacency="replace"),
     ),
     row(
-        "fedcomp/privacy/distributed.py",
         "nobody's is left to count on; lower tolerated, or ask more clients",
         lambda: noise_shares(tolerated=4),
         lambda: noise_shares(tolerated=1) and noise_shares(tolerated=4, contributors=6),
     ),
     row(
-        "fedcomp/privacy/distributed.py",
         "Raise scale (now {}), or use noise='skellam'",
         lambda: noise_shares(noise_multiplier=0.01, scale=1),
         lambda: (
@@ -289,7 +254,6 @@ PRIVATE_PARTS = (
         ),
     ),
     row(
-        "fedcomp/privacy/entropy.py",
         "Leave the seed out, or say insecure_deterministic=True",
         lambda: SeededEntropy(KEY),
         lambda: (
@@ -302,29 +266,23 @@ PRIVATE_PARTS = (
 
 
 LEDGERS = (
+    row("would satisfy it. Use at ", lambda: ledger(delta=0.2), lambda: ledger(delta=1e-2)),
     row(
-        "fedcomp/privacy/ledger.py", "would satisfy it. Use at ", lambda: ledger(delta=0.2), lambda: ledger(delta=1e-2)
-    ),
-    row(
-        "fedcomp/privacy/ledger.py",
         "participants, the population was declared as {}. Declare the number of all",
         lambda: rounds_of(ledger(population=1), 1),
         lambda: rounds_of(ledger(population=2), 1),
     ),
     row(
-        "fedcomp/privacy/ledger.py",
         "Nothing was released: end the run, or plan it with more noise",
         lambda: rounds_of(ledger(budget=6.0), 9),
         lambda: rounds_of(ledger(budget=6.0), 9, event=Event("gaussian", noise_multiplier=9.0)),
     ),
     row(
-        "fedcomp/privacy/ledger.py",
         "the cap is {}; choose participants by ",
         lambda: rounds_of(ledger(sampling=Sampling("capped", cap=1)), 2),
         lambda: rounds_of(ledger(sampling=Sampling("capped", cap=1)), 1),
     ),
     row(
-        "fedcomp/privacy/adaptive.py",
         "Set count_noise above {}, or have more than {} clients",
         lambda: AdaptiveClip(count_noise=0.01).sum_multiplier(1.0, 4),
         lambda: AdaptiveClip(count_noise=0.6).sum_multiplier(1.0, 4) > 1.0,
@@ -437,7 +395,6 @@ def capped(population: int, nodes: Any) -> bool:
 
 CORE = (
     row(
-        "fedcomp/privacy/__main__.py",
         "give two of --epsilon, --noise-multiplier and --releases; the third is computed",
         lambda: asked("--epsilon", "1"),
         lambda: (
@@ -447,67 +404,56 @@ CORE = (
         ),
     ),
     row(
-        "fedcomp/privacy/__main__.py",
         "add noise: {} or more",
         lambda: asked("--epsilon", "1", "--noise-multiplier", "0.5"),
         asked_with_the_figure_of_the_text,
     ),
     row(
-        "fedcomp/privacy/accounting.py",
         "a round without events cannot be accounted; leave it out",
         lambda: compose([NOISE, [], NOISE], 1e-5),
         lambda: compose([NOISE, NOISE], 1e-5).epsilon > compose([NOISE], 1e-5).epsilon,
     ),
     row(
-        "fedcomp/privacy/adaptive.py",
         "which Skellam noise does not allow; use noise='discrete_gaussian'",
         lambda: joint_event(1.0, noise_of("skellam"), noise_of("skellam"), size=3),
         one_of_both,
     ),
     row(
-        "fedcomp/privacy/audit.py",
         "a search over no pairs finds nothing; give at least one pair of data sets",
         lambda: farthest(of_mean, [], 1.0),
         lambda: farthest(of_mean, [([np.zeros(2)], [np.ones(2)])], 2.0**0.5).ok,
     ),
     row(
-        "fedcomp/privacy/audit.py",
         "choose one of a finite distance above 0",
         lambda: project(np.zeros((4, 2)), np.zeros(2), np.zeros(2)),
         lambda: project(np.ones((4, 2)), np.zeros(2), np.ones(2))[0] == pytest.approx(2.0**0.5),
     ),
     row(
-        "fedcomp/privacy/bounded.py",
         "lower scale (now {}), rotate, tolerate fewer losses, or ask more clients",
         lambda: refining(),
         lambda: all(refining(**each) for each in ({"scale": 4096}, {"rotate": True}, {"tolerated": 0}, {"clients": 8})),
     ),
     row(
-        "fedcomp/privacy/dpsgd.py",
         "use reduction='none', or say how it is reduced",
         lambda: stepped(loss_reduction="none"),
         lambda: stepped(loss=each, loss_reduction="none") and stepped(loss_reduction="mean"),
     ),
     row(
-        "fedcomp/privacy/dpsgd.py",
         "Use GroupNorm or LayerNorm; opacus.validators.ModuleValidator.fix(module) returns a copy",
         lambda: stepped(nn.BatchNorm1d(4, affine=False), fix=True),
         lambda: stepped(nn.GroupNorm(2, 4)) and stepped(nn.LayerNorm(4)) and stepped(nn.BatchNorm1d(4), fix=True),
     ),
     row(
-        "fedcomp/privacy/local.py",
         "the state holds no count of private messages; start from init(layout)",
         lambda: decoded(chain(PRIVATISE, QSGD(7)), state={}),
         lambda: decoded(chain(PRIVATISE, QSGD(7))).any(),
     ),
     row(
-        "fedcomp/privacy/optimizers.py",
         "use Sampling('poisson', rate=...), or Sampling('everyone')",
         lambda: counted(Sampling("capped", cap=3)),
         lambda: counted(Sampling("poisson", rate=0.5)) and counted(Sampling("everyone")),
     ),
     row(
-        "fedcomp/privacy/statement.py",
         "adjacency, the ledger accounts for {}; give both the same",
         lambda: stated("replace", "zero_out"),
         lambda: stated("replace", "replace") and stated("zero_out", "zero_out"),
@@ -516,26 +462,18 @@ CORE = (
 
 
 FILES = (
+    Row("lacks; run without a ledger file", lambda path: without_locks(path / "spent"), lambda _: without_locks(None)),
     Row(
-        "fedcomp/privacy/journal.py",
-        "a ledger on disk needs POSIX file locks, which this system lacks; run without a ledger file",
-        lambda path: without_locks(path / "spent"),
-        lambda _: without_locks(None),
-    ),
-    Row(
-        "fedcomp/privacy/ledger.py",
         "is of another run; a run has one ledger. Put this run's own file there, or begin a new run",
         lambda path: continued(path, lambda path: path / "other"),
         lambda path: continued(path, lambda path: (path / "own").replace(path / "other")) and begun_anew(path),
     ),
     Row(
-        "fedcomp/privacy/ledger.py",
         "after the checkpoint would not be counted; put the run's file back",
         lambda path: continued(path, lambda path: path / "new"),
         lambda path: continued(path, lambda path: (path / "own").replace(path / "new")),
     ),
     row(
-        "fedcomp/privacy/ledger.py",
         "Declare the number of all that may ever take part, and let them keep their ids",
         lambda: capped(2, (1, 2, 3)),
         lambda: capped(3, (1, 2, 3)) and capped(2, (1, 2, 1, 2)),
@@ -596,13 +534,11 @@ def in_node_config(path: Path, *words: str) -> bool:
 
 NODES_OWN = (
     row(
-        "clients/private/dpsgd.py",
         "no place in a record's gradient; use FedAvg (inner=fedavg)",
         lambda: noisy(quiet(FedProx, proximal_mu=0.1)),
         lambda: noisy(quiet()) and system("record-dp", inner="fedavg", noise_multiplier=2.0),
     ),
     row(
-        "clients/private/dpsgd.py",
         "this partition holds no record; use fewer partitions, or min_examples >= 1",
         lambda: node(10, {"min_examples": 0, "partition": "dirichlet:0.01"}),
         lambda: (
@@ -611,13 +547,11 @@ NODES_OWN = (
         ),
     ),
     row(
-        "clients/private/dpsgd.py",
         "use weight_decay, which is added after the noise",
         lambda: node(task={"l2": 0.5}),
         lambda: 0 < np.linalg.norm(node(weight_decay=0.5)) < np.linalg.norm(node()),
     ),
     Row(
-        "clients/private/node_ledger.py",
         "DIR (privacy-ledger='/absolute/file' or state-dir='/absolute/folder' in its node configuration)",
         lambda _: once(),
         lambda path: (
@@ -627,7 +561,6 @@ NODES_OWN = (
         ),
     ),
     Row(
-        "clients/private/local_dp.py",
         "in a simulation write local_privacy(policy, state_dir=Path('/absolute/folder'))",
         lambda _: limited(),
         lambda path: (
@@ -662,19 +595,14 @@ def generated(task: str) -> bool:
 
 SYSTEMS = (
     row(
-        "strategies/private/datalens.py",
         "the public number of clients is not known: give clients=N",
         lambda: datalens(clients=0).statement(),
         lambda: taught(clients=NODES) and datalens(clients=NODES).statement().population == NODES,
     ),
     row(
-        "strategies/private/datalens.py",
-        "give population, the public number of records of all clients",
-        lambda: datalens(teachers=3, population=0),
-        lambda: taught(teachers=3, population=180),
+        "records of all clients", lambda: datalens(teachers=3, population=0), lambda: taught(teachers=3, population=180)
     ),
     row(
-        "strategies/private/distributed_dp.py",
         "lower tolerated or threshold, or ask more clients",
         lambda: refining(scale=0, tolerated=2, threshold=2),
         lambda: all(
@@ -683,19 +611,16 @@ SYSTEMS = (
         ),
     ),
     row(
-        "strategies/private/distributed_dp.py",
         "shows the server single updates; make the strategy with DistributedDp(...)",
         lambda: Compressed(NoisyMean(quiet(), ShareSettings(clip=500.0, tolerated=1), **PROMISE), QSGD(7)),
         lambda: trains(shares(), CODED),
     ),
     row(
-        "fedcomp/systems/private/distributed.py",
         "has none; use DistributedDp(...)",
         lambda: NoisySum(codec=FixedPoint(RandomK(1.0), clip=0.5), threshold=1, contributors=4),
         lambda: trains(shares(), CODED),
     ),
     row(
-        "fedcomp/systems/private/rule.py",
         "use another codec, or accept that with pad=False",
         lambda: Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), Unmeasured(0.1)),
         lambda: (
@@ -703,21 +628,8 @@ SYSTEMS = (
             and trains(Compressed(DpFedAvg(quiet(), clip=1.0, pad=False, **PROMISE), Unmeasured(0.1)), PRIVATE)
         ),
     ),
-    row(
-        "strategies/private/systems.py",
-        "has no generator; use one that has, such as 'digits-generator'",
-        lambda: generated("digits"),
-        lambda: generated("digits-generator"),
-    ),
+    row("that has, such as 'digits-generator'", lambda: generated("digits"), lambda: generated("digits-generator")),
 )
 
 
-ROWS: tuple[Row, ...] = (
-    *PRIVACY,
-    *PRIVATE_PARTS,
-    *LEDGERS,
-    *CORE,
-    *FILES,
-    *NODES_OWN,
-    *SYSTEMS,
-)
+ROWS: tuple[Row, ...] = (*PRIVACY, *PRIVATE_PARTS, *LEDGERS, *CORE, *FILES, *NODES_OWN, *SYSTEMS)

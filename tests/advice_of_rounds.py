@@ -15,7 +15,7 @@ from linear_toy import uncoded, vector
 from toy import model, stack, with_halves
 
 from fedcomp.clients.app import app as node_app
-from fedcomp.clients.programs import programs
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import FixedPoint, RandomK
 from fedcomp.errors import FedcompError
 from fedcomp.flower.grid import InProcessGrid
@@ -101,7 +101,7 @@ def dense_or_fine_or_noisy(**options: Any) -> bool:
 
 
 def gradients(**options: Any) -> Any:
-    return round_of(CodedFedAvg(quiet(), construction="gradcode", losses=1), halves=(programs,), **options)
+    return round_of(CodedFedAvg(quiet(), construction="gradcode", losses=1), halves=(compression,), **options)
 
 
 def descent(given: dict[str, Any], **options: Any) -> bool:
@@ -122,7 +122,6 @@ def task_descends(name: str) -> bool:
 
 ROWS: tuple[Row, ...] = (
     row(
-        "fedcomp/systems/coded/sums.py",
         "raise max_weight if it is given, lower the codec's levels if not, or use weighted=False",
         lambda: round_of(summed(max_weight=2)),
         lambda: (
@@ -131,26 +130,14 @@ ROWS: tuple[Row, ...] = (
             and added(round_of(summed(FINE, weighted=False), examples=3000), what=2.5)
         ),
     ),
+    row("levels), or add noise (DistributedDp)", lambda: round_of(summed(), in_one_place), dense_or_fine_or_noisy),
     row(
-        "fedcomp/systems/coded/sums.py",
-        ". Train dense layers alone, use a finer grid (a smaller clip, more levels), or add noise (DistributedDp)",
-        lambda: round_of(summed(), in_one_place),
-        dense_or_fine_or_noisy,
-    ),
-    row(
-        "fedcomp/systems/coded/sums.py",
         "are asked for. Train dense layers alone, use a finer grid (a smaller clip, more levels), or add",
         lambda: round_of(summed(min_contributors=3), by_little),
         lambda: dense_or_fine_or_noisy(min_contributors=3),
     ),
+    row("hold the same partition would disagree", lambda: gradients(keeps=True), lambda: added(gradients(), what=3.0)),
     row(
-        "clients/coded/gradients.py",
-        "use an app, and mods, that keep none: devices that hold the same partition would disagree",
-        lambda: gradients(keeps=True),
-        lambda: added(gradients(), what=3.0),
-    ),
-    row(
-        "strategies/coded/linear.py",
         "give partitions, or a configuration with clients=N and fewer parities",
         lambda: descent({}, parities=2),
         lambda: descent({}, partitions=2, parities=2) and descent({"clients": NODES}, parities=2),

@@ -6,21 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from advice import (
-    KEY,
-    LAYOUT,
-    PLAN,
-    PRIVATE,
-    PROMISE,
-    VALUES,
-    Followed,
-    Row,
-    ended,
-    quiet,
-    row,
-    system,
-    trains,
-)
+from advice import KEY, LAYOUT, PLAN, PRIVATE, PROMISE, VALUES, Followed, Row, ended, quiet, row, system, trains
 from flwr.app import Array, ArrayRecord
 from flwr.clientapp import ClientApp
 from toy import model
@@ -45,19 +31,19 @@ from fedcomp.tasks import get_task
 RECORD = {"noise_multiplier": 2.0}
 
 
-def settings(file: str, text: str, name: str, wrong: dict[str, Any], *right: dict[str, Any]) -> Row:
+def settings(text: str, name: str, wrong: dict[str, Any], *right: dict[str, Any]) -> Row:
     """Return a row of a system's settings."""
-    return row(file, text, lambda: system(name, **wrong), lambda: [system(name, **each) for each in right])
+    return row(text, lambda: system(name, **wrong), lambda: [system(name, **each) for each in right])
 
 
-def command(file: str, text: str, wrong: Followed, right: Followed) -> Row:
+def command(text: str, wrong: Followed, right: Followed) -> Row:
     """Return a row of a command line, which prints its error and returns a status."""
 
     def failing(path: Path) -> None:
         assert wrong(path) != 0
         raise SystemExit
 
-    return Row(file, text, failing, lambda path: right(path) == 0)
+    return Row(text, failing, lambda path: right(path) == 0)
 
 
 def certificates(*words: str) -> Followed:
@@ -81,14 +67,12 @@ def integers() -> ArrayRecord:
 
 SYSTEMS = (
     settings(
-        "strategies/gcn/system.py",
         "does not fit cache={}; use cache=lru",
         "skewed-gcn",
         {"cache_bytes": 99, "cache": "none"},
         {"cache_bytes": 99, "cache": "lru"},
     ),
     settings(
-        "strategies/gcn/system.py",
         "is not valid: give seconds, or 0 for the run's timeout",
         "skewed-gcn",
         {"deadline": -1.0},
@@ -96,45 +80,24 @@ SYSTEMS = (
         {"deadline": 0.0},
     ),
     settings(
-        "strategies/gossip/systems.py",
         "id does not fit: set compressor={} itself",
         "choco",
         {"compressor.id": "randomk"},
         {"compressor": "randomk", "compressor.density": 0.1},
     ),
+    settings("closing iterations are for ", "choco", {"skew_rounds": 2}, {"skew_rounds": 0}),
+    settings("is decided by the server; use {}", "topk", {"inner.fraction_train": 0.5}, {"fraction": 0.5}),
     settings(
-        "strategies/gossip/strategy.py", "closing iterations are for ", "choco", {"skew_rounds": 2}, {"skew_rounds": 0}
-    ),
-    settings(
-        "strategies/parts.py",
-        "is decided by the server; use {}",
-        "topk",
-        {"inner.fraction_train": 0.5},
-        {"fraction": 0.5},
-    ),
-    settings(
-        "strategies/parts.py",
         "set codec, for instance codec=qsgd",
         "record-dp",
         {"codec": "", "downlink": "topk", **RECORD},
         {"codec": "qsgd", "downlink": "", **RECORD},
     ),
+    settings("averages by itself; use server_lr, or ", "scalecom", {"inner": "fedadam"}, {"server_lr": 0.5}),
     settings(
-        "strategies/averaging.py",
-        "averages by itself; use server_lr, or ",
-        "scalecom",
-        {"inner": "fedadam"},
-        {"server_lr": 0.5},
+        "are set by the server; leave encoder and decoder at 0", "lgc", {"codec.encoder": 1}, {"codec.encoder": 0}
     ),
     settings(
-        "fedcomp/systems/lgc.py",
-        "are set by the server; leave encoder and decoder at 0",
-        "lgc",
-        {"codec.encoder": 1},
-        {"codec.encoder": 0},
-    ),
-    settings(
-        "strategies/private/systems.py",
         "use codec=randomk or codec=randomblock",
         "random-mask",
         {"codec": "topk", "codec.density": 0.1},
@@ -142,14 +105,12 @@ SYSTEMS = (
         {"codec": "randomblock", "codec.density": 0.1, "codec.shared": True},
     ),
     settings(
-        "strategies/private/systems.py",
         "is about clients, and here records are drawn; use record_rate",
         "record-dp",
         {"sampling": "capped", "cap": 3, **RECORD},
         {"record_rate": 0.2, **RECORD},
     ),
     row(
-        "fedcomp/systems/coded/gradients.py",
         "approximate=True, or leave it out",
         lambda: CodedFedAvg(quiet(), construction="gradcode", losses=1, quorum=2),
         lambda: (
@@ -158,25 +119,21 @@ SYSTEMS = (
         ),
     ),
     row(
-        "strategies/private/record_dp.py",
         "has no bound. Use GroupNorm instead",
         lambda: RecordDp(quiet(), PLAN, records=100).adopt(statistics()),
         lambda: RecordDp(quiet(), PLAN, records=100).adopt(model()) is None,
     ),
     row(
-        "strategies/private/strategy.py",
         "Give it parameters, or train it without ",
         lambda: ended(DpFedAvg(quiet(), clip=1.0, **PROMISE), PRIVATE, start=integers()),
         lambda: trains(DpFedAvg(quiet(), clip=1.0, **PROMISE), PRIVATE),
     ),
     row(
-        "strategies/round_log.py",
         "whose own logs say more, and start again",
         lambda: ended(Compressed(quiet(), QSGD(7)), mods=[raising]),
         lambda: trains(Compressed(quiet(), QSGD(7))),
     ),
     row(
-        "clients/client.py",
         "two halves handle messages of type {}; leave {} out",
         lambda: client(ClientApp(), only=[named("teachers", 1), named("teachers", 2)]),
         lambda: client(ClientApp(), only=[named("teachers", 1)]),
@@ -198,67 +155,52 @@ def named(kind: str, number: int) -> Any:
 
 OTHERS = (
     row(
-        "fedcomp/gossip/graph.py",
         "use an undirected graph ",
         lambda: topology_of("directed-ring", 4).check(NIDS),
         lambda: [topology_of(text, 4).check(NIDS) for text in ("ring", "complete", "edges:0-1,1-2,2-3")],
     ),
     row(
-        "fedcomp/gossip/graph.py",
         "add edges",
         lambda: topology_of("edges:0-1", 3).validate(symmetric=True),
         lambda: topology_of("edges:0-1,1-2", 3).validate(symmetric=True) is None,
     ),
     row(
-        "fedcomp/gossip/sparse_push.py",
         "they exclude each other: give one, or none for 1 %",
         lambda: SparsePush(density=0.1, compressor=TopK(0.1)),
         lambda: SparsePush(density=0.1) and SparsePush(compressor=TopK(0.1)) and SparsePush(),
     ),
     row(
-        "fedcomp/tasks/base.py",
         "use a linear task, such as 'digits-zero', ",
         lambda: get_task("digits").linear_loss,
         lambda: get_task("digits-zero").linear_loss and get_task("breast-cancer").linear_loss,
     ),
     row(
-        "experiments/spec.py",
         "is not a word; write, say, codec.density=0.01",
         lambda: RunSpec("topk", settings={" x": 1}),
         lambda: RunSpec("topk", settings={"codec.density": 0.01}),
     ),
     row(
-        "coding/encodings.py",
         "and under an identity they are not MDS; use 'mds'",
         lambda: encoding_matrix("vandermonde", 6, 4),
         lambda: encoding_matrix("mds", 6, 4).shape == (6, 4),
     ),
+    row("give it memory of its own", lambda: product_into_operand(True), lambda: product_into_operand(False)),
     row(
-        "coding/prime.py",
-        "give it memory of its own",
-        lambda: product_into_operand(True),
-        lambda: product_into_operand(False),
-    ),
-    row(
-        "fedcomp/codecs/modular.py",
         "a sum of no frames has no support; leave it out",
         lambda: RESIDUES.add([], LAYOUT),
         lambda: RESIDUES.add([RESIDUES.encode(Update(VALUES, LAYOUT), RESIDUES.init(LAYOUT), KEY)[0]], LAYOUT),
     ),
     command(
-        "experiments/security/certificates.py",
         "is neither a host name nor an IP address; give it without ",
         certificates("--host", "https://a.example:9092", "--nodes", "1"),
         MADE,
     ),
     command(
-        "experiments/security/certificates.py",
         "holds no ca.crt; make it first, with --host and --nodes",
         certificates("--add-nodes", "1"),
         then(MADE, certificates("--add-nodes", "1")),
     ),
     command(
-        "experiments/security/certificates.py",
         "use it with --nodes or ",
         then(MADE, certificates("--add-nodes", "1", "--host", "b.example")),
         then(MADE, certificates("--renew", "--host", "b.example")),

@@ -242,81 +242,35 @@ def without_scikit_learn() -> None:
 
 
 TASKS = (
+    row("has dtype {}, the model needs {}; cast it first", lambda: loaded(np.float64), lambda: loaded(np.float32)),
+    row("a key; pass key=Key(seed, purpose, round, partition)", gradient, lambda: gradient(key=Key(0, "batch", 1, 2))),
     row(
-        "fedcomp/tasks/arrays.py",
-        "has dtype {}, the model needs {}; cast it first",
-        lambda: loaded(np.float64),
-        lambda: loaded(np.float32),
-    ),
-    row(
-        "fedcomp/tasks/base.py",
-        "a random batch needs a key; pass key=Key(seed, purpose, round, partition)",
-        gradient,
-        lambda: gradient(key=Key(0, "batch", 1, 2)),
-    ),
-    row(
-        "fedcomp/tasks/base.py",
         "holds no example to train on; use fewer partitions, min_examples >= 1, or skip the client",
         lambda: trained(12),
         lambda: trained(2) and trained(12, least=1) and trained(12, skip=True),
     ),
+    row("nodes, or min_examples >= 1", lambda: objectives(12), lambda: objectives(2) and objectives(12, least=1)),
     row(
-        "fedcomp/tasks/local.py",
-        "holds no example; use fewer nodes, or min_examples >= 1",
-        lambda: objectives(12),
-        lambda: objectives(2) and objectives(12, least=1),
-    ),
-    row(
-        "fedcomp/tasks/partition.py",
         "examples, at least {} are asked for; use fewer partitions or a smaller min_examples",
         lambda: natural(2, 2),
         lambda: natural(1, 2) and natural(2, 1),
     ),
+    row("with weights was found; pass what multiplies_per_weight() returns", lambda: scalecom_policy({}), densities),
+    row("from records; use the system 'datalens'", trained_on_records, generates, long=True),
+    row("and has no partition into {}; set the task's option parts={}", lambda: owners(4, 3), lambda: owners(3, 3)),
     row(
-        "fedcomp/tasks/cost.py",
-        "no layer with weights was found; pass what multiplies_per_weight() returns",
-        lambda: scalecom_policy({}),
-        densities,
-    ),
-    row(
-        "fedcomp/tasks/generator.py",
-        "from records; use the system 'datalens'",
-        trained_on_records,
-        generates,
-        long=True,
-    ),
-    row(
-        "fedcomp/tasks/graph.py",
-        "was made of {} parts and has no partition into {}; set the task's option parts={}",
-        lambda: owners(4, 3),
-        lambda: owners(3, 3),
-    ),
-    row(
-        "fedcomp/tasks/graph_sources.py",
         "as neighbours and there are {}; use more nodes or fewer neighbours",
         lambda: neighbours(nodes=40),
         lambda: neighbours(nodes=400) and neighbours(nodes=40, own=5, telling=2),
     ),
+    row("part; use cross=0 or more parts", lambda: crossing(1, 0.2), lambda: crossing(1, 0.0) and crossing(3, 0.2)),
     row(
-        "fedcomp/tasks/graph_sources.py",
-        "of the edges cannot leave the only part; use cross=0 or more parts",
-        lambda: crossing(1, 0.2),
-        lambda: crossing(1, 0.0) and crossing(3, 0.2),
-    ),
-    row(
-        "fedcomp/tasks/linear.py",
         "which coded linear rounds do not; use 'digits-zero', 'breast-cancer' or 'a9a'",
         lambda: regularises_the_bias("digits-five"),
         lambda: not any(map(regularises_the_bias, ("digits-zero", "breast-cancer", "a9a"))),
     ),
+    row("no speaker has {} characters; lower {}", lambda: windows(min_chars=10**9), lambda: windows(min_chars=100)),
     row(
-        "fedcomp/tasks/shakespeare.py",
-        "no speaker has {} characters; lower {}",
-        lambda: windows(min_chars=10**9),
-        lambda: windows(min_chars=100),
-    ),
-    row(
-        "fedcomp/tasks/shakespeare.py",
         "splits by class, which text windows do not have; use 'natural' or 'iid'",
         lambda: windows(partition="dirichlet:0.5"),
         lambda: windows(partition="natural") and windows(partition="iid"),
@@ -325,52 +279,18 @@ TASKS = (
 
 
 DATA = (
-    row(
-        "fedcomp/tasks/sources.py",
-        "scikit-learn is not installed, which embeds this data; install it: pip install scikit-learn",
-        without_scikit_learn,
-        lambda: digits() == (1442, 64),
-    ),
+    row("this data; install it: pip install scikit-learn", without_scikit_learn, lambda: digits() == (1442, 64)),
+    Row("be looked up ({}); give another root or make it readable", lambda path: denied(path, os, "lstat"), allowed),
+    Row("cannot be read ({}); make it readable", lambda path: denied(path, Path, "read_bytes"), allowed),
+    Row("has SHA-256 {}, expected {}; replace the file or remove {}", damaged, replaced_or_removed),
     Row(
-        "fedcomp/tasks/sources.py",
-        "cannot be looked up ({}); give another root or make it readable",
-        lambda path: denied(path, os, "lstat"),
-        allowed,
-    ),
-    Row(
-        "fedcomp/tasks/sources.py",
-        "cannot be read ({}); make it readable",
-        lambda path: denied(path, Path, "read_bytes"),
-        allowed,
-    ),
-    Row(
-        "fedcomp/tasks/sources.py",
-        "has SHA-256 {}, expected {}; replace the file or remove {}",
-        damaged,
-        replaced_or_removed,
-    ),
-    Row(
-        "fedcomp/tasks/sources.py",
         "is a link that leads nowhere ({}); repair it, or remove it to go without the data",
         lambda path: linked(path, "nowhere"),
         lambda path: linked(path, "wifi_localization") == "local" and used(path / "without") == "offline",
     ),
-    Row(
-        "fedcomp/tasks/sources.py",
-        "is not a folder; put a folder with the data files there, or nothing",
-        instead_of_the_folder,
-        put_there_or_removed,
-    ),
-    Row(
-        "fedcomp/tasks/sources.py",
-        "is not a regular file; put the data file there or remove {}",
-        a_pipe,
-        put_there_or_removed,
-    ),
+    Row("a folder; put a folder with the data files there, or nothing", instead_of_the_folder, put_there_or_removed),
+    Row("is not a regular file; put the data file there or remove {}", a_pipe, put_there_or_removed),
 )
 
 
-ROWS: tuple[Row, ...] = (
-    *TASKS,
-    *DATA,
-)
+ROWS: tuple[Row, ...] = (*TASKS, *DATA)

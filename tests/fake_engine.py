@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Say, Series, Table
+from fedcomp.experiments.options import TEXT, Config, Option
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.rules import Flag, Int, OneOf, Real
 

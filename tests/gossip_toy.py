@@ -10,9 +10,9 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from toy import with_halves
 
+from fedcomp.clients.compressed import compression
 from fedcomp.clients.gossip import GossipSetup, gossip_node
 from fedcomp.clients.memory import MEMORY
-from fedcomp.clients.programs import programs
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.records import to_arrays
@@ -69,7 +69,7 @@ def pull(message: Message, context: Context, setup: GossipSetup) -> Pull:
 
 
 def client() -> ClientApp:
-    return with_halves([programs(), gossip_node(pull)])
+    return with_halves([compression(), gossip_node(pull)])
 
 
 def graph_for(algorithm: Algorithm) -> str:

@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from toy import with_halves
 
-from fedcomp.clients.programs import programs
+from fedcomp.clients.compressed import compression
 from fedcomp.rng import Key
 
 FEATURES = 12
@@ -57,7 +57,7 @@ Train = Callable[[Message, Context], Message]
 
 def app_of(train: Train, mods: Iterable | None = None) -> ClientApp:
     """Return an app with a training handler and the half :func:`programs`, unless others are given."""
-    app = with_halves([programs()] if mods is None else mods)
+    app = with_halves([compression()] if mods is None else mods)
     app.train()(train)
     return app
 

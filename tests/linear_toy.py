@@ -10,7 +10,7 @@ from flwr.clientapp import ClientApp
 from toy import with_halves
 
 from fedcomp.clients.coded.linear import linear_device
-from fedcomp.clients.programs import programs
+from fedcomp.clients.compressed import compression
 from fedcomp.coding.checked import checked_bytes
 from fedcomp.coding.stream import SplitMix64
 from fedcomp.flower import asks
@@ -39,7 +39,7 @@ def client(loss: str = "logistic") -> ClientApp:
     def rows(msg: Message, context: Context, partitions: int) -> LinearRows:
         return data(int(context.node_config["partition-id"]), loss)
 
-    return with_halves([linear_device(rows), programs()])
+    return with_halves([linear_device(rows), compression()])
 
 
 def model() -> ArrayRecord:

@@ -16,7 +16,7 @@ from fedcomp.clients.compressed import compression
 from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.private.topagg import votes_only
-from fedcomp.clients.programs import Brought, bringing, programs
+from fedcomp.clients.programs import Brought, bringing
 from fedcomp.codecs import (
     LGC,
     QSGD,
@@ -147,31 +147,31 @@ PATHS: dict[str, Path] = {
     "a strategy of one's own": Path(pair(lambda: quiet(Stepping), RandomK(density=0.3)), COMPRESSED),
     "shared support": Path(
         lambda: SharedSupport(ScaleCom(density=0.05), policy=DENSE_BIAS),
-        lambda *o: client_app([*o, programs()]),
+        lambda *o: client_app([*o, compression()]),
     ),
     "shared basis": Path(
         lambda: SharedBasis(PowerSGD(rank=2), policy=DENSE_BIAS),
-        lambda *o: client_app([*o, programs()]),
+        lambda *o: client_app([*o, compression()]),
     ),
     "shared basis, two exchanges": Path(
         lambda: SharedBasis(PowerSGD(rank=2, form="two-exchange", memory="aggregated"), policy=DENSE_BIAS),
-        lambda *o: client_app([*o, programs()]),
+        lambda *o: client_app([*o, compression()]),
     ),
     "fitted basis": Path(
         lambda: FittedBasis(GradiVeQ(width=40), sampling=3, compression=2, policy=DENSE_BIAS),
-        lambda *o: client_app([*o, programs()]),
+        lambda *o: client_app([*o, compression()]),
     ),
     "fitted basis, shared grids": Path(
         lambda: FittedBasis(GradiVeQ(width=40, levels=127), sampling=3, compression=2, policy=DENSE_BIAS),
-        lambda *o: client_app([*o, programs()]),
+        lambda *o: client_app([*o, compression()]),
     ),
     "latents in a ring": Path(
         lambda: latents(LGC(0.05, raw=0, ef="decoded")),
-        lambda *o: client_app([*o, programs()]),
+        lambda *o: client_app([*o, compression()]),
     ),
     "latents of a common node": Path(
         lambda: latents(LGC(0.05, raw=0, innovation=0.005, instance="server")),
-        lambda *o: client_app([*o, programs()]),
+        lambda *o: client_app([*o, compression()]),
     ),
     "relay": Path(lambda: CodedFedAvg(Compressed(quiet(), SPARSE, policy=DENSE_BIAS), symbols=2), coded_app),
     "coded sum": Path(

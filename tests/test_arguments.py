@@ -9,14 +9,13 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 import fedcomp as fc
-from fedcomp.clients.programs import programs
 from fedcomp.errors import ConfigError
 from fedcomp.flower.report import Reports
 from fedcomp.gossip import get_algorithm
 
 TOPK = fc.TopK(density=0.1)
 PAIR = fc.Compressed(FedAvg(), TOPK)
-HALVES = (fc.compression, programs)
+HALVES = (fc.compression,)
 SEEDED: dict[str, Callable[..., object]] = {
     "Compressed": lambda **seed: fc.Compressed(FedAvg(), TOPK, **seed),
     "SharedSupport": lambda **seed: fc.SharedSupport(fc.ScaleCom(density=0.1), **seed),

@@ -80,9 +80,13 @@ for below in (
     "tasks",
     "privacy",
     "timing",
+    "asks.py",
+    "local.py",
+    "mailbox.py",
+    "program.py",
 ):
-    # Systems and their drivers alone stand on codes; what systems stand on beside them does not.
-    FORBIDDEN[f"fedcomp/{below}"].add("fedcomp.coding")
+    # Systems alone stand on codes; what they stand on beside them, and the drivers of programs, do not.
+    FORBIDDEN.setdefault(f"fedcomp/{below}", set()).add("fedcomp.coding")
 
 
 ALLOWED = {"coding": ("fedcomp.errors", "fedcomp.coding")}

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, mean
 from fedcomp.experiments.kit import Record, Records, claim, running_mean, table, train_losses
+from fedcomp.experiments.options import TEXT, Config, Option
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.layout import Layout, TensorSpec
 from fedcomp.rules import Int, Real

@@ -6,15 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fedcomp.experiments.catalog.factors import TUNING_SEED
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean
-from fedcomp.experiments.kit import (
-    claim,
-    curves,
-    numbers,
-    table,
-    workers,
-)
+from fedcomp.experiments.kit import claim, curves, table
+from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rules import Flag, Int, Real
 
@@ -42,7 +37,7 @@ ROWS: Final[Mapping[str, str]] = {
 
 OPTIONS = {
     "seeds": Option(3, Int(1, 100), "trainings per row, with the seeds from --seed on"),
-    "workers": workers(2),
+    "workers": 2,
     "task.partition": Option("dirichlet:0.3", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
     "steps": Option(
         "0.1,0.3,0.6,1.2",

@@ -8,9 +8,10 @@ from typing import Any, Final
 
 from fedcomp.experiments import disks, links
 from fedcomp.experiments.chaos import CLOCK, DISK, LINK, NODE, SERVER_APP, SUPERLINK, Fault, schedule
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say
-from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, repetitions, table, workers
+from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, repetitions, table
+from fedcomp.experiments.options import Config, Option
 from fedcomp.experiments.spec import RunResult
 from fedcomp.rules import Int, Real
 
@@ -29,7 +30,7 @@ OPTIONS = {
         Real(least=0.0, most=5.0),
         "seconds that a client waits before its state is written, so that faults find it",
     ),
-    "workers": workers(4),
+    "workers": 4,
 }
 
 

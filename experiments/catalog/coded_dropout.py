@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedcomp.coding.relay import RelayPlan
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Claim, Curves, Findings, Table, different_bytes, mean
 from fedcomp.experiments.kit import Record, Records, Say, Sweep, claim, curves, table
+from fedcomp.experiments.options import TEXT, Config, Option
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.vanishing import live, relive, wasted
 from fedcomp.rng import Key

@@ -24,9 +24,10 @@ from fedcomp.coding.linearloss import residuals
 from fedcomp.coding.parcels import HEADER_BYTES
 from fedcomp.coding.sealing import OVERHEAD
 from fedcomp.coding.stream import SplitMix64, derive
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Claim, Findings, Table
 from fedcomp.experiments.kit import Record, Records, Say, Sweep, claim, curves, table
+from fedcomp.experiments.options import Config, Option
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.flower.links import Letter
 from fedcomp.rules import Int, Real

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.kit import table
+from fedcomp.experiments.options import TEXT, Config, Option
 from fedcomp.experiments.spec import RunResult, RunSpec, Scalar, parse_settings
 
 REFERENCES: Final[Mapping[str, str]] = {"records": "fedavg", "gossip": "dpsgd"}

@@ -11,9 +11,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.errors import ConfigError, nearest
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest, mean, spread
-from fedcomp.experiments.kit import Record, Records, Sweep, claim, repetitions, table, workers
+from fedcomp.experiments.kit import Record, Records, Sweep, claim, repetitions, table
+from fedcomp.experiments.options import TEXT, Config, Option
 from fedcomp.experiments.spec import RunResult
 from fedcomp.rules import Flag, Int
 
@@ -255,7 +256,7 @@ def _models(text: str) -> tuple[str, ...]:
 OPTIONS = {
     "full": Option(False, Flag(), f"all budgets, {', '.join(BUDGETS)}, and not {' and '.join(DEFAULT_BUDGETS)} alone"),
     "seeds": Option(3, Int(1, 100), "trainings per cell, with the seeds from --seed on"),
-    "workers": workers(2),
+    "workers": 2,
     "models": Option(",".join(MODELS), TEXT, "which models are trained, separated by commas", check=_models),
 }
 

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.averaging import FLOOR, Track, average, by_matrices, starts
 from fedcomp.experiments.decentralised import ENERGY_OPTIONS, Energy
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Series, Table, largest
 from fedcomp.experiments.kit import Record, Records, Say, Sweep, claim, curves, named, table
+from fedcomp.experiments.options import Config, Option
 from fedcomp.experiments.push_sum_variants import COMPRESSED, averaged
 from fedcomp.experiments.spec import RunResult
 from fedcomp.gossip.errors import TopologyError

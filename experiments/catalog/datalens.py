@@ -12,9 +12,10 @@ import numpy as np
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.ballots import DELTA, PUBLISHED, dealt, packed, published, surviving_signs
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Claim, Curves, Findings, Pictures, Say, Table, largest, mean, spread
-from fedcomp.experiments.kit import claim, curves, numbers, table
+from fedcomp.experiments.kit import claim, curves, table
+from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.privacy.accounting import noise_multiplier_for, releases_for
 from fedcomp.privacy.votes import entropy_bits, longest_rows

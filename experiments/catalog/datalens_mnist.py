@@ -9,10 +9,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Claim, Findings, Pictures, Say, Table, largest, mean, spread
 from fedcomp.experiments.generator_training import EACH, HELD, PROXY, GeneratorCell, task_of
-from fedcomp.experiments.kit import Record, claim, named, repetitions, table, workers
+from fedcomp.experiments.kit import Record, claim, named, repetitions, table
+from fedcomp.experiments.options import Config, Option
 from fedcomp.experiments.spec import RunResult
 from fedcomp.rules import Flag, Int, Real
 
@@ -85,7 +86,7 @@ CHOSEN: Final[Mapping[str, tuple[int, int]]] = {
 
 OPTIONS = {
     "seeds": Option(3, Int(1, 20), "trainings per row and epsilon, with the seeds from --seed on"),
-    "workers": workers(),
+    "workers": 1,
     "tune": Option(False, Flag(), "choose settings again on held-out training images, and use those"),
     "images": Option(EACH, Int(1), "generated images that teachers vote on in a step; each is a release"),
     "teacher_lr": Option(

@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from fedcomp.experiments.catalog.quickstart import points
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
 from fedcomp.experiments.kit import (
     Records,
@@ -16,13 +15,13 @@ from fedcomp.experiments.kit import (
     claim,
     curves,
     learning_line,
-    numbers,
     over_seeds,
+    points,
     repetitions,
     running_mean,
     table,
-    workers,
 )
+from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
 from fedcomp.rules import Int
@@ -41,7 +40,7 @@ ROWS_OF_A_BATCH: Final = 32
 
 OPTIONS = {
     "seeds": Option(3, Int(1, 100), "trainings per row, with the seeds from --seed on"),
-    "workers": workers(2),
+    "workers": 2,
     "task.partition": Option("iid", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
     "task.hidden": Option("256,128", TEXT, "widths of the model's two hidden layers"),
     "steps": Option(

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
-from fedcomp.experiments.kit import Records, Sweep, claim, curves, numbers, over_seeds, repetitions, table, workers
+from fedcomp.experiments.kit import Records, Sweep, claim, curves, over_seeds, repetitions, table
+from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult
 from fedcomp.rules import Int
 
@@ -44,7 +45,7 @@ ORDERED: Final = "DCT, H,W,D,F"
 
 OPTIONS = {
     "seeds": Option(3, Int(1, 100), "trainings per row, with the seeds from --seed on"),
-    "workers": workers(),
+    "workers": 1,
     "task.partition": Option("dirichlet:0.5", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
     "steps": Option(
         "0.03,0.1,0.3",

@@ -9,9 +9,10 @@ from typing import Any, Final
 import numpy as np
 
 from fedcomp.experiments.drifting import DATA, DBM, NOISE, SCHEDULERS, TICK, WINDOW
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean
-from fedcomp.experiments.kit import Records, Sweep, claim, repetitions, table, workers
+from fedcomp.experiments.kit import Records, Sweep, claim, repetitions, table
+from fedcomp.experiments.options import Config, Option
 from fedcomp.experiments.spec import RunResult
 from fedcomp.rules import Int, Real
 
@@ -36,7 +37,7 @@ GIVEN: Final = "conditional, with the model"
 
 OPTIONS = {
     "seeds": Option(6, Int(1, 100), "runs per row, with the seeds from --seed on"),
-    "workers": workers(2),
+    "workers": 2,
     "ticks": Option(500, Int(50), "ticks of a run; the drift begins at two fifths, or a little later"),
     "quiet_ticks": Option(2000, Int(100), "ticks without drift in which false alarms are counted"),
     "level": Option(0.01, Real(above=0.0, most=0.5), "level of the textbook's test that calibration is compared with"),

@@ -6,21 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from fedcomp.experiments.catalog.quickstart import points
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
-from fedcomp.experiments.kit import (
-    Records,
-    Sweep,
-    claim,
-    curves,
-    learning_line,
-    numbers,
-    over_seeds,
-    repetitions,
-    table,
-    workers,
-)
+from fedcomp.experiments.kit import Records, Sweep, claim, curves, learning_line, over_seeds, points, repetitions, table
+from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
 from fedcomp.rules import Int
@@ -76,7 +65,7 @@ PASSES: Final = 18
 
 OPTIONS = {
     "seeds": Option(2, Int(1, 100), "trainings per row, with the seeds from --seed on"),
-    "workers": workers(2),
+    "workers": 2,
     "task.hidden": Option("32", TEXT, "widths of the model's hidden layers"),
     "task.partition": Option("iid", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
     "batch_size": Option(64, Int(1), "examples of a step"),

@@ -10,21 +10,11 @@ from statistics import stdev
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest, mean
 from fedcomp.experiments.graph_runs import SYSTEM, after, outcome, train
-from fedcomp.experiments.kit import (
-    Record,
-    Records,
-    Sweep,
-    claim,
-    curves,
-    numbers,
-    over_seeds,
-    repetitions,
-    table,
-    workers,
-)
+from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, over_seeds, repetitions, table
+from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rules import Flag, Int, OneOf, Real
 
@@ -113,7 +103,7 @@ OPTIONS = {
         "how parts with few cut edges are made; auto: METIS where it is installed",
     ),
     "seeds": Option(3, Int(1, 20), "trainings of each kind, with the seeds from --seed on"),
-    "workers": workers(2),
+    "workers": 2,
     "full": Option(
         False, Flag(), "every axis as long as the rows and with all seeds, instead of short and with the first one"
     ),

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Claim, Findings, Table, different_bytes, mean
 from fedcomp.experiments.kit import Record, Records, Say, Sweep, claim, curves, table
+from fedcomp.experiments.options import TEXT, Config, Option
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
 from fedcomp.rules import Real

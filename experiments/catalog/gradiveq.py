@@ -15,9 +15,10 @@ from fedcomp.codecs.cycle import COMPRESSION, SAMPLING, Cycle
 from fedcomp.codecs.fixedpoint import IntegerGrid
 from fedcomp.codecs.slices import Slices
 from fedcomp.codecs.subspace import KINDS, BasisFit, Moments, SliceBasis
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
-from fedcomp.experiments.kit import Records, Sweep, claim, numbers, repetitions, table, workers
+from fedcomp.experiments.kit import Records, Sweep, claim, repetitions, table
+from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult
 from fedcomp.gossip.ring import ring_sum
 from fedcomp.layout import Layout, SmallDense, Update, Vector
@@ -47,7 +48,7 @@ TUNING_SEED: Final = 2**32
 
 OPTIONS = {
     "seeds": Option(3, Int(1, 100), "trainings per row, with the seeds from --seed on"),
-    "workers": workers(),
+    "workers": 1,
     "rates": Option(
         "0.01,0.02,0.04,0.08",
         TEXT,

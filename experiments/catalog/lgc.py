@@ -13,9 +13,10 @@ from fedcomp.codecs import LGC, ErrorFeedback, Identity, ScaleCom, TopK
 from fedcomp.codecs.autoencoder import ConvDecoder, ConvEncoder
 from fedcomp.codecs.forms import FORMS
 from fedcomp.codecs.scalecom import Supports
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
-from fedcomp.experiments.kit import Records, Sweep, claim, numbers, repetitions, table, workers
+from fedcomp.experiments.kit import Records, Sweep, claim, repetitions, table
+from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult
 from fedcomp.kernels import select_topk
 from fedcomp.layout import EndsDense, Layout, Update, Vector
@@ -44,7 +45,7 @@ TUNING_SEED: Final = 2**32
 
 OPTIONS = {
     "seeds": Option(3, Int(1, 100), "trainings per row, with the seeds from --seed on"),
-    "workers": workers(),
+    "workers": 1,
     "rates": Option(
         "0.01,0.02,0.04,0.08",
         TEXT,

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean
-from fedcomp.experiments.kit import Sweep, claim, curves, repetitions, table, workers
+from fedcomp.experiments.kit import Sweep, claim, curves, repetitions, table
+from fedcomp.experiments.options import Config, Option
 from fedcomp.experiments.spec import RunResult
 from fedcomp.rules import Int
 
@@ -28,7 +29,7 @@ SNRS: Final = tuple(range(0, 45, 5))
 
 OPTIONS = {
     "seeds": Option(3, Int(1, 100), "draws per row, with the seeds from --seed on"),
-    "workers": workers(2),
+    "workers": 2,
     "values": Option(20_000, Int(16), "values of an update"),
     "levels": Option(10, Int(1), "steps from zero to the clip, in sums without messages"),
     "trees": Option(40, Int(1), "random trees of relays by which the frames are added"),

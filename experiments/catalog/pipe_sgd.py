@@ -7,17 +7,10 @@ from functools import partial
 from typing import Any, Final
 
 from fedcomp.experiments.catalog.factors import TUNING_SEED
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean
-from fedcomp.experiments.kit import (
-    Sweep,
-    claim,
-    curves,
-    numbers,
-    repetitions,
-    table,
-    workers,
-)
+from fedcomp.experiments.kit import Sweep, claim, curves, repetitions, table
+from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rules import Flag, Int, Real
 
@@ -48,7 +41,7 @@ VARIATIONS: Final = (0.1, 0.5, 1.0)
 
 OPTIONS = {
     "seeds": Option(3, Int(1, 100), "trainings per cell, with the seeds from --seed on"),
-    "workers": workers(2),
+    "workers": 2,
     "steps": Option(
         "0.08,0.15,0.3,0.6,1.2",
         TEXT,

@@ -12,21 +12,10 @@ import numpy as np
 from fedcomp.codecs import PowerSGD
 from fedcomp.codecs.lowrank import Basis
 from fedcomp.codecs.power_sgd import FORMS, MEMORIES
-from fedcomp.experiments.catalog.quickstart import points
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
-from fedcomp.experiments.kit import (
-    Records,
-    Sweep,
-    claim,
-    curves,
-    learning_line,
-    numbers,
-    over_seeds,
-    repetitions,
-    table,
-    workers,
-)
+from fedcomp.experiments.kit import Records, Sweep, claim, curves, learning_line, over_seeds, points, repetitions, table
+from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.layout import Layout, TensorSpec, Update
 from fedcomp.rng import Key
@@ -43,7 +32,7 @@ TUNING_SEED: Final = 2**32
 
 OPTIONS = {
     "seeds": Option(3, Int(1, 100), "trainings per row, with the seeds from --seed on"),
-    "workers": workers(),
+    "workers": 1,
     "task.partition": Option("dirichlet:0.5", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
     "task.hidden": Option("256,256", TEXT, "widths of the model's hidden layers"),
     "steps": Option(

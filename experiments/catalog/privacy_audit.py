@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Table, largest
 from fedcomp.experiments.kit import claim, curves, table
+from fedcomp.experiments.options import Config, Option
 from fedcomp.experiments.spec import RunResult
 from fedcomp.rng import Key
 from fedcomp.rules import Int, Real

@@ -9,20 +9,10 @@ from functools import partial
 from typing import Any, Final
 
 from fedcomp.errors import ConfigError, nearest
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
-from fedcomp.experiments.kit import (
-    Records,
-    Sweep,
-    claim,
-    curves,
-    learning_line,
-    numbers,
-    over_seeds,
-    repetitions,
-    table,
-    workers,
-)
+from fedcomp.experiments.kit import Records, Sweep, claim, curves, learning_line, over_seeds, repetitions, table
+from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rules import Int, OneOf
 
@@ -97,7 +87,7 @@ OPTIONS = {
         "0.5,1,2,4", TEXT, "step sizes that are tried on a validation split, in multiples of the task's", check=numbers
     ),
     "tune": Option(FEDAVG, OneOf(FEDAVG, "every row"), "whose step size is looked for; FedAvg's is every row's"),
-    "workers": workers(),
+    "workers": 1,
 }
 
 

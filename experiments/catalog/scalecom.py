@@ -10,9 +10,10 @@ import numpy as np
 
 from fedcomp.codecs import Codec, RandomK, ScaleCom, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Findings, mean
 from fedcomp.experiments.kit import Say, claim, curves, table
+from fedcomp.experiments.options import TEXT, Config, Option
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key

@@ -23,9 +23,10 @@ from fedcomp.experiments.estimates import (
     search,
     timing,
 )
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Say, Series, Table, mean
 from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, running_mean, table, train_losses
+from fedcomp.experiments.options import TEXT, Config, Option
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
 from fedcomp.rules import Int, Real

@@ -11,10 +11,11 @@ from typing import Any, Final
 
 from fedcomp.clients.edge.links import Link
 from fedcomp.experiments.catalog.factors import TUNING_SEED
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say
-from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, numbers, table, workers
+from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, table
 from fedcomp.experiments.links import HEADERS, pace, unavailable
+from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult
 from fedcomp.rules import Flag, Int, Real
 
@@ -64,8 +65,8 @@ OPTIONS = {
     ),
     "stock": Option(True, Flag(), "8 MB at 200 kbit/s, too, by stock Flower and by ours"),
     "stock_limit": Option(420.0, Real(least=5.0), "seconds of that"),
-    "workers": workers(2),
-    "links": workers(3),
+    "workers": 2,
+    "links": Option(3, Int(1, 256), "processes that train side by side; changes nothing but the time", neutral=True),
 }
 
 

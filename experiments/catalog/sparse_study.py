@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, HeatMap, mean, spread
-from fedcomp.experiments.kit import Records, Say, Sweep, claim, curves, numbers, over_seeds, repetitions, table, workers
+from fedcomp.experiments.kit import Records, Say, Sweep, claim, curves, over_seeds, repetitions, table
+from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult
 from fedcomp.rules import Int, Real
 
@@ -42,7 +43,7 @@ _densities: Final = partial(numbers, each=Real(above=0.0, most=1.0))
 
 OPTIONS = {
     "seeds": Option(2, Int(1, 100), "trainings per cell, with the seeds from --seed on"),
-    "workers": workers(),
+    "workers": 1,
     "densities": Option("0.001,0.01,0.1", TEXT, "shares of the coordinates sent", check=_densities),
     "task.partition": Option("iid", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
     "task.hidden": Option("256", TEXT, "widths of the model's hidden layers"),

@@ -13,9 +13,10 @@ import numpy as np
 from fedcomp.codecs import State
 from fedcomp.codecs.scalecom import support_frame
 from fedcomp.experiments import adaptive_servers, robust_rules, small_cnn
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Claim, Findings, Table, mean, spread
-from fedcomp.experiments.kit import Records, Say, Sweep, claim, curves, over_seeds, repetitions, table, workers
+from fedcomp.experiments.kit import Records, Say, Sweep, claim, curves, over_seeds, repetitions, table
+from fedcomp.experiments.options import TEXT, Config, Option
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.layout import Vector
 from fedcomp.program import Answer, Ask, Me, Now, Round, Said
@@ -45,7 +46,7 @@ LOOKS: Final = 20
 OPTIONS = {
     "seeds": Option(3, Int(1, 100), "trainings per scheme and partition, with the seeds from --seed on"),
     "baseline_seeds": Option(1, Int(1, 100), "the same for the baselines, the lower part of the table"),
-    "workers": workers(),
+    "workers": 1,
     "task.hidden": Option("256", TEXT, "widths of the model's hidden layers"),
     "lr": Option(0.05, Real(above=0.0), "step size of the clients' SGD"),
     "batch_size": Option(16, Int(1), "examples per step; a client makes one step a round"),

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Claim, Findings, Table, mean
 from fedcomp.experiments.kit import Record, Records, Say, Sweep, claim, curves, table
+from fedcomp.experiments.options import TEXT, Config, Option
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rules import Int, Real
 

@@ -10,9 +10,10 @@ from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.experiments.ballots import PUBLISHED, SHARES, agreement, drawn_difference, passing
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest, mean, spread
-from fedcomp.experiments.kit import Records, Sweep, claim, curves, repetitions, table, workers
+from fedcomp.experiments.kit import Records, Sweep, claim, curves, repetitions, table
+from fedcomp.experiments.options import TEXT, Config, Option
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
 from fedcomp.rules import Flag, Int, OneOf, Real
@@ -95,7 +96,7 @@ OPTIONS = {
     "task.hidden": Option("32", TEXT, "widths of the model's hidden layers"),
     "task.model": Option("mlp", OneOf("mlp", "cnn"), "the model: mlp, or cnn for MNIST"),
     "seeds": Option(3, Int(1, 100), "trainings per method and epsilon, with the seeds from --seed on"),
-    "workers": workers(2),
+    "workers": 2,
     "lr": Option(0.5, Real(above=0.0), "step size of the clients' SGD"),
     "epochs": Option(4, Int(1), "passes of a client over its examples in a round"),
     "batch_size": Option(8, Int(1), "examples per step"),

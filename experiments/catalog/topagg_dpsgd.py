@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, Final
 
-from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Table, largest, mean, spread
-from fedcomp.experiments.kit import Record, claim, curves, named, repetitions, table, workers
+from fedcomp.experiments.kit import Record, claim, curves, named, repetitions, table
+from fedcomp.experiments.options import TEXT, Config, Option
 from fedcomp.experiments.record_training import TASK, RecordCell
 from fedcomp.experiments.spec import RunResult
 from fedcomp.rules import Flag, Int, Real
@@ -75,7 +76,7 @@ CHOSEN: Final[Mapping[str, tuple[Options, ...]]] = {
 
 OPTIONS = {
     "seeds": Option(5, Int(1, 100), "trainings per method and epsilon, with the seeds from --seed on"),
-    "workers": workers(2),
+    "workers": 2,
     "tune": Option(
         False, Flag(), "choose step sizes, k, rank and kept fraction again on the validation split, and use those"
     ),

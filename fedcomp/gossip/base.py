@@ -246,13 +246,6 @@ class Algorithm(Named, ABC):
         """
         return {}
 
-    def noticed(self, state: State, messages: Sequence[GossipMessage]) -> dict[int, str]:
-        """Return what is odd about messages that are counted nevertheless, by source, for the report.
-
-        ``state`` is the one from before they were received. Messages that cannot be read do not matter here.
-        """
-        return {}
-
     def shift(self, state: State, change: Real) -> State:
         """Return the state after the node's model moved by ``change`` on its own: running statistics of a forward pass,
         which follow no gradient. Push-sum moves its numerator by ``w * change``."""

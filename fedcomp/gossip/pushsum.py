@@ -109,9 +109,12 @@ class PushSum(Algorithm):
         """Return this algorithm with ``nodes`` filled in: the total of all weights."""
         return self if self.nodes else self.from_config({**self.get_config(), "nodes": graph.n})
 
-    def noticed(self, state: State, messages: Sequence[GossipMessage]) -> dict[int, str]:
-        """Return sources whose messages repeat one that was counted, or carry no share of w: what such a node takes in
-        never comes back, and the weights of the others fall."""
+    def odd(self, state: State, messages: Sequence[GossipMessage]) -> dict[int, str]:
+        """Return what is odd about messages that are counted nevertheless, by source: they repeat one that was counted,
+        or carry no share of w; what such a node takes in never comes back, and the weights of the others fall.
+
+        ``state`` is the one from before they were received. Messages that cannot be read do not matter here.
+        """
         found: dict[int, str] = {}
         last: dict[tuple[int, bool], int] = {}
         for message in messages:

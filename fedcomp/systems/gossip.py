@@ -24,16 +24,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.codecs import State
+from fedcomp.coding.sealing import PeerIdentity
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Outbox, Real, View, largest_message
 from fedcomp.gossip.errors import TOO_FAR, Diverged, MessageError
+from fedcomp.gossip.pushsum import PushSum
 from fedcomp.gossip.receiving import received, taken_back
 from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.traffic import GossipTraffic, Phase
 from fedcomp.mailbox import Mailbox, Post
 from fedcomp.plain import Count, from_fields, to_plain
-from fedcomp.program import HELLO, SHOW, Answer, AnswerError, Ask, Me, Now, Round, Said, Step, System
+from fedcomp.program import HELLO, SHOW, Answer, AnswerError, Ask, KeyPair, Me, Now, Round, Said, Step, System
 from fedcomp.rng import Key
 from fedcomp.rules import Flag, Int, Made, Many, OneOf, Switch, Text
 from fedcomp.rules import Real as Number
@@ -298,7 +300,7 @@ class Gossip(System, id="gossip"):
         For closing iterations of an algorithm that has no use for them.
     """
 
-    KEYS: ClassVar[bool] = True
+    KEYS: ClassVar[type[KeyPair] | None] = PeerIdentity
     TRACED: ClassVar[bool] = True
     LOST: ClassVar[Literal["rollback", "again"]] = "again"
     KEEPS: ClassVar[bool] = True
@@ -848,7 +850,7 @@ class Gossip(System, id="gossip"):
         inbox = tuple(GossipMessage(p.source, me.node, p.data) for p in mail if not p.name.startswith(RETURNED))
         back = tuple(GossipMessage(me.node, p.source, p.data) for p in mail if p.name.startswith(RETURNED))
         # On the state from before: once they are counted, all messages look like repetitions.
-        noticed = algorithm.noticed(held.state, inbox)
+        noticed = algorithm.odd(held.state, inbox) if isinstance(algorithm, PushSum) else {}
         # Messages of an iteration that cannot be completed do not come: that iteration is followed by a reset.
         dropped = turn.start == "reset" and not inbox
         state, refused = (held.state, {}) if dropped else received(algorithm, held.state, inbox)

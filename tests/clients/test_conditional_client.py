@@ -12,8 +12,8 @@ import pytest
 from flwr.app import Context, Message
 from toy import client_app, fedavg, fingerprint, model
 
+from fedcomp.clients.compressed import compression
 from fedcomp.clients.conditional import Sensors, conditional
-from fedcomp.clients.programs import programs
 from fedcomp.clients.sensors import StoredEdge
 from fedcomp.codecs import TopK
 from fedcomp.drift.edge import Arrays, Deployments, SensorEndpoint, local_link
@@ -75,7 +75,7 @@ def run(tmp_path: Path, rounds: int, odd_at: int = 0, fault: Any = None, query: 
         return np.repeat(confidence([SURE]), 100)
 
     sensors = Sensors(lambda context: site(context).edge(), measure, absorb)
-    app = client_app([programs(), conditional(watch, sensors=sensors, settings=SETTLED)])
+    app = client_app([compression(), conditional(watch, sensors=sensors, settings=SETTLED)])
     strategy = Conditional(Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.2)), max_skip=50, query=query)
 
     def after(number: int, arrays: Any, outcome: Any) -> None:
@@ -127,7 +127,7 @@ def test_a_node_whose_own_training_helps_it_is_never_quiet(helps: bool) -> None:
         return 1.0 if fingerprint(record) == came[round_of(msg)] or not helps else 0.5
 
     came: dict[int | None, float] = {}
-    app = client_app([programs(), conditional(watch, settings=replace(SETTLED, patience=1))])
+    app = client_app([compression(), conditional(watch, settings=replace(SETTLED, patience=1))])
 
     def noted(message: Message, context: Context) -> Message:
         for record in message.content.array_records.values():

@@ -1,4 +1,4 @@
-"""The client half of programs, one message at a time: what it remembers, repeats, puts back and refuses."""
+"""The client half of compression, one message at a time: what it remembers, repeats, puts back and refuses."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from toy import in_bfloat16
 
 from fedcomp.clients import memory
 from fedcomp.clients.client import HALVES, client
+from fedcomp.clients.compressed import compression
 from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.kept import keep
 from fedcomp.clients.memory import BLOB, Held, Memory
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.topagg import votes_only
-from fedcomp.clients.programs import Brings, Brought, bringing, programs
+from fedcomp.clients.programs import Brings, Brought, bringing
 from fedcomp.codecs import QSGD, Codec, ErrorFeedback, Factors, Identity, State, TopK, get_codec
 from fedcomp.errors import FedcompError
 from fedcomp.exact import decode_exact
@@ -138,7 +139,7 @@ class Node:
     """A client that is asked by hand, and what its server knows of it."""
 
     system: System = PAIR
-    half: Any = field(default_factory=programs)
+    half: Any = field(default_factory=compression)
     app: Callable[[Message, Context], Message] | None = None
     sequence: int = 0
     consumed: int = 0
@@ -217,7 +218,7 @@ class Node:
 
 def brings(system: str, data: Brings) -> ClientHalf:
     """Return a half that brings something to a system, around that of programs."""
-    outer, inner = bringing("brings", system, data), programs()
+    outer, inner = bringing("brings", system, data), compression()
     return ClientHalf("both", lambda msg, context, app: outer.mod(msg, context, lambda m, c: inner.mod(m, c, app)))
 
 
@@ -661,7 +662,9 @@ def test_a_model_is_named_by_its_values_bits_and_shapes_or_by_its_digest() -> No
 
 def test_a_node_with_a_state_folder_goes_on_after_a_restart(tmp_path: Path) -> None:
     node = Node()
-    node.half = ClientHalf("kept", lambda msg, context, app: keep(msg, context, lambda m, c: programs().mod(m, c, app)))
+    node.half = ClientHalf(
+        "kept", lambda msg, context, app: keep(msg, context, lambda m, c: compression().mod(m, c, app))
+    )
     node.context.node_config["state-dir"] = str(tmp_path)
     node.consume(node.ask(1))
     node.context.state = RecordDict()
@@ -877,11 +880,11 @@ def test_a_step_of_the_system_is_read_by_its_blobs_and_what_follows_from_it_is_k
     assert BLOB + digest_of(b"after 6") in node.context.state
     assert "lacks the table" in reason(lost.send(lost.head(2, **fields), "train", None, None, {STEP + "2": frame}))
     # Whoever may not use the system cannot read its steps either, and is sent the whole model.
-    lost.half = programs(["identity", "topk"])
+    lost.half = compression(["identity", "topk"])
     for kind in ("train", "evaluate"):
         why = reason(lost.send(lost.head(2, **fields), kind, None, None, {STEP + "2": frame}))
         assert why.startswith(RESYNC)
-        assert "accepts the codecs ['identity', 'topk'], not ['later']" in why
+        assert "accepts the codecs ['identity', 'pair', 'topk'], not ['later']" in why
 
 
 def test_the_first_model_is_made_at_the_node() -> None:
@@ -893,12 +896,12 @@ def test_the_first_model_is_made_at_the_node() -> None:
 
     broadcast = Broadcast(TopK(density=0.3))
     published(broadcast, to_arrays(model(1.0)))
-    node = Node(half=programs(first_model=first))
+    node = Node(half=compression(first_model=first))
     reply = down(node, broadcast, 1)
     assert answer(reply).version == 1
     down(node, broadcast, 1, number=2)
     assert len(calls) == 1
-    other = Node(half=programs(first_model=lambda msg, context: model(2.0)))
+    other = Node(half=compression(first_model=lambda msg, context: model(2.0)))
     assert "digests differ" in reason(down(other, broadcast, 1))
 
 
@@ -1024,7 +1027,7 @@ def test_the_generic_app_answers_programs_the_pair_of_before_and_flowers_own_in_
     mean = fitted(FedAvg(**everyone), grid, counter=False)
     assert mean.keys() == toy.model().keys()
     assert [fitted(make(), grid) for make in strategies] == [first, second], "nothing of the former runs is left"
-    alone = InProcessGrid(toy.client_app([programs()]), 3, seed=4)
+    alone = InProcessGrid(toy.client_app([compression()]), 3, seed=4)
     assert fitted(strategies[0](), alone) == first
 
 
@@ -1034,13 +1037,13 @@ def test_the_generic_app_answers_programs_the_pair_of_before_and_flowers_own_in_
 @pytest.mark.parametrize(
     ("accept", "system", "why"),
     [
-        (["topk"], PAIR, "accepts the codecs ['topk'], not ['pair', 'feedback']"),
+        (["topk"], PAIR, "accepts the codecs ['pair', 'topk'], not ['feedback']"),
         (None, {"id": "pear"}, "no system 'pear'"),
         (None, {"id": "pair", "codec": {"id": "topk", "density": 7}}, "density"),
     ],
 )
 def test_what_a_client_cannot_or_may_not_do_is_answered_by_the_app_alone(accept, system, why: str) -> None:
-    node = Node(half=programs(accept))
+    node = Node(half=compression(accept))
     config = system if isinstance(system, dict) else system.to_config()
     reply = node.ask(1, system=config)
     assert why in answer(reply).unsupported
@@ -1052,7 +1055,7 @@ def test_what_a_client_cannot_or_may_not_do_is_answered_by_the_app_alone(accept,
 def test_frames_that_show_examples_need_an_agreement() -> None:
     system = Pair(Factors(mode="dad", i_know_inputs_are_visible=True))
     assert "has not agreed to show the server" in answer(Node(system).ask(1)).unsupported
-    agreed = Node(system, half=programs(i_know_inputs_are_visible=True))
+    agreed = Node(system, half=compression(i_know_inputs_are_visible=True))
     assert answer(agreed.ask(1)).unsupported == ""
 
 

@@ -43,9 +43,10 @@ from page_reading import PAGES, ROOT, Command, commands
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.bench import BENCHMARKS
 from fedcomp.experiments.catalog import CATALOG, get_experiment
-from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.run import Request, app
 from fedcomp.experiments.run import main as run_experiment
+from fedcomp.experiments.tables import specs_of
 
 ALL = [command for page in PAGES for command in commands(page)]
 PLACEHOLDERS = {
@@ -200,7 +201,7 @@ def test_e1_an_experiment_runs_at_its_smallest_size(
     if unshortened or command.environment or f"experiments.run {asked(command)[0]}" in RUN_BY:
         name, options = asked(command)
         experiment = get_experiment(str(name))
-        experiment.specs(experiment.configure(assignments=[o.split()[1] for o in options if o.startswith("--set")]))
+        specs_of(experiment, experiment.configure(assignments=[o.split()[1] for o in options if o.startswith("--set")]))
         return
     if "--resume last" in asked(command)[1]:
         assert run_experiment(["--quick"]) == 0

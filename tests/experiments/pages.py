@@ -13,6 +13,7 @@ from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Claim, Findings, Say
 from fedcomp.experiments.report import rerun, summarise
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.experiments.tables import specs_of
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 Rounds = Mapping[str, Sequence[RoundRecord]]
@@ -96,7 +97,7 @@ def make(
 ) -> tuple[dict[str, Any], Rounds]:
     """Return summary and rounds of a finished run of ``TINY``."""
     config = TINY.configure(rounds=rounds)
-    specs = TINY.specs(config)
+    specs = specs_of(TINY, config)
     found = results(specs)
     told = TINY.measure(config, found, Say()) if rounds else Findings()
     measured = replace(findings or Findings(), claims=told.claims if claims is None else claims, answer=told.answer)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.kit import claim
+from fedcomp.experiments.options import Config, Option
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rules import Int, Real
 

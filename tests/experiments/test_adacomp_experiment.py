@@ -14,10 +14,11 @@ from fedcomp.codecs import AdaComp
 from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import adacomp
 from fedcomp.experiments.central import Sending
-from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Curves, Findings, Say
 from fedcomp.experiments.kit import Record, Records
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RoundRecord, RunResult
+from fedcomp.experiments.tables import specs_of
 from fedcomp.layout import Layout
 from fedcomp.systems.pair import Pair
 
@@ -38,7 +39,7 @@ def run() -> tuple[Config, dict[str, RunResult], Findings]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("FEDCOMP_DATA", raising=False)
         config = adacomp.EXPERIMENT.configure(quick=True)
-        results = {spec.label: engines.run(spec) for spec in adacomp.EXPERIMENT.specs(config)}
+        results = {spec.label: engines.run(spec) for spec in specs_of(adacomp.EXPERIMENT, config)}
         return config, results, adacomp.measure(config, results, Say())
 
 

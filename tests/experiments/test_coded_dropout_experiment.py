@@ -13,9 +13,9 @@ from flwr.app import Message, RecordDict
 from fedcomp.coding.transport import Parcel, SpoolRoot
 from fedcomp.experiments.catalog import coded_dropout
 from fedcomp.experiments.catalog.coded_dropout import COPIES, MDS, PLAIN, RESUME, RLNC, Sizes
-from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.kit import Record, Records
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.vanishing import Life, PeerShards, live, relive
 from fedcomp.flower import asks
 from fedcomp.flower.grid import InProcessGrid

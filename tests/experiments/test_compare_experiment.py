@@ -8,10 +8,11 @@ from experiment_runs import ran
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.catalog.compare import EXPERIMENT, KINDS, kind_of
 from fedcomp.experiments.systems import SYSTEMS, check
+from fedcomp.experiments.tables import specs_of
 
 
 def labels(*assignments: str) -> list[str]:
-    return [spec.label for spec in EXPERIMENT.specs(EXPERIMENT.configure(assignments=assignments))]
+    return [spec.label for spec in specs_of(EXPERIMENT, EXPERIMENT.configure(assignments=assignments))]
 
 
 @pytest.mark.long
@@ -22,7 +23,7 @@ def test_systems_are_run_beside_a_reference_and_what_they_cost_is_theirs() -> No
         "settings=lr=0.3 max_steps=1",
     )
     config, results, found, *_ = ran(EXPERIMENT, *asked, rounds=2, clients=3, seed=4)
-    specs = EXPERIMENT.specs(config)
+    specs = specs_of(EXPERIMENT, config)
     assert [spec.label for spec in specs] == ["fedavg", "topk codec.density=0.05 feedback=true", "qsgd"]
     assert all(spec.settings["lr"] == 0.3 and spec.settings["task.hidden"] == 8 for spec in specs)
     assert (specs[1].settings["codec.density"], specs[1].settings["feedback"]) == (0.05, True)
@@ -52,7 +53,7 @@ def test_every_system_of_the_table_can_be_named(name: str) -> None:
     task = {"generator": "digits-generator", "graph": "digits-graph", "linear": "digits-zero"}.get(
         kind_of(name), "digits"
     )
-    specs = EXPERIMENT.specs(EXPERIMENT.configure(assignments=[f"systems={name}", f"task={task}"]))
+    specs = specs_of(EXPERIMENT, EXPERIMENT.configure(assignments=[f"systems={name}", f"task={task}"]))
     assert specs[-1].system == name
     assert kind_of(name) in KINDS
     assert {spec.task for spec in specs} == {task}
@@ -78,6 +79,6 @@ def test_what_cannot_be_compared_is_refused_in_one_line(assignment: str, words: 
 
 
 def test_a_system_that_does_not_fit_the_task_is_refused_before_anything_runs() -> None:
-    (spec, *_) = EXPERIMENT.specs(EXPERIMENT.configure(assignments=["task=digits-graph"]))
+    (spec, *_) = specs_of(EXPERIMENT, EXPERIMENT.configure(assignments=["task=digits-graph"]))
     with pytest.raises(ConfigError, match="does not fit task 'digits-graph'"):
         check(spec)

@@ -10,9 +10,10 @@ import pytest
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import datalens
-from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Findings, Pictures, Say
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunResult
+from fedcomp.experiments.tables import specs_of
 from fedcomp.privacy.accounting import releases_for
 from fedcomp.privacy.votes import entropy_bits
 
@@ -24,7 +25,7 @@ def run() -> tuple[Config, dict[str, RunResult], Findings]:
     config = datalens.EXPERIMENT.configure(rounds=4, clients=2, assignments=TINY)
     # What a generator is worth has tests of its own.
     quick = {"task.synthetic": 100, "task.classifier_epochs": 1}
-    specs = [replace(spec, settings={**spec.settings, **quick}) for spec in datalens.EXPERIMENT.specs(config)]
+    specs = [replace(spec, settings={**spec.settings, **quick}) for spec in specs_of(datalens.EXPERIMENT, config)]
     results = {spec.label: engines.run(spec) for spec in specs}
     return config, results, datalens.measure(config, results, Say())
 
@@ -98,7 +99,7 @@ def test_what_passes_the_threshold_is_mostly_noise_at_epsilon_1(run) -> None:
 def test_a12_a_full_row_evaluates_before_its_first_and_after_its_last_step_only() -> None:
     """One evaluation of the published kind takes about 12.7 hours of one core; a fourth of the run is not a reason."""
     config = datalens.EXPERIMENT.configure(assignments=["full=true", "seeds=1", "teachers=400"])
-    for spec in datalens.EXPERIMENT.specs(config):
+    for spec in specs_of(datalens.EXPERIMENT, config):
         every, last = spec.settings["evaluate_every"], spec.rounds
         assert [r for r in range(last + 1) if r in (0, last) or r % every == 0] == [0, last]
         assert spec.settings["task.synthetic"] * spec.settings["task.classifier_epochs"] == 60_000_000
@@ -107,7 +108,7 @@ def test_a12_a_full_row_evaluates_before_its_first_and_after_its_last_step_only(
 
 def test_full_rows_have_the_published_settings() -> None:
     config = datalens.EXPERIMENT.configure(assignments=["full=true", "seeds=1", "teachers=400"])
-    specs = {spec.label: spec for spec in datalens.EXPERIMENT.specs(config)}
+    specs = {spec.label: spec for spec in specs_of(datalens.EXPERIMENT, config)}
     one, ten = (specs[datalens.label(epsilon, 0)] for epsilon in (1.0, 10.0))
     assert (one.task, one.rounds, ten.rounds) == ("mnist-generator", 86, 109)
     assert [one.settings[key] for key in ("k", "beta", "images", "teachers")] == [200, 0.7, 15, 400]
@@ -115,4 +116,4 @@ def test_full_rows_have_the_published_settings() -> None:
     assert (one.settings["task.synthetic"], one.settings["task.classifier_epochs"]) == (100_000, 600)
     other = datalens.EXPERIMENT.configure(assignments=["full=true", "epsilons=3"])
     with pytest.raises(ConfigError, match="set epsilons=10,1"):
-        datalens.EXPERIMENT.specs(other)
+        specs_of(datalens.EXPERIMENT, other)

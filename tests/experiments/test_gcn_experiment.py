@@ -14,11 +14,12 @@ from experiment_runs import Ran, ran, resumes
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.catalog import gcn
 from fedcomp.experiments.catalog.gcn import CROSS, CUT, FULL, LOCAL, PARTITIONS, RANDOM, SHORT, UNSKEWED
-from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.graph_runs import outcome, train
 from fedcomp.experiments.graph_variance import Batches, as_many_rows, bias_of, measured, remote_inputs, with_input_layer
 from fedcomp.experiments.kit import Record, Records
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.tables import specs_of
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.tasks import get_task
 from fedcomp.tasks.graph import GraphTask
@@ -247,7 +248,7 @@ def test_what_was_not_measured_is_no_success(run: Ran) -> None:
 
 def test_a_single_owner_is_refused_before_anything_is_trained() -> None:
     with pytest.raises(ConfigError, match=r"clients=1 is not valid.*2 or more"):
-        gcn.EXPERIMENT.specs(gcn.EXPERIMENT.configure(clients=1))
+        specs_of(gcn.EXPERIMENT, gcn.EXPERIMENT.configure(clients=1))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ import pytest
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.findings import Findings, Say
-from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, named, numbers, over_seeds, table
+from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, named, over_seeds, table
+from fedcomp.experiments.options import numbers
 from fedcomp.rules import Real
 
 CALLS: list[tuple[str, float]] = []

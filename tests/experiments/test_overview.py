@@ -12,11 +12,12 @@ from pages import Page, make
 
 from fedcomp.experiments.overview import list_runs, write_index
 from fedcomp.experiments.store import RunFolder, write_json
+from fedcomp.experiments.tables import specs_of
 
 
 def finished(root: Path, name: str, began: float = 0.0, **changed: object) -> Path:
     config = TINY.configure()
-    folder = RunFolder.create(root, config, TINY.specs(config)).path.rename(root / name)
+    folder = RunFolder.create(root, config, specs_of(TINY, config)).path.rename(root / name)
     write_json(folder / "summary.json", make()[0] | changed)
     (folder / "report.html").write_text("report")
     os.utime(folder / "config.json", (began, began))
@@ -35,7 +36,7 @@ def test_runs_are_listed_newest_first_with_their_answer_and_a_link(tmp_path: Pat
 
 def test_an_unfinished_run_says_how_to_go_on(tmp_path: Path) -> None:
     config = TINY.configure(seed=7)
-    folder = RunFolder.create(tmp_path, config, TINY.specs(config))
+    folder = RunFolder.create(tmp_path, config, specs_of(TINY, config))
     (entry,) = list_runs(tmp_path)[0]
     assert (entry.problem, entry.experiment, entry.link) == ("unfinished", "tiny", "")
     assert f"--resume {folder.name}" in Page(write_index(tmp_path).read_text()).text

@@ -12,6 +12,7 @@ from pages import Page, facts, make, results
 from fedcomp.experiments.findings import LONG, Claim, Curves, Findings, HeatMap, Series, Table
 from fedcomp.experiments.page import FEW, render_report
 from fedcomp.experiments.report import mark, summarise
+from fedcomp.experiments.tables import specs_of
 
 HOSTILE = "<script>alert(1)</script>'\"</style>&{{ 'ab'*2 }}{% raw %}"
 
@@ -52,7 +53,7 @@ def test_nobodys_text_breaks_out_of_its_place() -> None:
         rows=lambda config: [config.spec("fedavg", HOSTILE, "digits"), config.spec("topk", HOSTILE + "2", "digits")],
     )
     config = hostile.configure(assignments=[f"link={HOSTILE}"])
-    specs = hostile.specs(config)
+    specs = specs_of(hostile, config)
     measured = Findings(
         claims=[Claim(HOSTILE, 0.0, ">=", 1.0, HOSTILE)],
         answer=HOSTILE,

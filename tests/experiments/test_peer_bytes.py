@@ -20,6 +20,7 @@ from fedcomp.experiments.page import render_report
 from fedcomp.experiments.report import summarise
 from fedcomp.experiments.sheets import result_sheet
 from fedcomp.experiments.spec import RoundRecord, RunSpec
+from fedcomp.experiments.tables import specs_of
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 
@@ -92,7 +93,7 @@ def test_a_stored_round_from_before_there_were_any_can_be_read() -> None:
 def test_reports_show_the_column_where_there_is_something_in_it(wire: int) -> None:
     config = TINY.configure()
     records = [RoundRecord(1, 0.4, 1.0, 10, 20, 30, 40, peer_payload_bytes=wire, peer_wire_bytes=wire)]
-    dense, sparse = TINY.specs(config)
+    dense, sparse = specs_of(TINY, config)
     results = {"dense": recorded(dense, records), "sparse": recorded(sparse, [])}
     summary = summarise(TINY, config, [dense, sparse], results, Findings(), facts())
     assert [row["peer_wire_bytes"] for row in summary["rows"]] == [wire, 0]

@@ -26,6 +26,7 @@ from fedcomp.experiments.catalog.power_gossip import (
 from fedcomp.experiments.decentralised import Evaluation, Trained
 from fedcomp.experiments.findings import Say
 from fedcomp.experiments.relayed import beside, without_messages
+from fedcomp.experiments.tables import specs_of
 from fedcomp.gossip.power_gossip import PowerGossip
 from fedcomp.gossip.traffic import GossipTraffic
 
@@ -145,6 +146,6 @@ def test_wrong_settings_are_refused() -> None:
     for text in ("gammas=0", "gammas=2", "gammas=x", "fraction=0", "matrix=2"):
         with pytest.raises(ConfigError):
             EXPERIMENT.configure(assignments=[text])
-    spec = EXPERIMENT.specs(EXPERIMENT.configure())[0]
+    spec = specs_of(EXPERIMENT, EXPERIMENT.configure())[0]
     with pytest.raises(ConfigError, match="not a decentralised algorithm"):
         without_messages(dataclasses.replace(spec, system="fedavg", settings={}))

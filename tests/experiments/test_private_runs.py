@@ -22,6 +22,7 @@ from fedcomp.experiments.page import render_report
 from fedcomp.experiments.report import promises
 from fedcomp.experiments.run import RunnerSetup, main
 from fedcomp.experiments.store import RunFolder
+from fedcomp.experiments.tables import specs_of
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.privacy.accounting import releases_for
 from fedcomp.privacy.errors import PrivacyLedgerError
@@ -225,12 +226,12 @@ def test_a_rows_own_smaller_budget_stays():
     loose = dataclasses.replace(
         EXPERIMENT, rows=lambda c: [dataclasses.replace(EXPERIMENT.rows(c)[1], settings={"budget": 8.0})]
     )
-    assert [e.specs(config)[0].settings["budget"] for e in (tight, loose)] == [1.0, 3.0]
+    assert [specs_of(e, config)[0].settings["budget"] for e in (tight, loose)] == [1.0, 3.0]
 
 
 def test_a_run_that_released_something_is_kept_though_no_round_was_finished(tmp_path):
     config = EXPERIMENT.configure()
-    folder = RunFolder.create(tmp_path, config, EXPERIMENT.specs(config))
+    folder = RunFolder.create(tmp_path, config, specs_of(EXPERIMENT, config))
     ledger = folder.row(folder.specs[1]).privacy
     ledger.write_text("header\nevent\n")
     assert not folder.discard_if_empty()

@@ -12,6 +12,7 @@ from rich.console import Console
 from fedcomp.experiments.console import make_console
 from fedcomp.experiments.progress import Remaining, Watch
 from fedcomp.experiments.spec import RoundRecord, RunSpec
+from fedcomp.experiments.tables import specs_of
 
 
 class Clock:
@@ -104,7 +105,7 @@ def test_what_a_run_is_known_to_take_stands_for_what_has_not_begun(clock: Clock)
 @pytest.mark.slow
 def test_without_a_terminal_every_row_and_every_part_is_one_line(clock: Clock) -> None:
     shown = io.StringIO()
-    specs = TINY.specs(TINY.configure(rounds=2))
+    specs = specs_of(TINY, TINY.configure(rounds=2))
     remaining = Remaining({spec.label: spec.rounds for spec in specs}, clock=clock)
     with Watch(make_console(shown), specs, remaining) as watch:
 
@@ -130,7 +131,7 @@ def test_without_a_terminal_every_row_and_every_part_is_one_line(clock: Clock) -
 def test_a_terminal_shows_a_bar_for_each_row_and_one_line_for_the_run() -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True)
-    specs = TINY.specs(TINY.configure(rounds=2))
+    specs = specs_of(TINY, TINY.configure(rounds=2))
     with Watch(console, specs) as watch:
         watch.start(specs[0], 0)
         watch.done(specs[0], 0.5, kept=True)

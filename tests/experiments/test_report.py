@@ -13,8 +13,8 @@ from fake_engine import CATALOG, DATA, TINY, FakeEngine
 from pages import facts, make, recorded
 
 from fedcomp.experiments.catalog import get_experiment
-from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Claim, Findings
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.report import (
     aligned,
     answer,
@@ -37,6 +37,7 @@ from fedcomp.experiments.run import Request, app
 from fedcomp.experiments.sheets import claims_sheet
 from fedcomp.experiments.spec import RoundRecord
 from fedcomp.experiments.store import to_json_text
+from fedcomp.experiments.tables import specs_of
 
 
 def test_numbers_of_a_column_have_equally_many_decimals() -> None:
@@ -48,7 +49,7 @@ def test_numbers_of_a_column_have_equally_many_decimals() -> None:
 
 
 def test_substituted_data_are_called_so() -> None:
-    result = FakeEngine()(TINY.specs(TINY.configure())[0], on_round=None, checkpoint=None)
+    result = FakeEngine()(specs_of(TINY, TINY.configure())[0], on_round=None, checkpoint=None)
     result.notes = {"task": {"data": DATA | {"used": "local", "verified": True, "substitute": True}}}
     text = data_sentence([result.notes["task"]] * 2)
     assert text.count("numbers made by formula (read from local files, checksums verified).") == 1
@@ -58,7 +59,7 @@ def test_substituted_data_are_called_so() -> None:
 
 def test_totals_are_sums_over_rounds_and_the_accuracy_is_the_last_evaluated() -> None:
     config = TINY.configure()
-    specs = TINY.specs(config)
+    specs = specs_of(TINY, config)
     records = [
         RoundRecord(0, 0.1, 2.0, downlink_wire_bytes=5),
         RoundRecord(1, 0.4, 1.0, 10, 20, 30, 40, failures=2),

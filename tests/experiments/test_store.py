@@ -14,9 +14,11 @@ from fake_engine import TINY, FakeEngine
 
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.experiments import store
-from fedcomp.experiments.experiment import Experiment, Option
+from fedcomp.experiments.experiment import Experiment
+from fedcomp.experiments.options import Option
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.experiments.store import JsonLines, RunFolder, finite, to_json_text, write_text
+from fedcomp.experiments.tables import specs_of
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.store import write
 from fedcomp.rules import Int, Real
@@ -25,12 +27,12 @@ from fedcomp.rules import Int, Real
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     config = TINY.configure(seed=1)
-    return RunFolder.create(tmp_path, config, TINY.specs(config))
+    return RunFolder.create(tmp_path, config, specs_of(TINY, config))
 
 
 def test_two_runs_in_one_second_get_two_folders(tmp_path: Path) -> None:
     config = TINY.configure()
-    runs = [RunFolder.create(tmp_path, config, TINY.specs(config)) for _ in range(3)]
+    runs = [RunFolder.create(tmp_path, config, specs_of(TINY, config)) for _ in range(3)]
     assert len({run.path for run in runs}) == 3
 
 
@@ -45,7 +47,7 @@ def test_a_run_is_found_by_name_path_and_last(folder: RunFolder, tmp_path: Path)
 
 def test_last_is_the_run_begun_last_whatever_the_names_say(tmp_path: Path) -> None:
     config = TINY.configure()
-    older, newer = (RunFolder.create(tmp_path, config, TINY.specs(config)) for _ in range(2))
+    older, newer = (RunFolder.create(tmp_path, config, specs_of(TINY, config)) for _ in range(2))
     renamed = newer.path.rename(tmp_path / "00000000-old-looking-name")
     os.utime(older.path / "config.json", ns=(10**9, 10**9))
     assert RunFolder.find(tmp_path, "last").path == renamed
@@ -133,7 +135,7 @@ def test_a_run_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
     options = {"workers": Option(1, Int(), "", neutral=True), "lr": Option(0.1, Real(), "")}
     experiment = Experiment(**{**vars(TINY), "options": options})
     config = experiment.configure()
-    folder = RunFolder.create(tmp_path, config, experiment.specs(config))
+    folder = RunFolder.create(tmp_path, config, specs_of(experiment, config))
     folder.require_same(experiment, experiment.configure(assignments=["workers=8"]), folder.specs)
     with pytest.raises(ConfigError, match=r"lr=0\.1, not 0\.2"):
         folder.require_same(experiment, experiment.configure(assignments=["lr=0.2"]), folder.specs)

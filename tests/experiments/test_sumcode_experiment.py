@@ -7,9 +7,10 @@ import pytest
 
 from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import sumcode
-from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunResult
+from fedcomp.experiments.tables import specs_of
 
 SMALL = ("task.hidden=32", "max_steps=1", "exact_rounds=2")
 FEW = (5, 10)
@@ -23,7 +24,7 @@ def run() -> tuple[Config, dict[str, RunResult], Findings]:
         patch.setattr(sumcode, "MASKED", FEW)
         patch.setattr(sumcode, "CHECKED", {"share": 5, "mask": 5})
         config = sumcode.EXPERIMENT.configure(rounds=2, assignments=SMALL)
-        results = {spec.label: engines.run(spec) for spec in sumcode.EXPERIMENT.specs(config)}
+        results = {spec.label: engines.run(spec) for spec in specs_of(sumcode.EXPERIMENT, config)}
         return config, results, sumcode.measure(config, results, Say())
 
 

@@ -28,6 +28,7 @@ from fedcomp.experiments.catalog.topagg_dpsgd import (
 from fedcomp.experiments.findings import Say
 from fedcomp.experiments.kit import Record
 from fedcomp.experiments.record_training import RecordCell, RecordOutcome
+from fedcomp.experiments.tables import specs_of
 from fedcomp.privacy.accounting import noise_multiplier_for
 from fedcomp.privacy.statement import Statement
 
@@ -130,7 +131,7 @@ def test_a_budget_that_was_crossed_and_a_missing_event_would_be_seen(small: Ran)
 @pytest.mark.long
 def test_a_budget_ends_every_training_that_promises_something_before_it_is_crossed(small: Ran) -> None:
     config = EXPERIMENT.configure(rounds=2, assignments=SMALL, budget=2.5)
-    assert EXPERIMENT.specs(config) == []
+    assert specs_of(EXPERIMENT, config) == []
     ended = EXPERIMENT.measure(config, {}, Say())
     whole = {row[0]: row for row in small.findings.tables[2].rows}
     rows = {row[0]: row for row in ended.tables[2].rows}

@@ -14,6 +14,7 @@ from fedcomp.experiments import engines
 from fedcomp.experiments.ballots import PUBLISHED, agreement, drawn_difference, passing
 from fedcomp.experiments.catalog.topagg import EPSILONS, EXPERIMENT, FEDAVG, METHODS, SENT, claims, multiplier
 from fedcomp.experiments.findings import Say
+from fedcomp.experiments.tables import specs_of
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.events import FINE
 from fedcomp.privacy.gaussian import lattice_delta
@@ -88,7 +89,7 @@ def test_every_private_training_has_its_statement(tiny) -> None:
 def test_a_budget_ends_what_is_measured_as_it_ends_rows(monkeypatch) -> None:
     monkeypatch.setattr(module, "METHODS", METHODS[:3])
     config = EXPERIMENT.configure(clients=6, rounds=2, assignments=SMALL, budget=2.0)
-    results = {spec.label: engines.run(spec) for spec in EXPERIMENT.specs(config)}
+    results = {spec.label: engines.run(spec) for spec in specs_of(EXPERIMENT, config)}
     findings = EXPERIMENT.measure(config, results, Say())
     for method in METHODS[:3]:
         said = {epsilon: findings.statements[method.name(epsilon)] for epsilon in EPSILONS}

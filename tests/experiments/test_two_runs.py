@@ -11,8 +11,9 @@ from fake_engine import CATALOG, TINY, FakeEngine
 from pages import Page
 
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.experiments.experiment import Config, Experiment
+from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Findings
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.run import RunnerSetup, main
 from fedcomp.experiments.sheets import Sheet
 from fedcomp.experiments.spec import RunSpec

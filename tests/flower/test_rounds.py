@@ -225,8 +225,7 @@ def test_a_client_needs_nothing_but_its_context() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault",
-    ["offline", "raise", "silent", "lost_reply", late(1), late(3), "duplicate", "duplicate_reply"],
+    "fault", ["offline", "raise", "silent", "lost_reply", late(1), late(3), "duplicate", "duplicate_reply"]
 )
 @pytest.mark.parametrize("strategy", [fedavg, MeanOfMeans])
 def test_a_fault_of_some_nodes_leaves_the_mean_of_the_others(fault, strategy) -> None:

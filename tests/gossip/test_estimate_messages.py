@@ -28,14 +28,7 @@ from estimate_streams import (
 from fedcomp.gossip.base import GossipMessage, State, View, messages_of
 from fedcomp.gossip.compressor import Compressor
 from fedcomp.gossip.errors import MessageError, OutOfStep
-from fedcomp.gossip.estimates import (
-    absorb,
-    along_edge,
-    broadcast,
-    digests,
-    open_estimates,
-    own_key,
-)
+from fedcomp.gossip.estimates import absorb, along_edge, broadcast, digests, open_estimates, own_key
 from fedcomp.gossip.packet import MessageFlag
 from fedcomp.rng import Key
 

@@ -120,11 +120,7 @@ def test_7_14_ids_out_of_range_are_refused_everywhere(wrong: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kind": "symmetric"}, "did you mean"),
-        ({"nodes": 0}, "nodes=0 is not valid"),
-    ],
+    ("change", "message"), [({"kind": "symmetric"}, "did you mean"), ({"nodes": 0}, "nodes=0 is not valid")]
 )
 def test_wrong_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"nodes": 3, "kind": "sym"} | change

@@ -8,15 +8,7 @@ import pytest
 
 from fedcomp import wire
 from fedcomp.graphs.base import MAX_NODES, GraphError
-from fedcomp.graphs.ids import (
-    decode_ids,
-    decode_norms,
-    encode_ids,
-    encode_norms,
-    put_ids,
-    put_varints,
-    take_varints,
-)
+from fedcomp.graphs.ids import decode_ids, decode_norms, encode_ids, encode_norms, put_ids, put_varints, take_varints
 from fedcomp.rng import Key
 from fedcomp.wire.bits import put_varint
 

@@ -107,10 +107,7 @@ def test_audit_C_clopper_pearson_at_its_known_corners() -> None:
     assert sum(math.comb(20, i) * p**i * (1 - p) ** (20 - i) for i in range(4)) == pytest.approx(0.01, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("trials", "bound"),
-    [(2000, 0.85), (5000, 0.90), (20000, 0.95)],
-)
+@pytest.mark.parametrize(("trials", "bound"), [(2000, 0.85), (5000, 0.90), (20000, 0.95)])
 def test_audit_C_the_bound_on_quantiles_of_mu_1(trials: int, bound: float) -> None:
     found = audit_canary(quantiles(0.0, trials), quantiles(1.0, trials), 0.5)
     assert found.false_alarms == found.misses == pytest.approx(trials * PHI(-0.5), abs=1)

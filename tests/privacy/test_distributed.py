@@ -185,13 +185,7 @@ def test_the_grid_is_fine_enough_for_rounding_and_for_shares(size: int, contribu
         assert made.bound <= 1.013 * made.scale
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"tolerated": 10},
-        {"honest": 0.3},
-    ],
-)
+@pytest.mark.parametrize("wrong", [{"tolerated": 10}, {"honest": 0.3}])
 def test_mechanisms_that_promise_nothing_are_refused(wrong) -> None:
     with pytest.raises(ConfigError):
         mechanism(**wrong)

@@ -8,18 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from dpsgd_problems import (
-    OPTIONS,
-    gradient,
-    ledger,
-    loss,
-    net,
-    per_sample,
-    records,
-    seeded,
-    training,
-    weights,
-)
+from dpsgd_problems import OPTIONS, gradient, ledger, loss, net, per_sample, records, seeded, training, weights
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 

@@ -289,12 +289,7 @@ def test_1_11_h_every_value_a_frame_can_hold_is_a_vote() -> None:
 
 @pytest.mark.parametrize(
     "votes",
-    [
-        np.eye(4, dtype=np.int8)[:3] * 2,
-        np.ones((3, 4), np.int8),
-        np.ones((3, 4), np.float32),
-        np.ones(12, np.int8),
-    ],
+    [np.eye(4, dtype=np.int8)[:3] * 2, np.ones((3, 4), np.int8), np.ones((3, 4), np.float32), np.ones(12, np.int8)],
     ids=["value 2", "four of two", "floats", "one row"],
 )
 def test_rows_that_are_no_votes_are_refused(votes: np.ndarray) -> None:

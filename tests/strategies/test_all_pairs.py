@@ -20,11 +20,11 @@ from flwr.serverapp.strategy import (
 
 from fedcomp.clients import app as generic
 from fedcomp.clients.client import client
+from fedcomp.clients.compressed import compression
 from fedcomp.clients.conditional import conditional
 from fedcomp.clients.forward import forward_gradients
 from fedcomp.clients.gcn import graph_owner
 from fedcomp.clients.private.dpsgd import record_dp
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import LGC, QSGD, Factors, FixedPoint, GradiVeQ, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
 from fedcomp.drift.schedule import ScheduleSettings
 from fedcomp.errors import ConfigError
@@ -183,7 +183,7 @@ def test_what_is_not_accepted_is_refused_by_name_when_it_is_built(outer: str) ->
 
 APP = client(
     generic._app,
-    programs(i_know_inputs_are_visible=True),
+    compression(i_know_inputs_are_visible=True),
     forward_gradients(generic.measured, at_once=16),
     # So impatient that a node is quiet in its third round.
     conditional(generic.own_loss, settings=ScheduleSettings(window=2, low=0.5, consecutive=1, patience=0)),

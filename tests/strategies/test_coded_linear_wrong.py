@@ -30,7 +30,7 @@ from linear_toy import (
 from toy import with_halves
 
 from fedcomp.clients.coded.linear import linear_device
-from fedcomp.clients.programs import programs
+from fedcomp.clients.compressed import compression
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -165,7 +165,7 @@ def test_data_that_differ_where_labels_do_not_are_told_apart() -> None:
         own = data(int(context.node_config["partition-id"]))
         return LinearRows(scale["now"] * own.x, own.y, own.loss)
 
-    grid = metered(5, app=with_halves([linear_device(rows), programs()]))
+    grid = metered(5, app=with_halves([linear_device(rows), compression()]))
     first = CodedLinearGD(partitions=3, parities=2, code="mds")
     run(first, grid, 1)
     scale["now"] = 2.0

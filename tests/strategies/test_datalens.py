@@ -371,11 +371,7 @@ def test_capped_sampling_ends_when_everybody_has_taken_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"delta": 0.5}, "delta"),
-        ({"sampling": Sampling("poisson", rate=0.5)}, "Poisson"),
-    ],
+    ("options", "said"), [({"delta": 0.5}, "delta"), ({"sampling": Sampling("poisson", rate=0.5)}, "Poisson")]
 )
 def test_what_cannot_keep_a_promise_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

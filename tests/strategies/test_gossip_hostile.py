@@ -11,8 +11,8 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from gossip_toy import COUNTER, NODES, Pull, client, grid, kept, model, strategy
 from toy import with_halves
 
+from fedcomp.clients.compressed import compression
 from fedcomp.clients.gossip import GossipSetup, gossip_node
-from fedcomp.clients.programs import programs
 from fedcomp.errors import ConfigError
 from fedcomp.flower import asks
 from fedcomp.flower.grid import InProcessGrid
@@ -181,7 +181,7 @@ def test_a_finite_and_absurd_model_stays_with_its_node_and_is_named(name: str) -
         now = message.content.config_records["config"]["server-round"]
         return Gone(int(context.node_config["partition-id"]), now)
 
-    relay, over = strategy(name, observe_every=1, patience=4), grid(with_halves([programs(), gossip_node(problem)]))
+    relay, over = strategy(name, observe_every=1, patience=4), grid(with_halves([compression(), gossip_node(problem)]))
     with over.inner:
         result = fit(relay, over, model(), 6)
     assert relay.reports[6].gossip.members == list(range(NODES))

@@ -17,7 +17,6 @@ from toy import SHAPES, client_app, fedavg, model, stack, update
 from fedcomp.clients.app import app as generic
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import QSGD, FixedPoint, Identity, RandomK, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
@@ -98,7 +97,7 @@ FRAMES = {
         lambda **o: Compressed(fedavg(fraction_evaluate=0.0), TopK(1.0), downlink=QSGD(levels=127), **o),
         [compression()],
     ),
-    "shared support": (lambda **o: SharedSupport(ScaleCom(1.0), **o), [programs()]),
+    "shared support": (lambda **o: SharedSupport(ScaleCom(1.0), **o), [compression()]),
 }
 
 

@@ -14,7 +14,6 @@ from toy import client_app, fedavg, model, put_sent_frame, stack, update
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import Identity, RandomK, ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -289,21 +288,14 @@ PATHS: dict[str, Callable[[], tuple[Strategy, Client]]] = {
         ),
         client_app([compression(), private()]),
     ),
-    "shared support": lambda: (
-        SharedSupport(ScaleCom(1.0)),
-        client_app([programs()]),
-    ),
+    "shared support": lambda: (SharedSupport(ScaleCom(1.0)), client_app([compression()])),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "name"),
-    [
-        *(("frames", name) for name in LARGE),
-        ("private", "5,000 settings"),
-        ("shared support", "5,000 metrics"),
-    ],
+    [*(("frames", name) for name in LARGE), ("private", "5,000 settings"), ("shared support", "5,000 metrics")],
 )
 def test_d4_a_reply_that_holds_too_much_is_refused_unread(path: str, name: str, monkeypatch) -> None:
     """Before, 2,000 records were accepted without a word, and every metric was compared, or averaged."""
@@ -315,7 +307,7 @@ def test_d4_a_reply_that_holds_too_much_is_refused_unread(path: str, name: str, 
         read.append(len(content) + sum(len(record) for record in content.values()))
         return weight_of(content, key)
 
-    monkeypatch.setattr("fedcomp.strategies.server.weight_of", watched)
+    monkeypatch.setattr("fedcomp.strategies.inbox.weight_of", watched)
     run(strategy, evil, app=app, rounds=1)
     (reason,) = strategy.reports[1].refused.values()
     assert said in reason

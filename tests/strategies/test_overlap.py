@@ -11,7 +11,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, Result
 from toy import client_app, model
 
-from fedcomp.clients.programs import programs
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Codec, ErrorFeedback, Identity, PowerSGD, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import checkpoint
@@ -62,7 +62,7 @@ def test_a_buffer_leaves_integers_that_nobody_changed() -> None:
     start = model(counter=True)
     start["num_batches_tracked"] = Array(np.array(7))
     strategy = Buffered(server(Pair(FEW)), concurrency=4, buffer=2)
-    assert run(strategy, [programs(), seven], start, 20).arrays["num_batches_tracked"].numpy() == 7
+    assert run(strategy, [compression(), seven], start, 20).arrays["num_batches_tracked"].numpy() == 7
     assert max(max(strategy.reports[number].overlap.staleness.values()) for number in range(1, 21)) > 0
 
 
@@ -78,7 +78,7 @@ def test_models_of_float64_end_where_those_of_float32_do(codec: Codec, overlap: 
         # What float32 has no room for.
         offset = 0.0 if dtype == "float32" else 2.0**-40
         start = ArrayRecord({name: Array(array.numpy().astype(dtype) + offset) for name, array in model().items()})
-        ends[dtype] = {name: array.numpy() for name, array in run(strategy, programs(), start).arrays.items()}
+        ends[dtype] = {name: array.numpy() for name, array in run(strategy, compression(), start).arrays.items()}
         assert strategy.steps == ROUNDS
     for name, array in ends["float64"].items():
         assert array.dtype == np.float64
@@ -91,8 +91,8 @@ def test_systems_of_two_exchanges_are_piped_and_owe_nothing() -> None:
     """ScaleCom keeps nothing on the server: each cohort has a leader, and steps are the oldest round's."""
     alone = SharedSupport(ScaleCom(0.05), policy=NONE_DENSE)
     strategy = PipelinedStrategy(SharedSupport(ScaleCom(0.05), policy=NONE_DENSE))
-    run(strategy, programs(), model())
-    run(alone, programs(), model())
+    run(strategy, compression(), model())
+    run(alone, compression(), model())
     reports = [strategy.reports[number] for number in range(1, ROUNDS + 1)]
     assert [max(report.overlap.staleness.values()) for report in reports] == [0, *[1] * (ROUNDS - 1)]
     assert {report.used for report in reports} == {NODES // 2}
@@ -105,7 +105,9 @@ def test_systems_of_two_exchanges_are_piped_and_owe_nothing() -> None:
 @pytest.mark.long
 def test_width_one_is_the_servers_own_loop_bit_for_bit() -> None:
     for make in (lambda: SharedSupport(ScaleCom(0.05), policy=NONE_DENSE), lambda: server(Pair(FEW), quiet(FedAdam))):
-        assert bits(run(PipelinedStrategy(make(), 1), programs(), model())) == bits(run(make(), programs(), model()))
+        assert bits(run(PipelinedStrategy(make(), 1), compression(), model())) == bits(
+            run(make(), compression(), model())
+        )
 
 
 class Personal(FedAvg):
@@ -120,13 +122,16 @@ class Personal(FedAvg):
 
 def test_models_of_nodes_own_are_piped_and_in_no_checkpoint(tmp_path: Path) -> None:
     strategy = PipelinedStrategy(server(Pair(FEW), quiet(Personal)))
-    run(strategy, programs(), model())
+    run(strategy, compression(), model())
     assert {report.used for report in strategy.reports.values()} == {NODES // 2}
 
     def keep(number: int, arrays: ArrayRecord, _: Any) -> None:
         checkpoint.save(tmp_path / "run", server_round=number, arrays=arrays, strategy=strategy)
 
-    with InProcessGrid(client_app([programs()]), NODES, seed=4) as grid, pytest.raises(StateError, match="node's own"):
+    with (
+        InProcessGrid(client_app([compression()]), NODES, seed=4) as grid,
+        pytest.raises(StateError, match="node's own"),
+    ):
         fit(strategy, grid, model(), 4, timeout=9, on_round=keep)
 
 
@@ -145,36 +150,7 @@ def test_models_of_nodes_own_are_piped_and_in_no_checkpoint(tmp_path: Path) -> N
 )
 def test_what_cannot_overlap_is_refused_by_name(make: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        run(make(), programs(), model())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("width", [2, 3])
-@pytest.mark.parametrize("codec", [FEW, SignSGD(0.5)], ids=["memory", "votes"])
-def test_a_server_that_crashes_with_rounds_in_flight_counts_no_round_twice(
-    codec: Codec, width: int, tmp_path: Path
-) -> None:
-    """The nodes go on as they are: they answer rounds that they had answered as they did, and train in none again."""
-
-    def build() -> PipelinedStrategy:
-        return PipelinedStrategy(server(Pair(codec)), width)
-
-    whole, path = run(build(), programs(), model()), tmp_path / "run.ckpt"
-    with InProcessGrid(client_app([programs()]), NODES, seed=4) as inner:
-        grid, first = MeteredGrid(inner), build()
-
-        def keep(number: int, arrays: ArrayRecord, outcome: Any) -> None:
-            if number == 5:
-                checkpoint.save(path, server_round=5, arrays=arrays, strategy=first)
-
-        fit(first, grid, model(), 6, on_round=keep)
-        second, held = build(), checkpoint.load(path)
-        held.apply(second)
-        assert len(second.flights) == width - 1
-        end = fit(second, grid, held.arrays, ROUNDS, start_round=6)
-        rolled = [second.reports[number].rolled_back for number in range(5, ROUNDS + 1)]
-    assert bits(end) == bits(whole)
-    assert not any(rolled)
+        run(make(), compression(), model())
 
 
 @pytest.mark.parametrize("overlap", ["pipelined", "buffered"])
@@ -182,7 +158,7 @@ def test_nodes_are_sent_steps_from_the_model_that_they_were_sent(overlap: str) -
     """Which is not that of now when they answer."""
     made = server(Pair(FEW), downlink=TopK(0.1))
     strategy = PipelinedStrategy(made, 3) if overlap == "pipelined" else Buffered(made, concurrency=4, buffer=2)
-    run(strategy, programs(), model(), 20)
+    run(strategy, compression(), model(), 20)
     versions = {peer.version for peer in made.roster.peers.values()}
     assert min(versions) > 0
     assert len(versions) > 1

@@ -17,7 +17,6 @@ from toy import SHAPES, client_app, fedavg, model, update
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import Identity, ScaleCom, TopK
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
@@ -72,7 +71,7 @@ MEANS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "plain": (lambda: Compressed(fedavg(), TopK(1.0)), client_app),
     "shared support": (
         lambda: SharedSupport(ScaleCom(density=1.0), fraction_evaluate=1.0),
-        lambda: client_app([programs()]),
+        lambda: client_app([compression()]),
     ),
 }
 
@@ -202,7 +201,7 @@ def test_d1_a_claim_in_an_answer_to_a_query_drives_out_no_holder(blind: bool) ->
             reply.content["fedcomp.node"]["partition-id"] = 2
         return reply
 
-    grid = (Blind if blind else InProcessGrid)(client_app([liar, programs()]), 4, seed=4)
+    grid = (Blind if blind else InProcessGrid)(client_app([liar, compression()]), 4, seed=4)
     strategy = SharedSupport(ScaleCom(density=0.5), fraction_evaluate=0.0)
     play(strategy, grid, 2)
     for report in strategy.reports.values():

@@ -118,9 +118,7 @@ def test_a_kept_head_spoils_neither_the_body_nor_itself(codec: Codec) -> None:
         pytest.param(sharing, id="unlike"),
         pytest.param(lambda arrays, node: sharing(arrays, node, 0.5), id="far-apart", marks=LONG),
         pytest.param(
-            lambda arrays, node: {k: v + np.float32(0.001) for k, v in arrays.items()},
-            id="constant",
-            marks=LONG,
+            lambda arrays, node: {k: v + np.float32(0.001) for k, v in arrays.items()}, id="constant", marks=LONG
         ),
         pytest.param(lambda arrays, node: {**sharing(arrays, node), "head": arrays["head"]}, id="frozen", marks=LONG),
     ],

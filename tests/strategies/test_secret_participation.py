@@ -73,12 +73,7 @@ def told(
 ) -> tuple[str, str, list[int]]:
     """Return what the log and the reports of a run say, and how many clients took part in each round."""
     strategy: Any = SYSTEMS[system](
-        noise_multiplier=4.0,
-        population=NODES,
-        delta=1e-3,
-        sampling=sampling,
-        insecure_deterministic=True,
-        seed=seed,
+        noise_multiplier=4.0, population=NODES, delta=1e-3, sampling=sampling, insecure_deterministic=True, seed=seed
     )
     ledger = find_private(strategy).privacy  # type: ignore[union-attr]
     caplog.clear()
@@ -223,9 +218,7 @@ def _of_the_server(record: logging.LogRecord) -> bool:
     return "this client failed" not in record.getMessage()
 
 
-def test_a8_a_generators_log_does_not_say_whether_a_failing_client_was_drawn(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a8_a_generators_log_does_not_say_whether_a_failing_client_was_drawn(caplog: pytest.LogCaptureFixture) -> None:
     """Before, the line that a reply was not used was there if and only if one that fails had been drawn."""
     few = Sampling("poisson", rate=0.15)
     runs = [told_of_a_generator(few, seed, caplog) for seed in range(6)]

@@ -17,10 +17,10 @@ from test_posts import Relayed
 from toy import client_app
 from toys import Halving, Passing, SealedPassing
 
+from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_KEY, PEER_KEYS, PEER_STORE
 from fedcomp.clients.links import SENT
 from fedcomp.clients.memory import MEMORY
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import ErrorFeedback, TopK
 from fedcomp.coding.sealing import PeerIdentity
 from fedcomp.coding.spool import Spool
@@ -53,7 +53,7 @@ class Run:
 
     def __init__(self, system: System, links: Links | None, fault: Any = None) -> None:
         self.system, self.links = system, links
-        self.grid = InProcessGrid(client_app([programs()]), NODES, seed=4, fault=fault)
+        self.grid = InProcessGrid(client_app([compression()]), NODES, seed=4, fault=fault)
         self.server = self.fresh()
         self.arrays = to_record(LAYOUT.unflatten(LAYOUT.flatten(TOY.start)))
         self.passed: list[bytes] = []
@@ -263,7 +263,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 @pytest.mark.parametrize("keys", [False, True], ids=["plain", "keys"])
 def test_listeners_take_what_is_posted(keys: bool, nodes: Nodes) -> None:
     hub, peers = Run(TracedHalving(nodes=NODES), None), Run(TracedHalving(nodes=NODES), Links(""))
-    peers.grid = InProcessGrid(client_app([programs()]), NODES, seed=4, node_config=nodes.start(keys=keys))
+    peers.grid = InProcessGrid(client_app([compression()]), NODES, seed=4, node_config=nodes.start(keys=keys))
     for number in range(1, 4):
         hub.step(number), peers.step(number)
         assert peers.server.reports[number].notes == []
@@ -275,7 +275,7 @@ def test_listeners_take_what_is_posted(keys: bool, nodes: Nodes) -> None:
 
 def test_a_node_without_a_listener_gets_sealed_boxes_and_sends_by_the_links_of_others(nodes: Nodes) -> None:
     hub, peers = Run(Passing(SPARSE), None), Run(Passing(SPARSE), Links(""))
-    peers.grid = InProcessGrid(client_app([programs()]), NODES, seed=4, node_config=nodes.start(without=(2,)))
+    peers.grid = InProcessGrid(client_app([compression()]), NODES, seed=4, node_config=nodes.start(without=(2,)))
     hub.step(1), peers.step(1)
     assert peers.server.reports[1].notes == ["link 1>2 it has no listener"]
     assert peers.server.state == hub.server.state
@@ -287,7 +287,7 @@ def test_a_node_without_a_listener_gets_sealed_boxes_and_sends_by_the_links_of_o
 def test_a_server_cannot_put_another_seal_key_in_a_nodes_place(how: str, nodes: Nodes) -> None:
     """Nothing is sealed for it, and nothing passes the server that it could open."""
     run = Run(Passing(SPARSE), Links(""))
-    run.grid = InProcessGrid(client_app([programs()]), NODES, seed=4, node_config=nodes.start(keys=True))
+    run.grid = InProcessGrid(client_app([compression()]), NODES, seed=4, node_config=nodes.start(keys=True))
     run.step(1)
     assert run.server.reports[1].notes == []
     run.passed.clear()

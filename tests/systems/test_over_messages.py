@@ -11,7 +11,7 @@ from beside_product import assert_equal, faults, product, program, some
 from registry import ENTRIES
 from toys import Passing
 
-from fedcomp.clients.programs import programs
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import LGC, GradiVeQ, PowerSGD, ScaleCom
 from fedcomp.program import Mean, System
 from fedcomp.strategies.cohort import Cohort, CohortSettings
@@ -82,4 +82,4 @@ def test_it_is_the_driver_in_memory_bit_for_bit(system: System, rounds: int) -> 
     server = Server(system, who, downlink=system.codec if system.makes_steps else None)
     kinds = ("query", "train") if isinstance(system, Passing) else ("train", "query")
     new, _ = program(system, 4, rounds, **how, kinds=kinds)
-    assert_equal(product(server, programs(), 4, rounds, **how), new)
+    assert_equal(product(server, compression(), 4, rounds, **how), new)

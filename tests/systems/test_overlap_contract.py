@@ -13,7 +13,7 @@ from program_runs import owed
 from registry import ENTRIES, Entry
 from toy import client_app, model
 
-from fedcomp.clients.programs import programs
+from fedcomp.clients.compressed import compression
 from fedcomp.errors import ConfigError
 from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
@@ -123,7 +123,7 @@ def test_what_is_made_is_delivered_or_remembered_with_rounds_in_flight(entry: En
     server.delivered = {}
     strategy, rounds = overlapped(server, how), 40
     plan = RandomFaults(Key(9, "overlap"), FAULTS)  # type: ignore[arg-type]
-    with InProcessGrid(client_app([programs()]), NODES, seed=5, fault=plan, compute_seconds=pace) as inner:
+    with InProcessGrid(client_app([compression()]), NODES, seed=5, fault=plan, compute_seconds=pace) as inner:
         books, wiped = Books(server, inner), []
 
         def forget(number: int) -> None:

@@ -14,8 +14,8 @@ from test_posts import Relayed
 from toy import client_app
 from toys import Halving, Passing, SealedPassing
 
+from fedcomp.clients.compressed import compression
 from fedcomp.clients.memory import MEMORY
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import ErrorFeedback, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.records import to_record
@@ -55,7 +55,7 @@ def test_it_is_the_driver_in_memory_bit_for_bit(system: System, kinds: tuple[str
     how = {"fault": fault, "present": some(NODES, 8)}
     new, driver = program(system, NODES, 8, **how, kinds=kinds)
     strategy = server(system)
-    found = product(strategy, programs(), NODES, 8, **how)
+    found = product(strategy, compression(), NODES, 8, **how)
     if isinstance(system, Relayed):
         # Each driver packs replies in its own way.
         new, found = ([replace(seen, frames={}) for seen in run] for run in (new, found))
@@ -69,7 +69,7 @@ class Run:
 
     def __init__(self, system: System, fault: Callable[[Any], Any] | None = None) -> None:
         self.system = system
-        self.grid = InProcessGrid(client_app([programs()]), NODES, seed=4, fault=fault)
+        self.grid = InProcessGrid(client_app([compression()]), NODES, seed=4, fault=fault)
         self.server = server(system)
         self.arrays = to_record(LAYOUT.unflatten(LAYOUT.flatten(TOY.start)))
 
@@ -170,7 +170,7 @@ def test_a_hostile_post_refuses_its_sender_alone(how: str) -> None:
             return replies
 
     run = Run(Passing(SPARSE))
-    run.grid = Lying(client_app([programs()]), NODES, seed=4)
+    run.grid = Lying(client_app([compression()]), NODES, seed=4)
     run.step(1)
     report = run.server.reports[1]
     assert report.refused.keys() == {run.grid.node_id_of(2)}
@@ -189,7 +189,7 @@ def test_a_wait_ends_when_enough_have_answered() -> None:
     try:
         run = Run(Hasty(SPARSE))
         slow = {"compute_seconds": lambda delivery: float(delivery.partition == 1)}
-        run.grid = InProcessGrid(client_app([programs()]), NODES, seed=4, **slow)
+        run.grid = InProcessGrid(client_app([compression()]), NODES, seed=4, **slow)
         for number in range(1, 4):
             run.step(number)
             assert run.server.reports[number].used == 3

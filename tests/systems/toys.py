@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 
 from fedcomp.codecs import Codec, State, get_codec
-from fedcomp.coding.sealing import seal
+from fedcomp.coding.sealing import PeerIdentity, seal
 from fedcomp.errors import FedcompError
 from fedcomp.layout import Layout, Vector
-from fedcomp.program import Answer, AnswerError, Ask, Me, Mean, Now, Post, Round, Said, Single, System
+from fedcomp.program import Answer, AnswerError, Ask, KeyPair, Me, Mean, Now, Post, Round, Said, Single, System
 from fedcomp.rules import Data, Flag, Int, Made
 from fedcomp.systems import SYSTEMS
 from fedcomp.wire import Frame
@@ -101,7 +101,7 @@ class Passing(System, id="passing"):
 class SealedPassing(Passing, id="sealed-passing"):
     """The same in sealed boxes."""
 
-    KEYS: ClassVar[bool] = True
+    KEYS: ClassVar[type[KeyPair] | None] = PeerIdentity
 
 
 def numbers(frame: Frame) -> Any:

@@ -14,9 +14,9 @@ import numpy as np
 
 from fedcomp.codecs import State
 from fedcomp.coding.errors import CodingError
-from fedcomp.coding.sealing import KEY_BYTES, seal
+from fedcomp.coding.sealing import KEY_BYTES, PeerIdentity, seal
 from fedcomp.layout import Layout, Vector
-from fedcomp.program import AnswerError, Ask, Me, Now, Post, System
+from fedcomp.program import AnswerError, Ask, KeyPair, Me, Now, Post, System
 from fedcomp.rules import TIMEOUT, Inside, Int, Maybe, Real
 from fedcomp.wire import Frame
 
@@ -148,7 +148,7 @@ class Coded(System):
         Seconds for training and sharing, and for each exchange after it; None: the run's own.
     """
 
-    KEYS: ClassVar[bool] = True
+    KEYS: ClassVar[type[KeyPair] | None] = PeerIdentity
 
     symbols: Annotated[int, Int()] = 0
     shards: Annotated[int, Int()] = 0

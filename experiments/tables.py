@@ -1,0 +1,526 @@
+"""An experiment's rows, trained and measured: what they send and reach, by name, and what is claimed of it.
+
+A row is a label and the text that a user would type after ``compare``: ``"topk feedback=true codec.density=0.01"``.
+Rows are trained by the runner on the engine of the run, one training each; or, where an experiment tunes or repeats,
+by :meth:`Training.run` with seeds of their own. What came out is asked by name: :data:`QUANTITIES` are the columns of
+tables, the axes of curves, the words of claims and of the answer. What is mathematics of one system is a *study*, a
+function that returns :class:`Studied`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from fedcomp.errors import ConfigError, nearest
+from fedcomp.experiments.experiment import Curve, Experiment, Rows, Studied, read_claims, within
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Table, different_bytes, mean, spread
+from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, over_seeds, repetitions, table
+from fedcomp.experiments.options import OF_EVERY_ROW, Config, numbers, show_value
+from fedcomp.experiments.spec import RunResult, RunSpec, parse_settings
+from fedcomp.strategies.parts import BUDGET
+
+if TYPE_CHECKING:
+    from fedcomp.program import System
+
+TUNING_SEED: Final = 2**32
+"""Added to the seed of the trainings by which settings are chosen: no figure of a table is from such draws."""
+
+Value = str | float | None
+
+
+class Found:
+    """What an experiment's rows came to.
+
+    Attributes
+    ----------
+    experiment, config, say
+        Of the run.
+    results : mapping
+        Rows that the runner trained, by label.
+    rows : Rows
+    chosen : mapping
+        By label, the settings that were tuned.
+    groups : mapping
+        By label, a record for every seed: see :meth:`Training.run`.
+    studied : Studied
+    """
+
+    def __init__(self, experiment: Experiment, config: Config, results: Mapping[str, RunResult], say: Say) -> None:
+        self.experiment, self.config, self.results, self.say = experiment, config, results, say
+        self.rows = rows_of(experiment, config)
+        self.chosen: Mapping[str, Mapping[str, Any]] = {}
+        self.tried: Mapping[str, Records] = {}
+        self.groups: Mapping[str, Records] = {}
+        self.studied = Studied()
+
+    @property
+    def workers(self) -> int:
+        """Processes that may train side by side."""
+        return int(self.config.settings.get("workers", 1))
+
+    @property
+    def baseline(self) -> str:
+        """The row that others are compared with."""
+        return self.experiment.baseline or next(iter(self.rows), "")
+
+    def each(self, row: str, name: str) -> list[Any]:
+        """Return a field of a row's records, one for every seed."""
+        return self.groups[row].each(name)
+
+    def mean(self, row: str, name: str) -> float:
+        """Return the mean over seeds of a field of a row's records, NaN where one has none."""
+        values = self.each(row, name)
+        return math.nan if None in values else mean(values)
+
+    def ratio(self, row: str, *names: str, other: str = "") -> float:
+        """Return how many times smaller a row's sum of fields is than the baseline's, or that of another row."""
+        whole, own = (sum(self.mean(each, name) for name in names) for each in (other or self.baseline, row))
+        return whole / own if own else math.nan
+
+    def of(self, row: str, quantity: str) -> Value:
+        """Return a quantity of a row; of the study where ``row`` is empty.
+
+        ``"points lost against QSGD"`` compares with that row and not with the baseline.
+
+        Raises
+        ------
+        ConfigError
+            When there is no such quantity or row.
+        """
+        found = self.studied.quantities
+        key = (row, quantity) if row else quantity
+        if key in found:
+            return found[key]
+        if not row:
+            raise ConfigError(
+                f"the study found no {quantity!r}{nearest(quantity, [k for k in found if isinstance(k, str)])}"
+            )
+        if row not in self.groups:
+            raise ConfigError(f"no row {row!r}{nearest(row, self.groups)}")
+        name, _, other = quantity.partition(" against ")
+        if name not in QUANTITIES:
+            raise ConfigError(f"no quantity {name!r}{nearest(name, QUANTITIES)}")
+        if other and other not in self.groups:
+            raise ConfigError(f"quantity {quantity!r}: no row {other!r}{nearest(other, self.groups)}")
+        return QUANTITIES[name].of(self, row, other)
+
+    def number(self, row: str, quantity: str) -> float:
+        """Return a quantity that is a number; NaN where there is none."""
+        value = self.of(row, quantity)
+        return math.nan if value is None else float(value)
+
+    def sweep(self, run: Callable[..., Mapping[str, Any]], axes: Any, title: str = "", **shared: Any) -> Records:
+        """Run the cells of a study: see :class:`~fedcomp.experiments.kit.Sweep`."""
+        return Sweep(run, axes, title, shared)(self.say, self.workers)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What a row came to: a function of what was found, the row and the row compared with, and decimals in tables."""
+
+    of: Callable[[Found, str, str], Value]
+    digits: int | None = None
+
+
+def _share(found: Found, row: str, name: str, parts: int) -> float:
+    """A sum of the whole run, by client and round."""
+    value = found.mean(row, name)
+    return value / parts if parts else math.nan
+
+
+def _times(*names: str) -> Callable[[Found, str, str], float]:
+    return lambda found, row, other: found.ratio(row, *names, other=other)
+
+
+def _lost(found: Found, row: str, other: str) -> float:
+    return found.mean(other or found.baseline, "score") - found.mean(row, "score")
+
+
+def _differing(found: Found, row: str, other: str) -> float:
+    """Of rows that the runner trained: final models are compared byte by byte."""
+    return different_bytes(found.results[other or found.baseline].arrays, found.results[row].arrays)
+
+
+def _each(name: str) -> Callable[[Found, str, str], float]:
+    return lambda found, row, other: _share(found, row, name, found.config.clients * found.config.rounds)
+
+
+QUANTITIES: Final[Mapping[str, Quantity]] = {
+    "step size": Quantity(lambda found, row, other: found.chosen[row].get("lr")),
+    "test, %": Quantity(lambda found, row, other: found.mean(row, "score"), 1),
+    "±": Quantity(lambda found, row, other: spread(found.each(row, "score")), 1),
+    "final test, %": Quantity(lambda found, row, other: found.mean(row, "accuracy"), 1),
+    "final loss": Quantity(lambda found, row, other: found.mean(row, "loss")),
+    "points lost": Quantity(_lost, 1),
+    "uplink bytes": Quantity(_each("uplink"), 0),
+    "downlink bytes": Quantity(_each("downlink"), 0),
+    "last downlink bytes": Quantity(lambda found, row, other: _share(found, row, "late", found.config.clients), 0),
+    "peer bytes": Quantity(_each("peer"), 0),
+    "bits per weight": Quantity(lambda found, row, other: 32 / found.ratio(row, "uplink"), 3),
+    "times fewer up": Quantity(_times("uplink"), 1),
+    "times fewer down": Quantity(_times("downlink"), 1),
+    "times fewer both ways": Quantity(_times("uplink", "downlink"), 1),
+    "times fewer up, as messages": Quantity(_times("wire_up"), 2),
+    "times fewer down, as messages": Quantity(_times("wire_down"), 2),
+    "times fewer, as messages": Quantity(_times("wire_up", "wire_down"), 2),
+    "simulated seconds": Quantity(lambda found, row, other: found.mean(row, "simulated"), 1),
+    "seconds here": Quantity(lambda found, row, other: found.mean(row, "seconds"), 2),
+    "bytes of the model that differ": Quantity(_differing, 0),
+}
+"""By name. Bytes are of payload, per client and round; ``times fewer`` compares with the baseline or with the row after
+``against``; ``as messages`` counts serialised messages with Flower's own fields. ``bits per weight`` counts all that a
+client sends, of 32 of the baseline."""
+
+AXES: Final[Mapping[str, int]] = {
+    "round": 0,
+    "test accuracy, %": 1,
+    "uplink payload so far": 2,
+    "payload so far, up and down": 3,
+    "messages so far, up and down": 4,
+}
+"""Columns of a training's ``points``. Bytes are of all clients."""
+
+
+def rows_of(experiment: Experiment, config: Config) -> Rows:
+    """Return an experiment's rows in this configuration."""
+    return experiment.rows(config) if callable(experiment.rows) else experiment.rows
+
+
+@dataclass(frozen=True)
+class Training:
+    """How rows are trained, without what is made of it: this goes to other processes.
+
+    Attributes
+    ----------
+    config : Config
+    rows : Rows
+    task, each, train, rivals, last, tunes_without_messages
+        As of :class:`~fedcomp.experiments.experiment.Experiment`.
+    tunes : bool
+        Whether rows are tuned, so that some trainings are judged on a validation split.
+    """
+
+    config: Config
+    rows: Rows
+    task: str
+    each: str
+    train: Callable[[RunSpec, Training], Mapping[str, Any]]
+    rivals: Mapping[str, Callable[..., System]]
+    last: int
+    tunes: bool
+    tunes_without_messages: bool
+
+    @classmethod
+    def of(cls, experiment: Experiment, config: Config) -> Training:
+        """Return how the rows of an experiment are trained in this configuration."""
+        return cls(
+            config,
+            rows_of(experiment, config),
+            experiment.task,
+            experiment.each(config) if callable(experiment.each) else experiment.each,
+            experiment.train or by_messages,
+            experiment.rivals,
+            experiment.last,
+            bool(experiment.tune),
+            experiment.tunes_without_messages,
+        )
+
+    def spec(self, label: str, **fixed: Any) -> RunSpec:
+        """Return the run of a row; ``fixed`` settings go before its own.
+
+        Raises
+        ------
+        ConfigError
+            When its text is not a system's name and settings, or names an option that there is not.
+        """
+        config = self.config
+
+        def value(match: re.Match[str]) -> str:
+            if match[1] not in config.settings:
+                raise ConfigError(f"row {label!r}: no setting {match[1]!r}{nearest(match[1], config.settings)}")
+            return show_value(config.settings[match[1]])
+
+        system, _, settings = re.sub(r"\{([\w.]+)\}", value, self.rows[label]).strip().partition(" ")
+        own: dict[str, Any] = {
+            key: each for key, each in config.settings.items() if key.startswith("task.") or key in OF_EVERY_ROW
+        }
+        own |= {**parse_settings(self.each), **parse_settings(settings), **fixed}
+        return RunSpec(
+            system,
+            label,
+            str(own.pop("task", self.task)),
+            config.engine,
+            int(own.pop("rounds", config.rounds)),
+            int(own.pop("clients", config.clients)),
+            config.seed,
+            own,
+        )
+
+    def run(self, label: str, seed: int, *, tuning: bool = False, **chosen: Any) -> dict[str, Any]:
+        """Train a row once; on the validation split, with other draws, if ``tuning``.
+
+        Returns
+        -------
+        dict
+            ``points`` (rows of :data:`AXES`), ``score`` (mean accuracy in percent of the last rounds), ``accuracy``,
+            ``loss``, bytes of the whole run (``uplink``, ``downlink``, ``late``: of the last round; ``wire_up``,
+            ``wire_down``, ``peer``), ``simulated`` and ``seconds``.
+        """
+        split = {"task.validation": tuning} if self.tunes else {}
+        spec = replace(self.spec(label, **chosen, **split), seed=seed + tuning * TUNING_SEED)
+        simply = self.tunes_without_messages if tuning else spec.system in self.rivals
+        return dict((without_messages if simply else self.train)(spec, self))
+
+
+def run_one(training: Training, **cell: Any) -> dict[str, Any]:
+    """Train the row of a cell: :meth:`Training.run`, as a function of a module."""
+    return training.run(**cell)
+
+
+def specs_of(experiment: Experiment, config: Config) -> list[RunSpec]:
+    """Return the rows that the runner trains: none where the experiment tunes or repeats, which it does itself.
+
+    Raises
+    ------
+    ConfigError
+        When two rows share a label, or when there is a budget and neither a row nor the study could keep it.
+    """
+    if experiment.measure is not None:
+        specs = list(experiment.rows(config))
+    else:
+        training = Training.of(experiment, config)
+        specs = [] if experiment.trains_itself else [training.spec(label) for label in training.rows]
+    if config.budget is not None:
+        specs = [within(spec, config.budget) for spec in specs]
+        if not experiment.measures_privately and not any(BUDGET in spec.settings for spec in specs):
+            raise ConfigError(f"experiment {experiment.name!r} has nothing that a budget could end; leave --budget out")
+    labels = [spec.label for spec in specs]
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    if twice:
+        raise ConfigError(f"experiment {experiment.name!r} has two rows called {twice[0]!r}; labels must be unique")
+    return specs
+
+
+def fields_of(result: RunResult, last: int) -> dict[str, Any]:
+    """Return what is asked of a training, JSON-able: see :meth:`Training.run`."""
+    line, so_far = [], [0, 0, 0]
+    for r in result.rounds:
+        up, down = r.uplink_payload_bytes, r.downlink_payload_bytes
+        parts = (up, up + down, r.uplink_wire_bytes + r.downlink_wire_bytes)
+        so_far = [a + b for a, b in zip(so_far, parts, strict=True)]
+        if not math.isnan(r.accuracy):
+            line.append([float(r.round), 100 * r.accuracy, *map(float, so_far)])
+    return {
+        "points": line,
+        "score": mean([point[1] for point in line][-last:]),
+        "accuracy": line[-1][1] if line else math.nan,
+        "loss": result.final.loss if result.rounds else math.nan,
+        "uplink": result.uplink_payload_bytes,
+        "downlink": result.downlink_payload_bytes,
+        # What a round takes once every node holds a model.
+        "late": result.rounds[-1].downlink_payload_bytes if result.rounds else 0,
+        "wire_up": result.uplink_wire_bytes,
+        "wire_down": result.downlink_wire_bytes,
+        "peer": result.peer_wire_bytes,
+        "simulated": result.simulated_seconds,
+        "seconds": result.seconds,
+    }
+
+
+def by_messages(spec: RunSpec, training: Training) -> dict[str, Any]:
+    """Train a row through Flower's messages, in this process."""
+    from fedcomp.experiments.engines import inprocess
+    from fedcomp.flower.logs import quiet
+
+    with quiet():
+        return fields_of(inprocess.run(spec), training.last)
+
+
+def without_messages(spec: RunSpec, training: Training) -> dict[str, Any]:
+    """Train a row without messages, with real frames: the same model, sooner. What only messages have is None."""
+    from fedcomp.experiments.central import Plan, simulate
+    from fedcomp.flower.logs import quiet
+
+    make = training.rivals.get(spec.system)
+    if make is None:
+        plan, system = Plan.of(spec)
+    else:
+        # What is tried here only has no row in the table of systems: the plan is that of plain averaging.
+        given = {key.removeprefix("codec."): value for key, value in spec.settings.items() if key.startswith("codec.")}
+        own = {key: value for key, value in spec.settings.items() if not key.startswith("codec.")}
+        plan, _ = Plan.of(replace(spec, system="fedavg", settings=own))
+        system = make(**given)
+    with quiet():
+        out = simulate(plan, system)
+    line = [[float(p.round), 100 * p.accuracy, float(p.uplink), None, None] for p in out.points]
+    nothing = dict.fromkeys(("downlink", "late", "wire_up", "wire_down", "peer", "simulated", "seconds"))
+    return {
+        "points": line,
+        "score": mean([point[1] for point in line][-training.last :]),
+        "accuracy": line[-1][1] if line else math.nan,
+        "loss": out.final.loss,
+        "uplink": out.uplink,
+        "diverged": out.diverged,
+        **nothing,
+    }
+
+
+def findings(experiment: Experiment, config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+    """Train what the runner did not, study, and return what was found.
+
+    Parameters
+    ----------
+    results : mapping
+        By label, what came of :func:`specs_of`.
+    """
+    if experiment.measure is not None:
+        return experiment.measure(config, results, say)
+    found = Found(experiment, config, results, say)
+    if experiment.trains_itself:
+        _train_all(found)
+    else:
+        found.groups = {
+            label: Records([Record(fields_of(result, experiment.last))]) for label, result in results.items()
+        }
+    if experiment.study is not None:
+        found.studied = experiment.study(found)
+    shown = [_table(found)] if experiment.columns else []
+    return Findings(
+        tables=[*shown, *found.studied.tables],
+        figures=[*(_curve(found, each) for each in experiment.curves), *found.studied.figures],
+        claims=claims_of(found),
+        answer=filled(experiment.answer(found) if callable(experiment.answer) else experiment.answer, found),
+        tasks=list(found.studied.tasks),
+        statements=found.studied.statements,
+    )
+
+
+def _train_all(found: Found) -> None:
+    experiment, config, say = found.experiment, found.config, found.say
+    shared = {"training": Training.of(experiment, config)}
+    labels = list(found.rows)
+    grids = {key: numbers(str(config.settings[name])) for key, name in experiment.tune.items()}
+    places = [dict(zip(grids, values, strict=True)) for values in itertools.product(*grids.values())]
+    found.chosen = {label: {} for label in labels}
+    if grids:
+        cells = [{"label": label, **place, "seed": config.seed} for label in labels for place in places]
+        tried = Sweep(partial(run_one, tuning=True), cells, "tuning", shared)(say, found.workers)
+        found.tried = tried.groups("label")
+        found.chosen = {
+            label: {key: best[key] for key in grids}
+            for label, best in ((label, max(group, key=_worth)) for label, group in found.tried.items())
+        }
+    seeds = repetitions(config) if "seeds" in config.settings else range(config.seed, config.seed + 1)
+    cells = [{"label": label, **found.chosen[label], "seed": seed} for label in labels for seed in seeds]
+    found.groups = Sweep(run_one, cells, shared=shared)(say, found.workers).groups("label")
+
+
+def _worth(tried: Record) -> float:
+    # What diverged comes last, also where NaN would be the largest by its place.
+    return -math.inf if tried.get("diverged") is not None or math.isnan(tried.score) else float(tried.score)
+
+
+def _table(found: Found) -> Table:
+    experiment = found.experiment
+    given = (
+        experiment.columns if isinstance(experiment.columns, Mapping) else {name: name for name in experiment.columns}
+    )
+    columns: dict[str, Any] = {"row": lambda label: label}
+    columns |= {heading: partial(_cell, found, each) for heading, each in given.items()}
+    caption = experiment.caption or _caption(found)
+    return table(experiment.title or "Rows", columns, found.rows, caption, optional=list(given))
+
+
+def _cell(found: Found, column: Any, label: str) -> Any:
+    if callable(column):
+        return column(found, label)
+    value, digits = found.of(label, column), None
+    name = column.partition(" against ")[0]
+    if name in QUANTITIES:
+        digits = QUANTITIES[name].digits
+    if digits is None or not isinstance(value, float) or not math.isfinite(value):
+        return value
+    return round(value, digits) if digits else round(value)
+
+
+def _caption(found: Found) -> str:
+    """Say what the numbers are means of, and how settings were chosen."""
+    experiment = found.experiment
+    over = "Means over seeds; test" if "seeds" in found.config.settings else "Test"
+    last = f"is the mean of the last {experiment.last} rounds" if experiment.last > 1 else "is that of the last round"
+    parts = [f"{over} accuracy {last}{', ± half the range over seeds' if over[0] == 'M' else ''}."]
+    if experiment.tune:
+        parts.append(
+            f"Each row by itself has the {' and '.join(_WORDS.get(key, key) for key in experiment.tune)} of the grid "
+            "that did best on a validation split of the training examples."
+        )
+    parts.append(f"Bytes of payload are per client and round; ratios compare with {found.baseline}.")
+    return " ".join(parts)
+
+
+_WORDS: Final = {"lr": "step size"}
+
+
+def _curve(found: Found, each: Curve) -> Curves:
+    labels = list(each.rows or found.rows)
+    for label in labels:
+        if label not in found.groups:
+            raise ConfigError(f"curve of {each.y!r}: no row {label!r}{nearest(label, found.groups)}")
+    by_bytes = "so far" in each.x
+    return curves(
+        each.title or f"{each.y.partition(',')[0].capitalize()} against {each.x}",
+        [found.groups[label] for label in labels],
+        lambda group: over_seeds(group, AXES[each.x]),
+        lambda group: over_seeds(group, AXES[each.y]),
+        lambda group: next(label for label in labels if found.groups[label] is group),
+        x_label=each.x + (", all clients" if by_bytes else ""),
+        y_label=each.y,
+        log_x=by_bytes,
+        x_bytes=by_bytes,
+        caption=each.caption,
+    )
+
+
+def claims_of(found: Found) -> list[Claim]:
+    """Check an experiment's claims.
+
+    Raises
+    ------
+    ConfigError
+        When one is about what nobody measured.
+    """
+    written = found.experiment.claims
+    made = []
+    for line in read_claims(written(found) if callable(written) else written):
+        name = f"{line.row}: {line.quantity}" if line.row else line.quantity
+        skipped = found.studied.skipped.get(line.quantity, "")
+        value = math.nan if skipped else found.number(line.row, line.quantity)
+        try:
+            bound = filled(line.bound, found)
+            made.append(claim(name, value, bound, line.reason, gate=line.gate, skipped=skipped))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    return made
+
+
+def filled(template: str, found: Found) -> str:
+    """Return an answer with its numbers: ``{row | quantity:.1f}``, or ``{quantity:.1f}`` of the study.
+
+    Raises
+    ------
+    ConfigError
+        When nobody measured what it asks for.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        inside, colon, form = match[1].rpartition(":")
+        row, _, quantity = (inside if colon else match[1]).rpartition("|")
+        return format(found.of(row.strip(), quantity.strip()), form if colon else "")
+
+    return re.sub(r"\{([^{}]+)\}", value, template)
