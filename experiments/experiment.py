@@ -165,6 +165,8 @@ class Experiment:
         A template: ``{row | quantity:.1f}``; or a function from a ``Found`` to it.
     study : callable, optional
         What rows do not show: from a ``Found`` to :class:`Studied`.
+    repeats : bool
+        Whether rows are trained once for each of ``seeds``; False where these are of what the study trains.
     engines : tuple of str
         Those that it runs on.
     notes : str
@@ -216,6 +218,7 @@ class Experiment:
     claims: str | Callable[[Any], str] = ""
     answer: str | Callable[[Any], str] = ""
     study: Study | None = None
+    repeats: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", {key: option(key, given) for key, given in self.options.items()})
@@ -225,7 +228,7 @@ class Experiment:
     @property
     def trains_itself(self) -> bool:
         """Whether rows are tuned or repeated, which is not the runner's work."""
-        return bool(self.tune) or "seeds" in self.options
+        return bool(self.tune) or (self.repeats and "seeds" in self.options)
 
     def configure(
         self,

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
-from fedcomp.clients.edge.children import end_with
+from fedcomp.clients.edge.processes import end_with
 from fedcomp.experiments.findings import Claim, Curves, Say, Series, Table, mean
 from fedcomp.experiments.options import Config
 from fedcomp.plain import from_fields

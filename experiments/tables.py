@@ -512,7 +512,8 @@ def claims_of(found: Found) -> list[Claim]:
         skipped = found.studied.skipped.get(line.quantity, "")
         value = math.nan if skipped else found.number(line.row, line.quantity)
         try:
-            made.append(claim(name, value, line.bound, line.reason, gate=line.gate, skipped=skipped))
+            bound = filled(line.bound, found)
+            made.append(claim(name, value, bound, line.reason, gate=line.gate, skipped=skipped))
         except ValueError as error:
             raise ConfigError(str(error)) from error
     return made

@@ -1,1 +1,1 @@
-"""Mathematics and measurements of single pages of the catalogue: functions from what rows came to, to a study."""
+"""What is mathematics or a measurement of one paper, and no table of rows: a function for a page of the catalogue."""
