@@ -138,6 +138,14 @@ def _times(*names: str) -> Callable[[Found, str, str], float]:
     return lambda found, row, other: found.ratio(row, *names, other=other)
 
 
+def _part(*names: str) -> Callable[[Found, str, str], float]:
+    def part(found: Found, row: str, other: str) -> float:
+        own, whole = (sum(found.mean(each, name) for name in names) for each in (row, other or found.baseline))
+        return own / whole if whole else math.nan
+
+    return part
+
+
 def _lost(found: Found, row: str, other: str) -> float:
     return found.mean(other or found.baseline, "score") - found.mean(row, "score")
 
@@ -169,6 +177,8 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "times fewer up, as messages": Quantity(_times("wire_up"), 2),
     "times fewer down, as messages": Quantity(_times("wire_down"), 2),
     "times fewer, as messages": Quantity(_times("wire_up", "wire_down"), 2),
+    "part of the uplink bytes": Quantity(_part("uplink"), 3),
+    "part of all bytes": Quantity(_part("uplink", "downlink"), 3),
     "simulated seconds": Quantity(lambda found, row, other: found.mean(row, "simulated"), 1),
     "seconds here": Quantity(lambda found, row, other: found.mean(row, "seconds"), 2),
     "bytes of the model that differ": Quantity(_differing, 0),
