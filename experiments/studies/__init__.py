@@ -1,0 +1,1 @@
+"""Studies: the mathematics and the measurements of one page of the catalogue each."""
