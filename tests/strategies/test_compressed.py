@@ -209,21 +209,6 @@ def test_a_custom_metrics_function_sees_every_reply_once() -> None:
     assert dict(result.train_metrics_clientapp[1]) == {"replies": 4}
 
 
-@pytest.mark.slow
-def test_clients_without_the_mod_are_averaged_and_reported() -> None:
-    """A mixed fleet: half of the nodes run a plain app."""
-    plain, modded = client_app(), client_app([compression()])
-
-    def either(msg: Message, context: Context) -> Message:
-        return (plain if int(context.node_config["partition-id"]) % 2 else modded)(msg, context)
-
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=1.0))
-    result, _ = run(strategy, either)
-    everyone, _ = run(fedavg(fraction_evaluate=0.0), client_app())
-    assert [(r.plain, r.compressed) for r in strategy.reports.values()] == [(2, 2)] * 3
-    np.testing.assert_allclose(stack(result.arrays), stack(everyone.arrays), rtol=1e-5, atol=1e-2)
-
-
 def test_a_codec_the_client_does_not_accept_is_answered_densely_and_reported() -> None:
     strategy = Compressed(fedavg(), TopK(density=0.1))
     _, ledger = run(strategy, client_app([compression(accept=["qsgd"])]), rounds=1)

@@ -15,7 +15,6 @@ from flwr.serverapp.strategy import (
     FedTrimmedAvg,
     Krum,
     MultiKrum,
-    Strategy,
     strategy_utils,
 )
 from toy import client_app, fedavg, model, stack, with_halves
@@ -139,24 +138,6 @@ def test_models_in_evaluation_replies_are_named_with_their_bytes() -> None:
     assert "['arrays']" in note
     assert f"{sent:,} bytes" in note
     assert strategy.reports[1].payload_bytes < sent / 5
-
-
-@pytest.mark.parametrize("down", [None, TopK(density=0.2)])
-@pytest.mark.parametrize("same_nodes", [False, True])
-def test_a_second_training_is_that_of_a_new_object(down: TopK | None, same_nodes: bool) -> None:
-    def run(strategy: Strategy, grid: InProcessGrid) -> np.ndarray:
-        return stack(strategy.start(grid, model(), num_rounds=3).arrays)
-
-    def grid() -> InProcessGrid:
-        return InProcessGrid(client_app([compression()]), 4, seed=3)
-
-    fresh = run(Compressed(fedavg(), TopK(density=0.1), down), grid())
-    strategy, first = Compressed(fedavg(), TopK(density=0.1), down), grid()
-    run(strategy, first)
-    again = run(strategy, first if same_nodes else grid())
-    np.testing.assert_array_equal(again, fresh)
-    assert [strategy.reports[r].used for r in (1, 2, 3)] == [4, 4, 4]
-    assert not any(strategy.reports[r].refused for r in (1, 2, 3))
 
 
 def test_a_training_goes_on_where_it_ended() -> None:

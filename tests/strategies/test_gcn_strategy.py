@@ -153,27 +153,6 @@ def test_7_10_bytes_are_those_of_the_payloads_and_a_link_costs_twice_what_travel
 
 
 @pytest.mark.slow
-def test_7_10_rows_sent_are_rows_received_and_with_dedupe_fewer_are_sent() -> None:
-    plain = strategy(n=ENOUGH, batch_size=0)
-    apart, once = grid(graph()), grid(graph())
-    model = run(plain, apart, 1)
-    for report in reports(plain):
-        sent, received = report.train.rows_sent, report.train.rows_received
-        assert sum(sent.values()) == sum(received.values()) == report.train.rows_fetched > 0
-        assert sorted(sent) == sorted(received) == list(range(PARTS))
-    shared = strategy(n=ENOUGH, batch_size=0, dedupe=True)
-    assert bits(run(shared, once, 1)) == bits(model)
-    for one, two in zip(reports(shared), reports(plain), strict=True):
-        # The requesters get what they got, byte for byte; the owners send a row once.
-        assert one.train.rows_received == two.train.rows_received
-        assert one.train.rows_fetched == sum(one.train.rows_sent.values()) < two.train.rows_fetched
-        down = [r.train.feature_bytes_link - r.train.feature_bytes_logical for r in (one, two)]
-        assert down[0] == down[1] == two.train.feature_bytes_logical > one.train.feature_bytes_logical
-    uplink = [of.ledger.total("wire", message_type=QUERY, direction="up") for of in (once, apart)]
-    assert uplink[0] < uplink[1]
-
-
-@pytest.mark.slow
 def test_7_10_the_metrics_have_the_agreed_names_and_those_of_the_inner_strategy() -> None:
     of = strategy(averaging(evaluate=True))
     seen: dict[int, Any] = {}
@@ -190,16 +169,6 @@ def test_7_10_the_metrics_have_the_agreed_names_and_those_of_the_inner_strategy(
     assert evaluated["gcn.evaluate_lost_mass"] == 0.0
     # Evaluation without sampling needs every remote neighbour within two hops.
     assert evaluated["gcn.evaluate_remote_inputs"] > trained["gcn.remote_inputs"]
-
-
-@pytest.mark.slow
-def test_sampled_evaluation_uses_fewer_rows_than_full() -> None:
-    options = {"n": 8, "mode": "fixed"}
-    full = strategy(averaging(evaluate=True), **options)
-    sampled = strategy(averaging(evaluate=True), evaluate="sampled", **options)
-    for of in (full, sampled):
-        run(of, grid(graph()), 1)
-    assert 0 < total(sampled, "rows_fetched", "evaluate") < total(full, "rows_fetched", "evaluate")
 
 
 # What owners know of the edges.
