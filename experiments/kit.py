@@ -419,6 +419,12 @@ def learning_line(result: RunResult, *, down: bool = False, wire: bool = False) 
     return [point for point in points if not math.isnan(point[1])]
 
 
+def points(result: RunResult) -> float:
+    """Return the accuracy in percent, the mean over the last five evaluated rounds."""
+    accuracy = [100 * record.accuracy for record in result.rounds if not math.isnan(record.accuracy)]
+    return mean(accuracy[-5:]) if accuracy else math.nan
+
+
 def over_seeds(runs: Records, column: int, factor: float = 1.0) -> list[float]:
     """Return a column of the rows that the records hold as ``points``, times ``factor``: row by row the mean.
 

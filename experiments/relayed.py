@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from fedcomp.experiments.tables import Found
 from fedcomp.strategies.parts import TASK_PREFIX
 
 
-def rows(systems: Mapping[str, str], most: int, config: Config) -> Mapping[str, str]:
+def rows(systems: Mapping[str, str], config: Config, *, most: int = sys.maxsize) -> Mapping[str, str]:
     """Return rows of at most ``most`` rounds whose models are looked at once, at the end: a look fetches them all.
 
     Raises

@@ -142,7 +142,7 @@ class Zygote:
         """
         self._connection.send_bytes(token.encode())
         with ending(self._process) as ended:
-            watched = [self._connection, ended, *([] if stop is None else [stop])]
+            watched: list[Connection | int] = [self._connection, ended, *([] if stop is None else [stop])]
             while not (ready := wait(watched, every)):
                 if overtaken():
                     self.close()

@@ -15,9 +15,10 @@ EXPERIMENT = Experiment(
     name="sparse_push",
     question="How much of push-sum's accuracy is left when a message holds a hundredth of the model, or two values?",
     task="digits",
-    rows=partial(relayed.rows, {"SGP": "sgp", "Sparse-Push, 1 %": "sparse-push compressor.density=0.01"}, 40),
+    rows=partial(relayed.rows, {"SGP": "sgp", "Sparse-Push, 1 %": "sparse-push compressor.density=0.01"}, most=40),
     each="task.partition=shards:3 topology=digraph:0.3 dense_below=0 skew_rounds=auto",
     study=study,
+    repeats=False,
     options={
         "seeds": 1,
         "workers": 2,

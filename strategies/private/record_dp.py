@@ -42,8 +42,8 @@ from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.inbox import Inbox
 from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
+from fedcomp.strategies.nodes import NodesShown, asked_for, online
 from fedcomp.strategies.partitions import Holders
-from fedcomp.strategies.private.nodes import Shown, online
 from fedcomp.strategies.private.promise import NoClientEvaluation
 from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.running import Running, Trained, copies_of
@@ -482,7 +482,7 @@ class Affording(MeanRule):
         able = self._books.able(online(grid, self.strategy), server_round)
         if not able:
             return []
-        with Shown(grid, able).minima(self.strategy) as shown:
-            messages = super().configure(server_round, arrays, config, shown)
+        with asked_for(self.strategy, len(able)):
+            messages = super().configure(server_round, arrays, config, NodesShown(grid, lambda: able))
         self._books.ask(message.metadata.dst_node_id for message in messages)
         return messages

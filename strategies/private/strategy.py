@@ -36,7 +36,7 @@ from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.inbox import Inbox, SecretInbox
 from fedcomp.strategies.means import MEANS, is_mean
-from fedcomp.strategies.private.nodes import Shown, muted, online
+from fedcomp.strategies.nodes import NodesShown, asked_for, muted, online
 from fedcomp.strategies.private.promise import NoClientEvaluation, Once
 from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.round_log import RoundLog
@@ -186,7 +186,8 @@ class PrivateStrategy(NoClientEvaluation, Private, Strategy, Stateful):
         if self.withholds:
             config[SECRET] = True
         # Flower's strategies sample among the nodes they see: they see those that were drawn, and ask all of them.
-        with Shown(grid, chosen).minima(self.inner) as shown, muted(self.withholds):
+        with asked_for(self.inner, len(chosen)), muted(self.withholds):
+            shown = NodesShown(grid, lambda: chosen)
             messages = list(self.inner.configure_train(server_round, arrays, config, shown))
         # The messages are made and not sent.
         self.open(server_round, chosen)

@@ -23,6 +23,7 @@ from fedcomp.flower.payload import FRAME, put_frame, take_frame
 from fedcomp.flower.rounds import drive
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
+from fedcomp.strategies.cohort import CohortSettings
 from fedcomp.strategies.shared_support import SharedSupport
 
 Change = Callable[[Message, Message, Context], None]
@@ -153,22 +154,17 @@ def test_nodes_of_two_servers_lose_rounds_but_no_run_ends() -> None:
 
 def test_a_round_waits_until_enough_nodes_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Flower's own strategies do; the nodes of this grid come one per look."""
-    from fedcomp.strategies import cohort
-
     looks: list[int] = []
 
     class Slow:
         def get_node_ids(self) -> list[int]:
             looks.append(1)
-            return list(range(10, 10 + len(looks)))
+            return list(range(10 + len(looks), 10, -1))
 
-    monkeypatch.setattr(cohort, "_POLL_SECONDS", 0.0)
-    found = cohort.draw_cohort(
-        Slow(), Key(1, "cohort/train", 3), fraction=0.5, least=1, available=6, partitions={15: 0, 10: 1}
-    )
+    monkeypatch.setattr("fedcomp.strategies.nodes._POLL_SECONDS", 0.0)
+    half = CohortSettings(fraction_train=0.5, min_available_nodes=6)
+    found = half.draw("train", Slow(), Key(1, "cohort/train", 3))  # type: ignore[arg-type]
     assert len(looks) == 6
     assert len(found) == 3
-    everyone = cohort.draw_cohort(
-        Slow(), Key(1, "cohort/train", 3), fraction=1.0, least=1, available=1, partitions={15: 0, 10: 1}
-    )
-    assert everyone == [15, 10, 11, 12, 13, 14, 16]
+    everyone = CohortSettings().draw("train", Slow(), Key(1, "cohort/train", 3))  # type: ignore[arg-type]
+    assert everyone == [11, 12, 13, 14, 15, 16, 17]
