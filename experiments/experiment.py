@@ -52,7 +52,7 @@ class Studied:
     tables, figures, tasks : sequence
         As of :class:`~fedcomp.experiments.findings.Findings`.
     skipped : mapping
-        Quantities that were not measured, and why.
+        Quantities that were not measured, and why; by name, or by ``(row, name)``.
     statements : mapping
         Privacy statements by row.
     """
@@ -61,7 +61,7 @@ class Studied:
     tables: Sequence[Table] = ()
     figures: Sequence[Figure] = ()
     tasks: Sequence[Mapping[str, Any]] = ()
-    skipped: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[Any, str] = field(default_factory=dict)
     statements: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -87,16 +87,19 @@ class Line:
 
 
 def read_claims(text: str) -> list[Line]:
-    """Read claims, one a line; lines that begin with ``#`` are comments.
+    """Read claims, one a line; a line without ``|`` goes on with the reason, one that begins with ``#`` is a comment.
 
     Raises
     ------
     ConfigError
         When a line has another form; what its bound may be is :func:`~fedcomp.experiments.kit.claim`'s.
     """
-    lines = []
+    lines: list[Line] = []
     for written in filter(None, map(str.strip, text.splitlines())):
         if written.startswith("#"):
+            continue
+        if "|" not in written and lines:
+            lines[-1] = replace(lines[-1], reason=f"{lines[-1].reason} {written}")
             continue
         parts = [part.strip() for part in written.split("|")]
         kind, colon, reason = parts[-1].partition(":")
@@ -162,6 +165,8 @@ class Experiment:
         A template: ``{row | quantity:.1f}``; or a function from a ``Found`` to it.
     study : callable, optional
         What rows do not show: from a ``Found`` to :class:`Studied`.
+    repeats : bool
+        Whether rows are trained once for each of ``seeds``; False where these are of what the study trains.
     engines : tuple of str
         Those that it runs on.
     notes : str
@@ -213,6 +218,7 @@ class Experiment:
     claims: str | Callable[[Any], str] = ""
     answer: str | Callable[[Any], str] = ""
     study: Study | None = None
+    repeats: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", {key: option(key, given) for key, given in self.options.items()})
@@ -222,7 +228,7 @@ class Experiment:
     @property
     def trains_itself(self) -> bool:
         """Whether rows are tuned or repeated, which is not the runner's work."""
-        return bool(self.tune) or "seeds" in self.options
+        return bool(self.tune) or (self.repeats and "seeds" in self.options)
 
     def configure(
         self,

@@ -1,7 +1,8 @@
-"""A gossip row without messages: the same algorithm, graph, data and seeds in one process, to compare bit by bit."""
+"""Gossip rows that go through messages, and the same runs in one process, to compare bit by bit."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.findings import Claim, Table, different_bytes
-from fedcomp.experiments.kit import Say, claim, table
+from fedcomp.experiments.decentralised import Energy
+from fedcomp.experiments.findings import Table, different_bytes
+from fedcomp.experiments.kit import table
+from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.tables import Found
 from fedcomp.strategies.parts import TASK_PREFIX
+
+
+def rows(systems: Mapping[str, str], config: Config, *, most: int = sys.maxsize) -> Mapping[str, str]:
+    """Return rows of at most ``most`` rounds whose models are looked at once, at the end: a look fetches them all.
+
+    Raises
+    ------
+    ConfigError
+        When only one figure of energy is given; before anything runs.
+    """
+    Energy.of(config.settings)
+    rounds = min(config.rounds, most)
+    return {label: f"{text} rounds={rounds} evaluate_every={max(1, rounds)}" for label, text in systems.items()}
 
 
 @dataclass(frozen=True)
@@ -91,49 +108,23 @@ def edge_bytes(result: RunResult) -> int:
     return sum(int(record.metrics["gossip.edge"]) for record in result.rounds if record.round)
 
 
-@dataclass(frozen=True)
-class Apart:
-    """How a run with messages differs from the same run in one process: bytes of the mean model and of messages."""
-
-    model: int
-    messages: int
-
-
-def beside(results: Mapping[str, RunResult], say: Say, caption: str) -> tuple[Table, dict[str, Apart]]:
-    """Return the runs that went through messages beside the same runs in one process, and how they differ."""
-    rows: list[dict[str, Any]] = []
-    found: dict[str, Apart] = {}
-    for label, result in results.items():
-        say(f"{label} without messages")
+def beside(found: Found, caption: str) -> tuple[Table, dict[tuple[str, str], float]]:
+    """Return the runs that went through messages beside the same runs in one process, and by row how many ``model
+    bytes that differ`` and ``message bytes that differ``."""
+    shown: list[dict[str, Any]] = []
+    for label, result in found.results.items():
+        found.say(f"{label} without messages")
         central, sent = without_messages(result.spec), edge_bytes(result)
-        found[label] = Apart(different_bytes(result.arrays, central.arrays), abs(sent - central.edge_bytes))
-        rows.append(
+        shown.append(
             {
-                "system": label,
+                "row": label,
                 "iterations": result.spec.rounds,
                 "edge bytes, messages": sent,
                 "edge bytes, one process": central.edge_bytes,
                 "whole messages, bytes": result.uplink_wire_bytes + result.downlink_wire_bytes,
-                "model bytes that differ": found[label].model,
+                "model bytes that differ": different_bytes(result.arrays, central.arrays),
+                "message bytes that differ": abs(sent - central.edge_bytes),
             }
         )
-    columns = ("system", "iterations", "edge bytes, messages", "edge bytes, one process", "whole messages, bytes")
-    names = (*columns, "model bytes that differ")
-    return table("The same runs with messages and without", {name: name for name in names}, rows, caption), found
-
-
-def claims_of_messages(
-    differ: Mapping[str, Apart], name: str, bound: str, source: str, *, sent: str = "messages"
-) -> list[Claim]:
-    """Return that messages change nothing: neither the models nor what is sent.
-
-    Parameters
-    ----------
-    name : str
-        Of a claim, with ``{label}`` and ``{what}``: the model, or what ``sent`` says.
-    """
-    return [
-        claim(name.format(label=label, what=what), count, bound, source)
-        for label, apart in differ.items()
-        for what, count in (("the model", apart.model), (sent, apart.messages))
-    ]
+    differ = {(row["row"], name): row[name] for row in shown for name in row if name.endswith("that differ")}
+    return table("The same runs with messages and without", {name: name for name in shown[0]}, shown, caption), differ

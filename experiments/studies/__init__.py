@@ -1,1 +1,1 @@
-"""Studies: the mathematics and the measurements of one page of the catalogue each."""
+"""What is mathematics or a measurement of one paper, and no table of rows: a function for a page of the catalogue."""

@@ -15,6 +15,7 @@ from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunResult
+from fedcomp.experiments.tables import findings as find
 from fedcomp.experiments.tables import specs_of
 
 
@@ -70,7 +71,7 @@ def ran(
         config = dataclasses.replace(config, settings=settings)
         specs = specs_of(experiment, config)
         results = {spec.label: engines.run(spec) for spec in specs}
-        findings = experiment.measure(config, results, Say(keep=kept.__setitem__))
+        findings = find(experiment, config, results, Say(keep=kept.__setitem__))
     used = settings.read | {key for spec in specs for key in spec.settings}
     assert set(experiment.options) - set(unread) <= used, "a setting that nothing reads"
     assert (
@@ -82,4 +83,4 @@ def ran(
 def resumes(experiment: Experiment, run: Ran) -> bool:
     """Whether a run that is resumed with all its cells makes none anew and finds the same."""
     say = Say(kept=json.loads(json.dumps(run.kept)), keep=lambda name, cell: pytest.fail(f"{name} was made again"))
-    return experiment.measure(run.config, run.results, say).to_json() == run.findings.to_json()
+    return find(experiment, run.config, run.results, say).to_json() == run.findings.to_json()

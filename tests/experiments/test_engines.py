@@ -238,7 +238,7 @@ from fedcomp.experiments import engines
 from fedcomp.experiments.spec import RunSpec
 
 def interrupt(record):
-    # Again after many rounds, as somebody would press the keys again: Python drops an interruption that reaches the main
+    # Again after many rounds, as somebody would press the keys again: Python drops one that reaches the main
     # thread while it finalises an object.
     if record.round % 500 == 1:
         os.kill(os.getpid(), signal.SIGINT)

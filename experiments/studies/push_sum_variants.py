@@ -28,14 +28,24 @@ Matrix = NDArray[np.float64]
 COMPRESSED: Final = ("models, error kept", "estimates of x", "estimates of z")
 """What :func:`averaged` compresses; the last one is Sparse-Push."""
 
-TRAINED: Final[Mapping[str, str]] = {
-    "local": "no communication",
-    "updates": "the largest entries of the update, with error feedback, go one hop; models are never mixed",
-    "stateless": "error feedback on the model itself, without estimates",
-    "kept": "Sparse-Push; a lost share stays with its sender",
-    "naive debit": "Sparse-Push; the sender gives its share away whether it arrives or not",
+TRAINED: Final[Mapping[str, tuple[str, str]]] = {
+    "local": ("no messages at all", "no communication"),
+    "updates": (
+        "2 % of the updates, one hop",
+        "the largest entries of the update, with error feedback, go one hop; models are never mixed",
+    ),
+    "stateless": (
+        "2 % of the model, error feedback, no estimates",
+        "error feedback on the model itself, without estimates",
+    ),
+    "kept": ("2 %, 10 % of messages lost, shares kept", "Sparse-Push; a lost share stays with its sender"),
+    "naive debit": (
+        "2 %, 10 % of messages lost, shares given away",
+        "Sparse-Push; the sender gives its share away whether it arrives or not",
+    ),
 }
-"""Variants that :func:`trained` knows, and what they do. "kept" is the right one."""
+"""Variants that :func:`trained` knows: what they are called in tables, where they are run with these shares and losses,
+and what they do. "kept" is the right one."""
 
 
 def averaged(kind: str, matrices: Sequence[Matrix], values: Matrix, k: int, gamma: float, rounds: int) -> list[float]:
