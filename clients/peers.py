@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from flwr.app import ConfigRecord, Context
 
 from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_KEY, PEER_KEYS, PEER_STORE
-from fedcomp.errors import ConfigError, StateError
+from fedcomp.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedcomp.coding.peertls import PeerTls
@@ -19,8 +19,8 @@ IDENTITY: Final = "fedcomp.coded.identity"
 """The node's key pair."""
 
 
-def peer_link(context: Context, number: int, spools: str, max_store_bytes: int) -> PeerTransport:
-    """Return the transport of a node's address, or of its simulated link where it has none.
+def own_end(context: Context, number: int, spools: str, max_store_bytes: int) -> PeerTransport | None:
+    """Return the transport of a node's address, or of its simulated link; None where nobody can reach this node.
 
     Parameters
     ----------
@@ -34,9 +34,7 @@ def peer_link(context: Context, number: int, spools: str, max_store_bytes: int) 
     Raises
     ------
     ConfigError
-        When the node's configuration is half of what it needs, or the folder was not marked for simulated links.
-    StateError
-        When there is neither an address nor a folder.
+        When the node's configuration is half of what it needs.
     """
     from fedcomp.coding.transport import SpoolRoot, transport_of
 
@@ -46,29 +44,11 @@ def peer_link(context: Context, number: int, spools: str, max_store_bytes: int) 
     if address is not None or folder is not None:
         raise ConfigError(f"this node's configuration needs both {PEER_ADDRESS} and {PEER_STORE}, or neither")
     if not spools:
-        raise StateError(
-            "parcels travel between clients, but this node has no peer address: start it with "
-            "python -m fedcomp.clients.edge --peer HOST:PORT"
-        )
-    # Only a folder that was marked on this very machine for simulated links is accepted.
-    own = SpoolRoot(Path(spools), max_store_bytes).address(number)
-    return transport_of(own, max_store_bytes=max_store_bytes)
-
-
-def own_end(context: Context, number: int, spools: str, max_store_bytes: int) -> PeerTransport | None:
-    """Return what :func:`peer_link` returns; None where nobody can reach this node.
-
-    Raises
-    ------
-    ConfigError
-        When the node's configuration is half of what it needs.
-    """
-    if PEER_ADDRESS in context.node_config or PEER_STORE in context.node_config:
-        return peer_link(context, number, spools, max_store_bytes)
-    if not spools:
         return None
     try:
-        return peer_link(context, number, spools, max_store_bytes)
+        # Only a folder that was marked on this very machine for simulated links is accepted.
+        own = SpoolRoot(Path(spools), max_store_bytes).address(number)
+        return transport_of(own, max_store_bytes=max_store_bytes)
     except ConfigError:
         # The folder is on the server's machine, and this is another one.
         return None

@@ -27,15 +27,11 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final
 
 from fedcomp.coding.errors import PacketError, TransportError
-from fedcomp.errors import ConfigError, StateError
+from fedcomp.errors import ConfigError
 
 MAGIC: Final = b"FCP1"
 VERSION: Final = 1
@@ -52,8 +48,6 @@ numbers, which are given anew in every round."""
 
 _HEADER: Final = struct.Struct("<4sBBH8sIIII")
 _CRC: Final = struct.Struct("<I")
-# Columns of the array ``meta`` of MemoryStore.to_arrays().
-_META: Final = 5
 
 
 class StoreFull(TransportError):
@@ -185,201 +179,3 @@ def parcel_length(header: bytes, limit: int = MAX_PARCEL_BYTES) -> int:
     if total > limit:
         raise PacketError(f"a parcel announces {total} bytes; this receiver accepts at most {limit}")
     return total
-
-
-class ParcelStore(Protocol):
-    """Where a receiver keeps parcels until its round is over.
-
-    Two parcels that are equal in every field are one. Two with the same coordinates and different bodies are two: which
-    of them is right is for whoever decodes them to find out.
-    """
-
-    max_store_bytes: int
-
-    def put(self, parcel: Parcel) -> bool:
-        """Keep ``parcel``; return False when it was there already.
-
-        Raises
-        ------
-        StoreFull
-            When it does not fit into ``max_store_bytes``, which what is kept never exceeds.
-        TransportError
-            When it cannot be written.
-        """
-
-    def list(self, run: bytes, round: int) -> Parcels:
-        """Return what is kept for a round in the order of :attr:`Parcel.order`."""
-
-    def count(self, run: bytes, round: int) -> int:
-        """Return how many parcels are kept for a round."""
-
-    def take(self, run: bytes, round: int) -> Parcels:
-        """Return what is kept for a round, and keep it no longer."""
-
-    def drop_before(self, run: bytes, round: int) -> int:
-        """Forget the run's parcels of rounds before ``round``; return the bytes that became free."""
-
-    @property
-    def held(self) -> int:
-        """Bytes kept, headers included."""
-
-
-class MemoryStore:
-    """Parcels in memory, and as three arrays that fit into Flower's ``context.state``.
-
-    Parameters
-    ----------
-    max_store_bytes : int
-        Limit of :attr:`held`.
-
-    Examples
-    --------
-    >>> store, run = MemoryStore(1 << 20), bytes(8)
-    >>> store.put(Parcel(run, 1, 1, source=0, destination=2, body=b"a shard"))
-    True
-    >>> [parcel.body for parcel in store.list(run, 1)], store.held
-    ([b'a shard'], 43)
-
-    Notes
-    -----
-    A context belongs to one run of one server, so :meth:`drop_before` forgets the parcels of every other run: their
-    round will never advance here.
-    """
-
-    def __init__(self, max_store_bytes: int = MAX_STORE_BYTES) -> None:
-        self.max_store_bytes = require_limit(max_store_bytes)
-        # By the parcel itself: one that is delivered twice is found without a search.
-        self._parcels: dict[Parcel, None] = {}
-        self._held = 0
-
-    @property
-    def held(self) -> int:
-        """Bytes kept, headers included."""
-        return self._held
-
-    def __len__(self) -> int:
-        return len(self._parcels)
-
-    def put(self, parcel: Parcel) -> bool:
-        """Keep ``parcel``; return False when it was there already. See :class:`ParcelStore`."""
-        if parcel in self._parcels:
-            return False
-        require_room(parcel, self._held, self.max_store_bytes, "this client's memory")
-        self._parcels[parcel] = None
-        self._held += len(parcel)
-        return True
-
-    def list(self, run: bytes, round: int) -> Parcels:
-        """Return what is kept for a round, ordered by kind, source and destination."""
-        return sorted((p for p in self._parcels if p.run == run and p.round == round), key=lambda p: p.order)
-
-    def count(self, run: bytes, round: int) -> int:
-        """Return how many parcels are kept for a round."""
-        return sum(p.run == run and p.round == round for p in self._parcels)
-
-    def take(self, run: bytes, round: int) -> Parcels:
-        """Return what is kept for a round, and keep it no longer."""
-        taken = self.list(run, round)
-        self._forget(taken)
-        return taken
-
-    def drop_before(self, run: bytes, round: int) -> int:
-        """Forget earlier rounds of ``run``, and all other runs; return the bytes that became free."""
-        return self._forget([p for p in self._parcels if p.run != run or p.round < round])
-
-    def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the store as three arrays; equal contents give equal arrays.
-
-        Returns
-        -------
-        dict
-            ``data``: uint8, all bodies one after the other. ``offsets``: int64 (n + 1,), where each begins.
-            ``meta``: int64 (n, 5), run (its 8 bytes as a little-endian integer), round, kind, source, destination.
-        """
-        # Sorted, so that the order of arrival does not show in the state.
-        kept = sorted(self._parcels, key=lambda p: (p.run, p.round, p.order))
-        lengths = np.array([0, *(len(p.body) for p in kept)], np.int64)
-        # Signed: as an unsigned number every second run's name would overflow the int64 array.
-        rows = [(int.from_bytes(p.run, "little", signed=True), p.round, p.kind, p.source, p.destination) for p in kept]
-        return {
-            "data": np.frombuffer(b"".join(p.body for p in kept), np.uint8),
-            "offsets": np.cumsum(lengths),
-            "meta": np.array(rows, np.int64).reshape(len(kept), _META),
-        }
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]], max_store_bytes: int = MAX_STORE_BYTES) -> MemoryStore:
-        """Return the store :meth:`to_arrays` described.
-
-        Raises
-        ------
-        StateError
-            When the arrays do not belong together.
-        StoreFull
-            When they hold more than ``max_store_bytes``.
-        """
-        try:
-            data, offsets, meta = (np.asarray(arrays[name]) for name in ("data", "offsets", "meta"))
-        except KeyError as error:
-            raise StateError(f"a stored parcel store lacks its array {error}; it restarts without it") from error
-        # -1 belongs to no shape, so that anything but a table is refused below.
-        count = len(meta) if meta.ndim == 2 else -1
-        fits = (
-            (data.dtype, offsets.dtype, meta.dtype) == (np.uint8, np.int64, np.int64)
-            and data.ndim == 1
-            and meta.shape == (count, _META)
-            and offsets.shape == (count + 1,)
-            and offsets[0] == 0
-            and offsets[-1] == len(data)
-            # An offset below the one before it would pass silently for an empty body.
-            and bool((np.diff(offsets) >= 0).all())
-        )
-        if not fits:
-            raise StateError(
-                f"a stored parcel store has data {data.dtype}{data.shape}, offsets {offsets.dtype}{offsets.shape} and "
-                f"meta {meta.dtype}{meta.shape}, which do not describe one another"
-            )
-        store = cls(max_store_bytes)
-        raw = data.tobytes()
-        bounds = offsets.tolist()
-        for row, begin, end in zip(meta.tolist(), bounds[:-1], bounds[1:], strict=True):
-            run, round_, kind, source, destination = row
-            name = run.to_bytes(RUN_BYTES, "little", signed=True)
-            try:
-                # Through put(): it counts the bytes, and refuses what exceeds a limit that was lowered since.
-                store.put(Parcel(name, round_, kind, source, destination, raw[begin:end]))
-            except ConfigError as error:
-                raise StateError(f"a stored parcel store holds an impossible parcel: {error}") from error
-        return store
-
-    def _forget(self, parcels: Iterable[Parcel]) -> int:
-        freed = 0
-        for parcel in parcels:
-            del self._parcels[parcel]
-            freed += len(parcel)
-        self._held -= freed
-        return freed
-
-
-def require_limit(max_store_bytes: int) -> int:
-    """Return ``max_store_bytes``.
-
-    Raises
-    ------
-    ConfigError
-        When no parcel could ever be kept under it.
-    """
-    if isinstance(max_store_bytes, bool) or not isinstance(max_store_bytes, int) or max_store_bytes < HEADER_BYTES:
-        raise ConfigError(
-            f"max_store_bytes is {max_store_bytes!r}; expected a whole number of at least {HEADER_BYTES}, one header"
-        )
-    return max_store_bytes
-
-
-def require_room(parcel: Parcel, held: int, limit: int, where: str) -> None:
-    """Raise :class:`StoreFull` when ``parcel`` would bring ``where`` above ``limit`` bytes."""
-    if held + len(parcel) > limit:
-        raise StoreFull(
-            f"a parcel of {len(parcel)} bytes does not fit beside {held} of at most {limit} bytes; "
-            f"raise max_store_bytes, or send smaller or fewer shards ({where})"
-        )

@@ -25,8 +25,6 @@ from fedcomp.coding.parcels import (
     Parcel,
     Parcels,
     StoreFull,
-    require_limit,
-    require_room,
 )
 from fedcomp.errors import ConfigError
 
@@ -49,12 +47,14 @@ _LONGEST: Final = 4096
 # Never through a link that somebody else put in the way.
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 
-Found = list[tuple[Path, Parcel]]
 Files = list[tuple[str, int]]
 
 
 class Spool:
-    """Parcels as files in one directory; a :class:`~fedcomp.coding.parcels.ParcelStore`.
+    """Parcels as files in one directory, where a receiver keeps them until their round is over.
+
+    Two parcels that are equal in every field are one. Two with the same coordinates and different bodies are two: which
+    of them is right is for whoever decodes them to find out.
 
     Parameters
     ----------
@@ -89,7 +89,12 @@ class Spool:
         durable: bool = False,
     ) -> None:
         self.directory = Path(directory)
-        self.max_store_bytes = require_limit(max_store_bytes)
+        if isinstance(max_store_bytes, bool) or not isinstance(max_store_bytes, int) or max_store_bytes < HEADER_BYTES:
+            raise ConfigError(
+                f"max_store_bytes is {max_store_bytes!r}; expected a whole number of at least {HEADER_BYTES}, one "
+                "header"
+            )
+        self.max_store_bytes = max_store_bytes
         if isinstance(max_parcels, bool) or not isinstance(max_parcels, int) or max_parcels < 1:
             raise ConfigError(f"max_parcels is {max_parcels!r}; expected a whole number of at least 1")
         self.keep_seconds = keep_seconds
@@ -110,7 +115,15 @@ class Spool:
         return self._usage(self._names())[1]
 
     def put(self, parcel: Parcel) -> bool:
-        """Keep ``parcel``; return False when it was there already. See :class:`~fedcomp.coding.parcels.ParcelStore`."""
+        """Keep ``parcel``; return False when it was there already.
+
+        Raises
+        ------
+        StoreFull
+            When it does not fit beside what is kept, which never exceeds the two limits.
+        TransportError
+            When it cannot be written.
+        """
         data = parcel.to_bytes()
         path = self.directory / file_name(parcel, data)
         with self._locked() as names:
@@ -122,7 +135,11 @@ class Spool:
                 # Only when room runs out: looking at the age of every file is what makes a put slow.
                 self._remove_stale(parcel.run)
                 count, held = self._usage(self._names())
-            require_room(parcel, held, self.max_store_bytes, f"the parcel store {self.directory}")
+            if held + len(data) > self.max_store_bytes:
+                raise StoreFull(
+                    f"a parcel of {len(data)} bytes does not fit beside {held} of at most {self.max_store_bytes} "
+                    f"bytes; raise max_store_bytes, or send smaller or fewer shards (the parcel store {self.directory})"
+                )
             if count >= self.max_parcels:
                 raise StoreFull(
                     f"the parcel store {self.directory} holds {count} parcels, as many as it may; send fewer shards, "
@@ -151,15 +168,25 @@ class Spool:
 
         A file that no longer holds what its name promises is removed and logged: it is a loss like any other.
         """
-        return [parcel for _, parcel in self._read(run, round)]
-
-    def take(self, run: bytes, round: int) -> Parcels:
-        """Return what is kept for a round, and keep it no longer."""
-        found = self._read(run, round)
-        for path, _ in found:
-            # Two takers may meet; then both have read the parcel, and one of them removes it.
-            path.unlink(missing_ok=True)
-        return [parcel for _, parcel in found]
+        found = []
+        for name, size in self._files(run):
+            if _place(name) != (run, round):
+                continue
+            path = self.directory / name
+            try:
+                data = path.read_bytes()
+                parcel = Parcel.from_bytes(data, max(size, HEADER_BYTES))
+                if file_name(parcel, data) != path.name:
+                    raise PacketError("its name does not fit what is in it")
+            except FileNotFoundError:
+                # Taken or dropped between the look at the directory and now.
+                continue
+            except PacketError as error:
+                _LOG.warning("removed the damaged parcel %s: %s", path, error)
+                path.unlink(missing_ok=True)
+                continue
+            found.append(parcel)
+        return sorted(found, key=lambda parcel: parcel.order)
 
     def remove(self, parcel: Parcel) -> bool:
         """Forget one parcel, as if it had never come; return whether it was there."""
@@ -179,31 +206,6 @@ class Spool:
                     (self.directory / name).unlink(missing_ok=True)
                     freed += size
         return freed
-
-    def count(self, run: bytes, round: int) -> int:
-        """Return how many parcels are kept for a round, without opening them."""
-        return sum(_place(name) == (run, round) for name, _ in self._files(run))
-
-    def _read(self, run: bytes, round: int) -> Found:
-        found = []
-        for name, size in self._files(run):
-            if _place(name) != (run, round):
-                continue
-            path = self.directory / name
-            try:
-                data = path.read_bytes()
-                parcel = Parcel.from_bytes(data, max(size, HEADER_BYTES))
-                if file_name(parcel, data) != path.name:
-                    raise PacketError("its name does not fit what is in it")
-            except FileNotFoundError:
-                # Taken or dropped between the look at the directory and now.
-                continue
-            except PacketError as error:
-                _LOG.warning("removed the damaged parcel %s: %s", path, error)
-                path.unlink(missing_ok=True)
-                continue
-            found.append((path, parcel))
-        return sorted(found, key=lambda item: item[1].order)
 
     def _files(self, run: bytes | None = None) -> Files:
         """Return name and size of every parcel, of one run or of all.

@@ -31,10 +31,7 @@ from fedcomp.coding.parcels import (
     MAX_PARCEL_BYTES,
     MAX_STORE_BYTES,
     PARTITIONS_FROM,
-    MemoryStore,
     Parcel,
-    Parcels,
-    ParcelStore,
     StoreFull,
     parcel_length,
 )
@@ -49,9 +46,7 @@ __all__ = [
     "MAX_PARCEL_BYTES",
     "MAX_STORE_BYTES",
     "DeliveryFailed",
-    "MemoryStore",
     "Parcel",
-    "ParcelStore",
     "PeerTransport",
     "SendResult",
     "Sender",
@@ -86,7 +81,6 @@ _LONGEST: Final = 300
 """Characters of an address: a name has at most 253."""
 # The checksum is the last field of a parcel's header; an acknowledgement repeats it.
 _CRC_AT: Final = HEADER_BYTES - 4
-_POLL_SECONDS: Final = 0.05
 
 
 class DeliveryFailed(TransportError):
@@ -130,24 +124,12 @@ class PeerTransport(Sender, Protocol):
     ----------
     address : str
         What other clients send to.
-    store : ParcelStore
+    store : Spool
         Where parcels for this client are kept.
     """
 
     address: str
-    store: ParcelStore
-
-    def recv(self, run: bytes, round: int, wait: float = 0.0, *, expect: int | None = None) -> Parcels:
-        """Return the parcels that have come for a round, and leave them where they are.
-
-        Parameters
-        ----------
-        run, round
-        wait : float
-            Seconds to wait for more; 0 returns what there is.
-        expect : int, optional
-            Return as soon as there are so many. Without it the whole ``wait`` is waited.
-        """
+    store: Spool
 
 
 @dataclass(frozen=True)
@@ -184,7 +166,7 @@ class SpoolTransport:
     def __init__(self, address: str, max_store_bytes: int = MAX_STORE_BYTES) -> None:
         self.address = address
         self._limit = max_store_bytes
-        self.store: ParcelStore = self._spool(address)
+        self.store = self._spool(address)
 
     def send(self, address: str, parcel: Parcel, partition: int | None = None) -> int:
         """Put ``parcel`` into the spool at ``address``. See :class:`PeerTransport`."""
@@ -194,10 +176,6 @@ class SpoolTransport:
             # An unusable address came from a message: it costs a delivery, like a peer that is away, and not the round.
             raise DeliveryFailed(f"peer {address}: {error}") from error
         return len(parcel)
-
-    def recv(self, run: bytes, round: int, wait: float = 0.0, *, expect: int | None = None) -> Parcels:
-        """Return the parcels that have come for a round. See :class:`PeerTransport`."""
-        return _receive(self.store, run, round, wait, expect)
 
     def _spool(self, address: str) -> Spool:
         folder = parse_spool(address)
@@ -290,11 +268,7 @@ class TcpTransport(TcpSender):
         parse_tcp(address)
         super().__init__(**options)
         self.address = address
-        self.store: ParcelStore = store
-
-    def recv(self, run: bytes, round: int, wait: float = 0.0, *, expect: int | None = None) -> Parcels:
-        """Return the parcels that have come for a round. See :class:`PeerTransport`."""
-        return _receive(self.store, run, round, wait, expect)
+        self.store = store
 
 
 class _Refused(Exception):
@@ -410,6 +384,8 @@ def _connect(place: tuple[str, int], seconds: float) -> socket.socket:
         try:
             connection.settimeout(left)
             connection.connect(address)
+            # The last piece of a handshake is not acknowledged until a parcel follows: held back, it costs 40 ms.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             connection.close()
             failure = error
@@ -544,14 +520,6 @@ def parse_host_port(text: str) -> tuple[str, int]:
             f"address {text[:80]!r}; expected HOST:PORT with a port from 1 to 65535, e.g. 192.168.1.7:9100"
         )
     return inner, int(port)
-
-
-def _receive(store: ParcelStore, run: bytes, round: int, wait: float, expect: int | None) -> Parcels:
-    deadline = time.monotonic() + wait
-    # count() opens no file, so polling is cheap; the parcels are read once, at the end.
-    while (left := deadline - time.monotonic()) > 0 and (expect is None or store.count(run, round) < expect):
-        time.sleep(min(_POLL_SECONDS, left))
-    return store.list(run, round)
 
 
 def _left(deadline: float) -> float:

@@ -87,16 +87,19 @@ class Line:
 
 
 def read_claims(text: str) -> list[Line]:
-    """Read claims, one a line; lines that begin with ``#`` are comments.
+    """Read claims, one a line; a line without ``|`` goes on with the reason, one that begins with ``#`` is a comment.
 
     Raises
     ------
     ConfigError
         When a line has another form; what its bound may be is :func:`~fedcomp.experiments.kit.claim`'s.
     """
-    lines = []
+    lines: list[Line] = []
     for written in filter(None, map(str.strip, text.splitlines())):
         if written.startswith("#"):
+            continue
+        if "|" not in written and lines:
+            lines[-1] = replace(lines[-1], reason=f"{lines[-1].reason} {written}")
             continue
         parts = [part.strip() for part in written.split("|")]
         kind, colon, reason = parts[-1].partition(":")

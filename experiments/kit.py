@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
-from fedcomp.clients.edge.children import end_with
+from fedcomp.clients.edge.processes import end_with
 from fedcomp.experiments.findings import Claim, Curves, Say, Series, Table, mean
 from fedcomp.experiments.options import Config
 from fedcomp.plain import from_fields
@@ -417,6 +417,12 @@ def learning_line(result: RunResult, *, down: bool = False, wire: bool = False) 
     so_far = itertools.accumulate(map(sent, result.rounds))
     points = [(float(r.round), 100 * r.accuracy, float(b)) for r, b in zip(result.rounds, so_far, strict=True)]
     return [point for point in points if not math.isnan(point[1])]
+
+
+def points(result: RunResult) -> float:
+    """Return the accuracy in percent, the mean over the last five evaluated rounds."""
+    accuracy = [100 * record.accuracy for record in result.rounds if not math.isnan(record.accuracy)]
+    return mean(accuracy[-5:]) if accuracy else math.nan
 
 
 def over_seeds(runs: Records, column: int, factor: float = 1.0) -> list[float]:

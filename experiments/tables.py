@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.experiments.experiment import Curve, Experiment, Rows, Studied, read_claims, within
-from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Table, mean, spread
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Table, different_bytes, mean, spread
 from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, over_seeds, repetitions, table
 from fedcomp.experiments.options import OF_EVERY_ROW, Config, numbers, show_value
 from fedcomp.experiments.spec import RunResult, RunSpec, parse_settings
@@ -138,8 +138,21 @@ def _times(*names: str) -> Callable[[Found, str, str], float]:
     return lambda found, row, other: found.ratio(row, *names, other=other)
 
 
+def _part(*names: str) -> Callable[[Found, str, str], float]:
+    def part(found: Found, row: str, other: str) -> float:
+        own, whole = (sum(found.mean(each, name) for name in names) for each in (row, other or found.baseline))
+        return own / whole if whole else math.nan
+
+    return part
+
+
 def _lost(found: Found, row: str, other: str) -> float:
     return found.mean(other or found.baseline, "score") - found.mean(row, "score")
+
+
+def _differing(found: Found, row: str, other: str) -> float:
+    """Of rows that the runner trained: final models are compared byte by byte."""
+    return different_bytes(found.results[other or found.baseline].arrays, found.results[row].arrays)
 
 
 def _each(name: str) -> Callable[[Found, str, str], float]:
@@ -164,8 +177,11 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "times fewer up, as messages": Quantity(_times("wire_up"), 2),
     "times fewer down, as messages": Quantity(_times("wire_down"), 2),
     "times fewer, as messages": Quantity(_times("wire_up", "wire_down"), 2),
+    "part of the uplink bytes": Quantity(_part("uplink"), 3),
+    "part of all bytes": Quantity(_part("uplink", "downlink"), 3),
     "simulated seconds": Quantity(lambda found, row, other: found.mean(row, "simulated"), 1),
     "seconds here": Quantity(lambda found, row, other: found.mean(row, "seconds"), 2),
+    "bytes of the model that differ": Quantity(_differing, 0),
 }
 """By name. Bytes are of payload, per client and round; ``times fewer`` compares with the baseline or with the row after
 ``against``; ``as messages`` counts serialised messages with Flower's own fields. ``bits per weight`` counts all that a

@@ -28,7 +28,6 @@ from fedcomp.rules import Configured, Int, Share
 from fedcomp.wire import DTYPES
 
 Vector = NDArray[np.float32]
-_Named = dict[str, NDArray[Any]]
 
 DENSE: Final = 1.0
 """The density that means "send every element, uncompressed"."""
@@ -645,10 +644,6 @@ class Layout:
                     f"tensor {t.name!r} has shape {tuple(arrays[t.name].shape)}, expected {t.shape}; "
                     "sender and receiver must hold the same model"
                 )
-
-    def dense_names(self) -> Iterable[str]:
-        """Names of the vector's tensors that travel dense."""
-        return (t.name for t in self.tensors if t.is_dense)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,9 +67,8 @@ class Null(Rule):
 Count = Annotated[int, Int(most=2**64 - 1)]
 """An integer that cannot be negative. Files hold hashes as such, of all 64 bits, which messages could not."""
 
-OrNaN = Annotated[float, Null(math.nan)]
 OrInfinite = Annotated[float, Null(math.inf)]
-"""A number that is null in a document when it is NaN, or infinite."""
+"""A number that is null in a document when it is infinite."""
 
 
 def to_plain(value: Any) -> Any:

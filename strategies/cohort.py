@@ -2,58 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from fedcomp.flower.logs import log
 from fedcomp.rng import Key
 from fedcomp.rules import AboveZero, Configured, Int, Share, Text
-
-_POLL_SECONDS: Final = 1.0
-
-
-def draw_cohort(
-    grid: Grid, key: Key, *, fraction: float, least: int, available: int, partitions: Mapping[int, int]
-) -> list[int]:
-    """Wait, as Flower's strategies do, until enough nodes are connected; return those that take part.
-
-    Parameters
-    ----------
-    key : Key
-        Names the draw: seed, purpose and round.
-    fraction : float
-        Share of the connected nodes that takes part, rounded down.
-    least : int
-        Fewer than these are never asked, unless fewer are connected.
-    available : int
-        How many nodes must be connected.
-    partitions : mapping of node id to partition
-        Of the nodes whose partition is known: the result is in this order, the others after them by id.
-
-    Notes
-    -----
-    The draw is by node id, which is new in every run: a partition is a client's own word, and one that is drawn often
-    could be searched for.
-    """
-    while len(found := list(grid.get_node_ids())) < available:
-        log.info("Waiting for nodes to connect: %d connected of %d", len(found), available)
-        time.sleep(_POLL_SECONDS)
-    # 2**31 is above every partition id, so nodes without one come last.
-    online = sorted(found, key=lambda node: (partitions.get(node, 1 << 31), node))
-    # Rounded down, as in Flower, so that a run with this strategy asks as many as one with FedAvg.
-    count = min(len(online), max(least, int(len(online) * fraction)))
-    if count == len(online):
-        return online
-    # Those with the smallest random words: a node's word depends on nothing but its id, whoever else is online.
-    drawn = set(sorted(online, key=lambda node: key.at(purpose=f"{key.purpose}/{node}").u64())[:count])
-    return [node for node in online if node in drawn]
-
+from fedcomp.strategies.nodes import connected
 
 MetricsAggregation = Callable[[list[RecordDict], str], MetricRecord]
 
@@ -96,18 +55,23 @@ class CohortSettings(Configured):
     train_metrics_aggr_fn: MetricsAggregation = field(default_factory=lambda: FedAvg().train_metrics_aggr_fn)
     evaluate_metrics_aggr_fn: MetricsAggregation = field(default_factory=lambda: FedAvg().evaluate_metrics_aggr_fn)
 
-    def draw(
-        self, kind: Literal["train", "evaluate"], grid: Grid, key: Key, partitions: Mapping[int, int]
-    ) -> list[int]:
-        """Return the nodes that train, or evaluate, in a round; see :func:`draw_cohort`."""
-        return draw_cohort(
-            grid,
-            key,
-            fraction=getattr(self, f"fraction_{kind}"),
-            least=getattr(self, f"min_{kind}_nodes"),
-            available=self.min_available_nodes,
-            partitions=partitions,
-        )
+    def draw(self, kind: Literal["train", "evaluate"], grid: Grid, key: Key) -> list[int]:
+        """Wait until enough nodes are connected; return those that train, or evaluate, in a round, ascending.
+
+        The draw is by node id, which is new in every run: a partition is a client's own word, and one that is drawn
+        often could be searched for.
+
+        Parameters
+        ----------
+        key : Key
+            Names the draw: seed, purpose and round.
+        """
+        there = sorted(connected(grid, self.min_available_nodes))
+        fraction, least = getattr(self, f"fraction_{kind}"), getattr(self, f"min_{kind}_nodes")
+        # Rounded down, as in Flower, so that a run with this strategy asks as many as one with FedAvg.
+        count = min(len(there), max(least, int(len(there) * fraction)))
+        # Those with the smallest random words: a node's word depends on nothing but its id, whoever else is online.
+        return sorted(sorted(there, key=lambda node: key.at(purpose=f"{key.purpose}/{node}").u64())[:count])
 
 
 class Cohort(FedAvg):
@@ -150,6 +114,6 @@ class Cohort(FedAvg):
     ) -> list[Message]:
         # Where Flower's strategies write it, and apps look for it.
         config["server-round"] = server_round
-        nodes = self._settings.draw(kind, grid, Key(self._seed, f"cohort/{kind}", server_round), {})
+        nodes = self._settings.draw(kind, grid, Key(self._seed, f"cohort/{kind}", server_round))
         content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
         return [Message(content, node, kind, group_id=str(server_round)) for node in nodes]

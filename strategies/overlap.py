@@ -33,7 +33,7 @@ from fedcomp.codecs import Identity
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower._private import set_message_id
 from fedcomp.flower.logs import log, unsampled
-from fedcomp.flower.pipeline import Await, NodesShown, Send, arrived, now
+from fedcomp.flower.pipeline import Await, Send, arrived, now
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.protocol import app_failure
 from fedcomp.flower.records import to_record
@@ -48,6 +48,7 @@ from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.deadlines import Deadline
 from fedcomp.strategies.means import MEANS, is_mean
+from fedcomp.strategies.nodes import NodesShown
 from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.running import Exchange, Running, Start
@@ -794,7 +795,7 @@ class Buffered(Overlapping):
         replies = [reply for _, _, reply in filled.values() if reply is not None]
         asks = {node: flight.ask_of(x.addresses[node])._replace(node=node) for node, flight in asked.items()}
         server._refuse_lacking(x, server._receive(x, sent, asks, replies, answers))
-        server._agree(x, answers, sent)
+        server._inbox.agree(x, answers, sent, server._usual["train"])
         flights = {node: filled[x.addresses[node]][0] for node in answers}
         ages = {address: self.steps - flight.step for address, (flight, _, _) in filled.items()}
         weigh = WEIGHTS[self.weight]

@@ -38,7 +38,6 @@ ALL_WEIGHTLESS: Final = "weight 0, as all others of the round: nothing to averag
 class Needs(Protocol):
     """What a strategy needs of updates, as :class:`fedcomp.strategies.sinks.UpdateRule` says it."""
 
-    updates_only: bool
     takes_plain: bool
     measured: bool
     not_finite: ClassVar[str]
@@ -185,6 +184,8 @@ class Running:
         Of what was verified last of a client.
     given : (Codec, list of Given)
         What was summed last.
+    changed : int
+        Values of the model that the round changes.
     errors : list of Message
         What stands for replies that could not be used, for the inner strategy.
     origins : dict of int to Start
@@ -215,6 +216,7 @@ class Running:
     norms: dict[int, float] = field(default_factory=dict)
     sizes: dict[int, FrameSizes] = field(default_factory=dict)
     given: tuple[Codec | None, Sequence[Given]] = (None, ())
+    changed: int = 0
     errors: list[Message] = field(default_factory=list)
     origins: dict[int, Start] = field(default_factory=dict)
     mailbox: Mailbox = field(default_factory=Mailbox)
@@ -276,6 +278,14 @@ class Running:
         failed = reply is not None and reply.has_error()
         self.errors.append(reply if reply is not None and failed else app_failure(self.base[node], reason))
 
+    def weightless(self, given: Sequence[Given]) -> bool:
+        """Whether contributions have no weight together, for which they are refused."""
+        if not given or sum(each.weight for each in given) > 0:
+            return False
+        for each in given:
+            self.refuse(each.node, ALL_WEIGHTLESS)
+        return True
+
     def rename(self, node: int, declared: int) -> None:
         """Let a node go by the partition that it has declared from here on."""
         self.base[declared], self.addresses[declared] = self.base.pop(node), self.addresses.pop(node)
@@ -307,9 +317,8 @@ class Running:
             self.report.frames.setdefault(name, {})[self.addresses[node]] = value
 
     def weighted(self, used: Sequence[Trained]) -> dict[str, NDArray[Any]]:
-        """Return the weighted mean of tensors that travel as values; the model's own in a private round, and where only
-        a sum came."""
-        if self.rule.updates_only or not used:
+        """Return the weighted mean of tensors that travel as values; the model's own where nothing of them came."""
+        if not used:
             return {t.name: np.asarray(self.model[t.name]) for t in self.layout.exact}
         total = sum(each.weight for each in used)
         found: dict[str, NDArray[Any]] = {}
@@ -347,10 +356,6 @@ class Judged:
             if not 1 < len(refused) == len(given):
                 self._acknowledge(x, refused)
             given = [each for each in given if each.node not in refused]
-        if given and not x.rule.updates_only and sum(each.weight for each in given) <= 0:
-            for each in given:
-                x.refuse(each.node, ALL_WEIGHTLESS)
-            return None
         x.given = codec, given
         with np.errstate(over="ignore", invalid="ignore"):
             return x.rule.total(x, now, codec, given, raw=raw)

@@ -28,21 +28,18 @@ from numpy.typing import NDArray
 from fedcomp import params
 from fedcomp.asks import SHOW, read_mark, wait_for
 from fedcomp.codecs import Codec, get_codec
-from fedcomp.codecs.base import all_finite
 from fedcomp.errors import ConfigError, FedcompError
-from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower import asks
 from fedcomp.flower.asks import AnswerHead, AskHead, digest_of
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.coded import NO_HANDLER
 from fedcomp.flower.links import Book
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, POST, models, payload_bytes
-from fedcomp.flower.protocol import OWN_CONFIG, PREFIX, RESYNC, app_failure
+from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, POST, payload_bytes
+from fedcomp.flower.protocol import OWN_CONFIG, RESYNC
 from fedcomp.flower.records import (
     count_differing,
     finite_where,
-    read_array,
     restore_dtypes,
     same_model,
     to_arrays,
@@ -60,6 +57,7 @@ from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
 from fedcomp.strategies.downlink import Downlink
 from fedcomp.strategies.evaluating import Evaluating
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.inbox import Inbox
 from fedcomp.strategies.links import POSTS, Links, greet, oldest_round, record_peer, unpacked
 from fedcomp.strategies.means import (
     MEANS,
@@ -75,15 +73,11 @@ from fedcomp.strategies.replies import (
     Rejected,
     SentMessage,
     Usual,
-    agreeing,
-    beside,
     match_replies,
-    strip,
-    weight_of,
 )
 from fedcomp.strategies.roster import Roster
 from fedcomp.strategies.round_log import RoundLog, require_usable
-from fedcomp.strategies.running import Exchange, Judged, Pushes, Running, Start, Trained, copies_of
+from fedcomp.strategies.running import Exchange, Judged, Pushes, Running, Start, Trained
 from fedcomp.strategies.statistics import hold_in_record, warn_of_missing_names
 from fedcomp.strategies.update_rules import UpdateRule, rule_of
 from fedcomp.strategies.wrapping import loop_of, require_inner, require_uncompressed
@@ -191,7 +185,7 @@ class Server(Evaluating):
         self._require_served(self._rule)
         self.downlink = None if downlink is None else get_codec(downlink)
         # What is not in the vector is never released in a private round: floats are cast there, not sent beside it.
-        self.cast = self._rule.updates_only or not system.whole
+        self.cast = self._inbox.casts or not system.whole
         if self.downlink is not None and system.makes_steps and self.downlink.lossless:
             raise ConfigError(
                 f"downlink={self.downlink!r} sends models, and {self._name} makes steps, which are changes"
@@ -231,6 +225,11 @@ class Server(Evaluating):
         down = "" if self.downlink is None else f", downlink={self.downlink!r}"
         return f"{type(self).__name__}({self.system!r}, {type(self.inner).__name__}(){down})"
 
+    @property
+    def _inbox(self) -> Inbox:
+        """What is read of replies."""
+        return self._rule.inbox(self.inner)
+
     def _require_served(self, rule: UpdateRule) -> None:
         """Refuse an inner strategy that needs of updates what the system has not."""
         if not issubclass(rule.kind, self.system.RULES):
@@ -255,9 +254,7 @@ class Server(Evaluating):
         """
         self.roster.meet(grid)
         self._grid = grid
-        if self._rule.updates_only:
-            # Whom earlier rounds prefer would make one client's part in a private sum depend on another's.
-            self.roster.release()
+        self._inbox.begin(self.roster)
         messages = self._rule.configure(server_round, arrays, config, grid)
         if self.system.KEYS or self.links is not None:
             yield from self._greet(server_round, messages)
@@ -359,7 +356,7 @@ class Server(Evaluating):
             seen=seen,
             keys={n: key for n, address in x.addresses.items() if (key := self.roster.peer(address).key)},
             mailbox=x.mailbox,
-            unpack=partial(unpacked, x, self._trained),
+            unpack=partial(unpacked, x, self._inbox.trained),
             credit=lambda node, mark: x.credit(node, *read_mark(mark)),
             **more,
         )
@@ -421,7 +418,7 @@ class Server(Evaluating):
             replies = yield [each.message for each in again]
             began = time.perf_counter()
             self._refuse_lacking(x, self._receive(x, again, asked, replies, answers))
-        self._agree(x, answers, sent)
+        self._inbox.agree(x, answers, sent, self._usual["train"])
         found = [answers[node] for node in sorted(answers)]
         for answer in found:
             x.mailbox.put(answer.post)
@@ -589,7 +586,7 @@ class Server(Evaluating):
         posts = asks.posts_in(content, POST, head.partition_id)
         x.mailbox.require(posts, {*x.base, *self.roster.claims.values(), *x.mailbox.asked})
         if has_trained:
-            trained = self._trained(x, head, reply, asks.data_in(content, EXACT).get(""))
+            trained = self._inbox.trained(x, head, reply, asks.data_in(content, EXACT).get(""))
         # From here on nothing is wrong with it.
         self.roster.declared[sent.node] = head.partition_id
         if head.partition_id != node:
@@ -616,40 +613,6 @@ class Server(Evaluating):
         weight = x.trained[node].weight if node in x.trained else 0.0
         return Answer(node, weight, say, frames, post=posts)
 
-    def _trained(self, x: Running, head: AnswerHead, reply: Message, exact: Frame | None) -> Trained:
-        """Return what the app replied beside the model.
-
-        Raises
-        ------
-        FedcompError
-            When it has no usable weight, or buffers that the model cannot take.
-        """
-        if x.rule.updates_only:
-            # What a reply says decides about itself alone, and buffers would be a release that no ledger accounts for.
-            own = {t.name: x.model[t.name] for t in x.layout.exact}
-            return Trained(reply, RecordDict(), x.record, head.sequence, own, unsupported=head.unsupported)
-        metrics, weight = weight_of(reply.content, weight_key_of(self.inner))
-        content = strip(reply.content)
-        content.update(beside(reply.content, ""))
-        # The model will stand under this name in what the inner strategy sees, and must replace nothing.
-        if not head.record or head.record in content or head.record.startswith(PREFIX):
-            raise Rejected(f"the update's record is named {head.record!r}, like another record of the reply")
-        received = decode_exact(exact, x.layout)
-        held = {t.name: check_exact(received[t.name], t, x.model[t.name]) for t in x.layout.exact}
-        copies = copies_of(head.copies, x.layout)
-        return Trained(
-            reply,
-            content,
-            head.record,
-            head.sequence,
-            held,
-            metrics,
-            weight,
-            frozenset(head.unchanged),
-            copies,
-            unsupported=head.unsupported,
-        )
-
     def _dense(self, x: Running, node: int, sent: SentMessage, reply: Message, head: AnswerHead | None) -> Answer:
         """Return the model of an app that stands in no half of this project, or in one that may not use the system.
 
@@ -658,54 +621,16 @@ class Server(Evaluating):
         FedcompError
             When it is none, or is not finite.
         """
-        rule, layout = x.rule, x.layout
-        if not rule.takes_plain:
+        if not x.rule.takes_plain:
             raise Rejected("an update that its client did not privatise; its app lacks the mod")
-        found = models(reply.content)
-        name = x.record if x.record in found and not rule.updates_only else next(iter(found), "")
-        # A private round reads no names, so it cannot tell which of several is the model.
-        if name not in found or (len(found) > 1 and name != x.record) or (rule.updates_only and len(found) > 1):
-            raise Rejected(
-                f"reply holds {len(found)} ArrayRecords {sorted(found)[:5]}, expected exactly one, the model, or the "
-                f"message's own name for it, {x.record!r}, among them"
-            )
-        wanted = layout.tensors if rule.updates_only else (*layout.tensors, *layout.exact)
-        # As sets: a client's framework may list the tensors in another order.
-        if missing := {t.name for t in wanted} - set(found[name]):
-            raise Rejected(f"reply lacks the tensors {sorted(missing)[:5]}")
-        if not rule.updates_only and set(found[name]) != set(layout.order):
-            raise Rejected(
-                f"reply holds the tensors {sorted(found[name])[:5]}..., expected {sorted(layout.order)[:5]}..."
-            )
-        plain = {t.name: read_array(found[name][t.name], t.name, t.shape, t.dtype) for t in wanted}
-        if rule.updates_only:
-            plain |= {t.name: x.model[t.name] for t in layout.exact}
-        exact = {t.name: check_exact(plain[t.name], t, x.model[t.name]) for t in layout.exact}
-        if bad := next((t.name for t in layout.tensors if not np.isfinite(plain[t.name]).all()), ""):
-            raise Rejected(f"tensor {bad!r} holds non-finite values")
-        metrics, weight = ("", 1.0) if rule.updates_only else weight_of(reply.content, weight_key_of(self.inner))
-        content = RecordDict()
-        if not rule.updates_only:
-            content = strip(reply.content)
-            content.update(beside(reply.content, name))
-        if name.startswith(PREFIX):
-            raise Rejected(f"the update's record is named {name!r}, like another record of the reply")
-        update = layout.flatten(plain)
-        if not self.system.whole or rule.updates_only:
-            # What it trained from is what a lossy downlink made of the model, in the model's own dtypes.
-            before = x.start_of(node)
-            with np.errstate(over="ignore", invalid="ignore"):
-                update -= layout.flatten(before)
-            layout.difference_of_wide(update, plain, before)
-            if not all_finite(update):
-                raise Rejected("the model differs from the one it was trained from by more than float32 holds")
-        x.trained[node] = Trained(reply, content, name, sent.sequence, exact, metrics, weight, dense=True)
-        x.trained[node].unsupported = "" if head is None else head.unsupported
+        trained, update = self._inbox.dense(x, node, reply, sent.sequence, whole=self.system.whole)
+        trained.unsupported = "" if head is None else head.unsupported
+        x.trained[node] = trained
         x.exact_bytes[node] = 0
         if self.down is not None:
             self.down.held(self.roster.peer(sent.node), 0 if head is None else head.version, sent)
         x.payload[node] = payload_bytes(reply)
-        return Answer(node, weight, update=update)
+        return Answer(node, trained.weight, update=update)
 
     def _note_links(self, x: Running, sent: SentMessage, head: AnswerHead) -> None:
         """Report what a client says of its links."""
@@ -721,24 +646,7 @@ class Server(Evaluating):
         # A memory bears the number of the message it began with.
         if head.generation == sent.sequence:
             report.fresh.append(sent.node)
-        if x.rule.updates_only:
-            return
-        if head.memory >= 0.0:
-            report.memory[sent.node] = head.memory
-        if head.remark:
-            report.remarks[sent.node] = shorten(head.remark)
-
-    def _agree(self, x: Running, answers: dict[int, Answer], sent: Sequence[SentMessage]) -> None:
-        """Refuse what came of training in another form than most: Flower's own check would end the run over it."""
-        if x.rule.updates_only:
-            return
-        numbers = {each.sequence for each in sent}
-        new = [n for n in sorted(answers) if n in x.trained and x.trained[n].sequence in numbers]
-        items = [(node, x.trained[node].record, x.trained[node].content) for node in new]
-        kept = agreeing(items, x.report, x.addresses.__getitem__, self._usual["train"])
-        for node in set(new).difference(kept):
-            x.errors.append(app_failure(x.base[node], x.report.refused[x.addresses[node]]))
-            del answers[node], x.trained[node]
+        self._inbox.note(report, sent.node, head)
 
     def acknowledge(self, x: Running, nodes: Iterable[int]) -> None:
         """Note that what nodes sent is used, or dropped for good."""
@@ -769,18 +677,16 @@ class Server(Evaluating):
                 report.unsupported[address] = shorten(trained.unsupported)
             elif trained.dense:
                 report.without_mod.append(address)
-        if not x.rule.updates_only:
-            self._account(x, step.consumed)
         with np.errstate(over="ignore", invalid="ignore"):
             if step.single is not None:
                 out, metrics = self._single(x, now, step)
             elif step.tensors is not None:
                 out, metrics = self._whole(x, now, step)
             else:
-                out, metrics = self._mean(x, now, step, used)
+                out, metrics = self._mean(x, now, step, self._inbox.shown(used))
+            self._inbox.account(x, step.consumed)
             if out is None:
-                if not x.rule.updates_only:
-                    report.notes.append(f"{type(self.inner).__name__} made no model of the replies; the model is kept")
+                self._inbox.kept(report)
                 return None, metrics
             restored = restore_dtypes(out, x.model, [trained.exact for trained in used])
         # A finite float32 may be infinite as float16; what kept its dtype is the same array, looked at once.
@@ -802,19 +708,6 @@ class Server(Evaluating):
             metrics = MetricRecord({**(metrics or {}), **step.metrics})
         return restored, metrics
 
-    def _account(self, x: Running, consumed: Sequence[int]) -> None:
-        """Add up what the answers that are used took, and what as many full models take."""
-        report, codec = x.report, x.given[0]
-        sizes = [x.sizes[node] for node in consumed if node in x.sizes]
-        if codec is not None and sizes:
-            report.account(codec, x.layout, sizes, exact_bytes=sum(x.exact_bytes.get(node, 0) for node in consumed))
-        report.payload_bytes = sum(x.payload.get(node, 0) for node in consumed)
-        # What apps put beside the model travels with compression and without, so it counts on both sides.
-        trained = [x.trained[node] for node in consumed if node in x.trained]
-        others = [record for each in trained for record in each.content.array_records.values()]
-        report.model_bytes = len(consumed) * sum(array.nbytes for array in x.model.values())
-        report.model_bytes += sum(len(array.data) for record in others for array in record.values())
-
     def _mean(self, x: Running, now: Now, step: Step, used: Sequence[Trained]) -> Outcome:
         """Let the inner strategy take the model that a step leads to for the mean of the clients' models."""
         report, layout, part = x.report, x.layout, slice(x.layout.compressed_size)
@@ -830,7 +723,7 @@ class Server(Evaluating):
         changes: dict[str, NDArray[Any]] = {}
         if step.model is not None:
             moved = step.model
-            report.changed = count_differing(moved[part], now.model[part])
+            x.changed = count_differing(moved[part], now.model[part])
             # Floats of other sizes are in the vector only where models are sent that grew from another one than this.
             changes = {t.name: moved[t.slice] - now.model[t.slice] for t in layout.wide}
             if now.model is not x.vector:
@@ -840,7 +733,7 @@ class Server(Evaluating):
             moved = x.vector.copy()
             step.codec.accumulate(step.frame, 1.0, Update(moved, layout))
             layout.round_to_dtypes(moved)
-            report.changed = count_differing(moved[part], x.vector[part])
+            x.changed = count_differing(moved[part], x.vector[part])
             if layout.wide and (lost := not_held(layout, x.vector, step.codec.decode(step.frame, layout), moved)):
                 report.notes.append(lost)
         else:
@@ -850,26 +743,22 @@ class Server(Evaluating):
                 leave(moved, layout, frozenset.intersection(*(each.unchanged for each in used)))
                 self._share(x, now, moved, step.consumed)
             changes = {t.name: moved[t.slice].copy() for t in layout.wide}
-            changed = layout.add_model(x.model, moved)
-            if not x.rule.updates_only:
-                report.changed = changed
+            x.changed = layout.add_model(x.model, moved)
         arrays = layout.added(x.model, changes, moved, mean_of_constants(x.weighted(used), x.model))
         if step.frame is not None:
             for t in layout.wide:
                 # What did not move keeps the digits that float32, in which nodes hold the model, does not have.
                 stood = (moved[t.slice] == x.vector[t.slice]).reshape(t.shape)
                 arrays[t.name] = np.where(stood, x.model[t.name], arrays[t.name])
-        private = x.rule.updates_only
         return aggregate_once(
             x.rule.takes,
             now.number,
             (used[0].record if used else x.record, to_record(arrays)),
             # A round that nobody was drawn for has no message to answer.
             next(iter(x.base.values()), None) or Message(RecordDict(), 1, "train"),
-            # Metrics depend on the data, and a private round has paid for the update alone.
-            [] if private else [each.content for each in used],
+            [each.content for each in used],
             metrics_name=(used[0].metrics if used else "") or "metrics",
-            received=None if private else (len(step.consumed), len(report.refused)),
+            received=self._inbox.received(x, step.consumed),
             sparse=step.support,
         )
 
@@ -932,7 +821,7 @@ class Server(Evaluating):
             decoded = {trained.record: to_record(layout.added(model, changes, update, trained.exact))}
             trained.reply.content = RecordDict({**decoded, **trained.content, OWN_CONFIG: came})
             messages.append(trained.reply)
-        x.report.changed = int(np.count_nonzero(changed[: layout.compressed_size]))
+        x.changed = int(np.count_nonzero(changed[: layout.compressed_size]))
 
         def aggregate() -> Outcome:
             return self.inner.aggregate_train(now.number, [*messages, *x.errors])

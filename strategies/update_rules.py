@@ -19,6 +19,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout
 from fedcomp.program import Given, Mean, Now, Single, Step
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.inbox import Inbox
 from fedcomp.strategies.means import MEANS, is_mean
 from fedcomp.strategies.pairings import warn_of_pairing
 from fedcomp.strategies.private.flower_dp import promises
@@ -40,9 +41,8 @@ class UpdateRule(ABC):
     ----------
     kind : type
         Among what a system's contributions may become, :attr:`fedcomp.program.System.RULES`.
-    updates_only : bool
-        Whether nothing but the update of a reply is read, and one client's part depends on nobody else's: no weights,
-        metrics or majorities, and no preference from earlier rounds.
+    inbox : type
+        What is read of replies.
     takes_plain : bool
         Whether the whole model of a client that encoded nothing can be used.
     measured : bool
@@ -56,7 +56,7 @@ class UpdateRule(ABC):
     """
 
     kind: ClassVar[type] = Mean
-    updates_only: bool = False
+    inbox: ClassVar[type[Inbox]] = Inbox
     takes_plain: bool = True
     measured: bool = True
     not_finite: ClassVar[str] = NOT_FINITE
@@ -144,7 +144,7 @@ class RepliesRule(UpdateRule):
     kind: ClassVar[type] = Single
 
     def total(self, x: Running, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
-        """Return all updates.
+        """Return all updates; None where they have no weight.
 
         Raises
         ------
@@ -153,7 +153,7 @@ class RepliesRule(UpdateRule):
             single updates.
         """
         self._require_updates(codec)
-        return Single().total(now, codec, given, raw=raw)
+        return None if x.weightless(given) else Single().total(now, codec, given, raw=raw)
 
 
 class MeanRule(UpdateRule):
@@ -170,5 +170,5 @@ class MeanRule(UpdateRule):
         return RepliesRule(self.strategy) if own or not is_mean(self.strategy) else self
 
     def total(self, x: Running, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
-        """Return the mean."""
-        return Mean().total(now, codec, given, raw=raw)
+        """Return the mean; None where nobody has weight."""
+        return None if x.weightless(given) else Mean().total(now, codec, given, raw=raw)

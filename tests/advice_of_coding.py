@@ -37,7 +37,7 @@ from fedcomp.coding.parcels import Parcel
 from fedcomp.coding.peertls import PeerKeys, PeerTls
 from fedcomp.coding.plan import shards
 from fedcomp.coding.prime import FIELDS, GF31
-from fedcomp.coding.relay import RelayPlan
+from fedcomp.coding.relay import RelayPlan, check
 from fedcomp.coding.sealkeys import require_signed, sign
 from fedcomp.coding.spool import Spool, SpoolRoot
 from fedcomp.coding.sumcode import SumPlan
@@ -343,6 +343,11 @@ CODES = (
         lambda: shards(2, 0.5, most=20) and shards(8, 0.5, most=60) and shards(8, 0.5, most=20, target=0.5),
     ),
     row(
+        "grows with K, and codes at most {}: set fewer symbols",
+        lambda: check(code="rlnc", symbols=129, shards=0, threshold=0),
+        lambda: check(code="rlnc", symbols=128, shards=0, threshold=0) is None,
+    ),
+    row(
         "ways to lose {} of {} devices; use decode_rate() instead",
         lambda: loss_sets(60, 20),
         lambda: decode_rate(partial(data_plan, "gaussian", 60, 40), lost=20, trials=20),
@@ -411,7 +416,7 @@ def other_release(data: bytes) -> bytes:
 
 def keeps(store: Spool, sent: Sequence[Parcel]) -> bool:
     """Whether a store takes parcels and gives them back."""
-    return all(store.put(one) for one in sent) and store.take(RUN, sent[0].round) == list(sent)
+    return all(store.put(one) for one in sent) and store.list(RUN, sent[0].round) == list(sent)
 
 
 def spool(folder: Path, **options: Any) -> Spool:
@@ -445,7 +450,7 @@ def heard(folder: Path, port: int = 0) -> bool:
         sent.add_done_callback(lambda _: listener.stop())
 
     asyncio.run(listener.run("127.0.0.1", port, ready))
-    return store.take(RUN, 1) == [parcel()]
+    return store.list(RUN, 1) == [parcel()]
 
 
 def at_a_taken_port(folder: Path) -> bool:
@@ -466,13 +471,13 @@ def over_a_spool(folder: Path, store: Path | None) -> bool:
     address = SpoolRoot.create(folder).address(2)
     transport = transport_of(address, store)
     transport.send(address, parcel())
-    return transport.recv(RUN, 1) == [parcel()]
+    return transport.store.list(RUN, 1) == [parcel()]
 
 
 def between_nodes() -> bool:
     """Whether a node's command line takes an address for parcels."""
     node = parse(["--superlink", "a:1", "--insecure", "--partition", "0", "--of", "2", "--peer", "192.168.1.7:9100"])
-    return node.peer is not None and node.peer.listen == "192.168.1.7:9100"
+    return node.peer == "192.168.1.7:9100"
 
 
 PEERS = (

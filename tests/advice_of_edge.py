@@ -20,8 +20,8 @@ from flwr.supercore.auth import load_superexec_auth_secret
 
 from fedcomp.clients.edge import executor, node, prepare
 from fedcomp.clients.edge.events import EventLog
-from fedcomp.clients.edge.executor import AllowList
-from fedcomp.clients.edge.launch import program
+from fedcomp.clients.edge.executor import read_list, refusal
+from fedcomp.clients.edge.node import program
 from fedcomp.clients.edge.options import parse
 from fedcomp.flower._private import NodeTasks
 
@@ -94,14 +94,15 @@ def listed(path: Path) -> bool:
         (path / name).write_bytes(name.encode())
     with open(path / "allowed", "w") as file:
         subprocess.run(["sha256sum", "a.fab", "b of mine.fab"], cwd=path, stdout=file, check=True)
-    found = AllowList(path / "allowed")
-    refused = [bool(found.refusal(hashlib.sha256(name).hexdigest())) for name in (b"a.fab", b"b of mine.fab", b"c")]
+    refused = [
+        bool(refusal(hashlib.sha256(name).hexdigest(), path / "allowed")) for name in (b"a.fab", b"b of mine.fab", b"c")
+    ]
     return refused == [False, False, True]
 
 
-def no_hash(path: Path) -> AllowList:
+def no_hash(path: Path) -> frozenset[str]:
     (path / "allowed").write_text("a.fab\n")
-    return AllowList(path / "allowed")
+    return read_list(path / "allowed")
 
 
 def without_flower(path: Path) -> str:

@@ -25,10 +25,8 @@ from fedcomp.clients import memory
 from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import prepare
-from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_STORE
 from fedcomp.clients.forward import forward_gradients
 from fedcomp.clients.half import ClientHalf
-from fedcomp.clients.peers import peer_link
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.sensors import SensorServer, StoredEdge, connect
 from fedcomp.codecs import EDEN, QSGD, SignSGD, TopK
@@ -94,14 +92,6 @@ def unpadded() -> bool:
     promise = {"population": 4, "delta": 1e-3, "insecure_deterministic": True, "noise_multiplier": 0.5}
     strategy = Compressed(DpFedAvg(quiet(), clip=1.0, pad=False, **promise), Unbounded(0.1), feedback=False)
     return trains(strategy, (compression, private))
-
-
-def reached(path: Path, *words: str) -> bool:
-    """Whether a node that is started like this has an address for parcels."""
-    command, _ = prepare(["--superlink", "a.b:9092", "--partition", "0", "--of", "2", "--insecure", *words])
-    config = dict(entry.split("=", 1) for entry in command[-1].split() if "=" in entry)
-    told = {name: config[name].strip("'") for name in (PEER_ADDRESS, PEER_STORE) if name in config}
-    return peer_link(context(**told), 0, "", 1 << 20).address == "tcp://10.0.0.1:9500"
 
 
 def listening(path: Path, name: str, *, removed: bool = False) -> bool:
@@ -364,11 +354,6 @@ CLIENTS: tuple[Row, ...] = (
         lambda: generic.graph_part(*of_task("digits-graph")).features.size > 0,
     ),
     row("use another codec, or pad=False", lambda: padded(Unbounded(0.1)), lambda: padded(TopK(0.1)) and unpadded()),
-    Row(
-        "start it with python -m fedcomp.clients.edge --peer HOST:PORT",
-        reached,
-        lambda path: reached(path, "--peer", "10.0.0.1:9500", "--peer-store", str(path)),
-    ),
     Row(
         "choose a free port or path, and remove the socket of a process that is gone",
         lambda path: listening(path / "a", "left"),

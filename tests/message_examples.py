@@ -20,7 +20,7 @@ from fedcomp.flower import (
     state,
 )
 from fedcomp.flower.payload import put_frame
-from fedcomp.flower.schema import Document, Field, Frames, Schema, Version
+from fedcomp.flower.schema import Document, Field, Schema, Version
 from fedcomp.layout import Layout
 from fedcomp.rules import LARGEST, REQUIRED, Data, Int, Many, OneOf, Real, Rule, Text
 
@@ -30,7 +30,7 @@ _TRAINING = datalens.TrainingRequest("s", 1, -5, 2, 3, 4, 1, 0.5, True, 3, 2, 8,
 def plain(message: Any) -> Any:
     """Return a message with nothing in it that may be left out."""
     empty = {e.field: e.rule.missing for e in message.entries() if e.rule.missing is not REQUIRED}
-    return replace(message, **empty, **{e.field: () for e in message.entries() if isinstance(e.rule, Frames)})
+    return replace(message, **empty)
 
 
 EXAMPLES: dict[str, Schema] = {
@@ -121,7 +121,7 @@ OTHERS: dict[type, tuple[Any, ...]] = {
 def content_of(message: Schema) -> RecordDict:
     """Return a message's content."""
     content = RecordDict()
-    message.put_unchecked(content)
+    content[message.KEY] = ConfigRecord(message.values())
     return content
 
 
@@ -144,7 +144,7 @@ def with_entries(message: Schema, entries: dict[str, Any]) -> RecordDict | None:
     """Return a message's content with these in place of its entries; None where no record can hold them."""
     content = content_of(message)
     try:
-        content[message.KEY] = message.HOLDER(entries)
+        content[message.KEY] = ConfigRecord(entries)
     except TypeError:
         return None
     return content
@@ -153,11 +153,6 @@ def with_entries(message: Schema, entries: dict[str, Any]) -> RecordDict | None:
 def damages(message: Schema, entry: Field) -> Iterator[tuple[str, RecordDict]]:
     """Yield everything that may be wrong with one field of a message: what it is, and the content with it."""
     for what, change in _changes(type(message), entry, message.values().get(entry.name)):
-        if isinstance(entry.rule, Frames):
-            content = content_of(message)
-            change(content, f"{message.KEY}/{entry.name}")
-            yield what, content
-            continue
         entries = {name: value for name, value in entries_of(message).items() if name != entry.name}
         made = with_entries(message, entries if change is REQUIRED else {**entries, entry.name: change})
         if made is not None:
@@ -167,7 +162,7 @@ def damages(message: Schema, entry: Field) -> Iterator[tuple[str, RecordDict]]:
 def wrong_values(message: Schema) -> Iterator[tuple[str, Schema]]:
     """Yield the message with one field out of its range, for every field and range."""
     for entry in message.entries():
-        if not isinstance(entry.rule, Document | Frames | Version):
+        if not isinstance(entry.rule, Document | Version):
             for what, value in _beyond(entry.rule):
                 found = tuple(value) if isinstance(value, list) else value
                 # Some classes refuse a value when they are made.
@@ -205,9 +200,6 @@ def whole_damages(message: Schema) -> Iterator[tuple[str, RecordDict]]:
 
 
 def _changes(schema: type[Schema], entry: Field, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(entry.rule, Frames):
-        yield from _frame_changes(entry.rule)
-        return
     if entry.rule.missing is REQUIRED:
         yield "missing", REQUIRED
     hint = get_type_hints(schema, include_extras=True)[entry.field]
@@ -260,25 +252,3 @@ def _valid(rule: Rule) -> Any:
     if isinstance(rule, Real):
         return min(max(1.0, rule.least), rule.most)
     return "x" * max(1, getattr(rule, "least", 1)) if isinstance(rule, Text) else b"x"
-
-
-def _frame_changes(rule: Frames) -> Iterator[tuple[str, Any]]:
-    def gap(content: RecordDict, prefix: str) -> None:
-        count = sum(name.startswith(f"{prefix}/") for name in content)
-        put_frame(content, f"{prefix}/{count + 1}", b"x")
-
-    def unnamed(content: RecordDict, prefix: str) -> None:
-        put_frame(content, f"{prefix}/x", b"x")
-
-    def other(content: RecordDict, prefix: str) -> None:
-        content[f"{prefix}/0"] = ConfigRecord({"a": 1})
-
-    def many(content: RecordDict, prefix: str) -> None:
-        for place in range(rule.most + 1):
-            put_frame(content, f"{prefix}/{place}", b"x")
-
-    yield "a frame is missing", gap
-    yield "a frame has no number", unnamed
-    yield "not a frame", other
-    if rule.most <= 64:
-        yield "too many frames", many

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fedcomp.clients.edge.launch import prepare, program
-from fedcomp.clients.edge.node import main
+from fedcomp.clients.edge.node import main, prepare, program
 from fedcomp.clients.edge.node_config import DATA_PATH, LEDGER_FILE, OWN_BUDGET, PEER_ADDRESS, PEER_STORE, STATE_FOLDER
 
 __all__ = [

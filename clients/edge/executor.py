@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Final, NoReturn, Protocol
+from typing import Final, NoReturn
 
 from fedcomp.clients.edge.zygote import Zygote, end, fork, require_one_thread
 from fedcomp.errors import ConfigError
@@ -110,10 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{reason}; start the SuperNode without --isolation process")
         for name in PRELOAD if args.preload is None else filter(None, args.preload.split(",")):
             _preload(name, asked=args.preload is not None)
-        allowed = None if args.allow is None else AllowList(args.allow)
-        executor = Executor(
-            args.runtime, NodeTasks(args.runtime, _secret(args.secret_file)), allowed, args.until_closed
-        )
+        if args.allow is not None:
+            read_list(args.allow)
+        tasks = NodeTasks(args.runtime, _secret(args.secret_file))
+        executor = Executor(args.runtime, tasks, args.allow, args.until_closed)
         # Before the first fork: what handles a message is a child, which inherits it.
         keep_freed_memory()
         # The collector would touch, and so copy, every page of what was imported.
@@ -130,18 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return OK
 
 
-class Tasks(Protocol):
-    """Where messages wait."""
-
-    def acquire(self) -> NodeTask | None:
-        """Take the next one, if there is one."""
-
-    def close(self) -> None:
-        """Leave."""
-
-
-class AllowList:
-    """The bundles that may run on this node, by the SHA-256 of their file; read again for every message.
+def read_list(path: Path) -> frozenset[str]:
+    """Return the bundles that may run on this node, by the SHA-256 of their file.
 
     Parameters
     ----------
@@ -154,37 +144,33 @@ class AllowList:
     ConfigError
         When the file cannot be read, or has something else in it.
     """
+    try:
+        lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the list of bundles {path} cannot be read: {error}") from error
+    hashes = set()
+    for number, line in enumerate(lines, 1):
+        if found := re.fullmatch("([0-9a-f]{64})(?: [ *].+)?", line):
+            hashes.add(found[1])
+        elif line:
+            raise ConfigError(
+                f"{path}, line {number}: {line[:80]!r} is not the SHA-256 of a bundle; take what "
+                "sha256sum prints of the .fab file"
+            )
+    return frozenset(hashes)
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._read()
 
-    def refusal(self, bundle: str) -> str:
-        """Return why ``bundle`` may not run, with the remedy; empty when it may."""
-        try:
-            known = self._read()
-        except ConfigError as error:
-            # The last list that was good may be one from before a bundle was struck off.
-            return f"bundle {bundle} is not run: {error}"
-        if bundle in known:
+def refusal(bundle: str, path: Path | None) -> str:
+    """Return why ``bundle`` may not run by the list in ``path``, with the remedy; empty when it may, or without a list.
+
+    The list is read again for every message: the last one that was good may be from before a bundle was struck off.
+    """
+    try:
+        if path is None or bundle in read_list(path):
             return ""
-        return f"bundle {bundle} is not on this node's list; if it is to run here, add its hash to {self.path}"
-
-    def _read(self) -> frozenset[str]:
-        try:
-            lines = [line.partition("#")[0].strip() for line in self.path.read_text(encoding="utf-8").splitlines()]
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the list of bundles {self.path} cannot be read: {error}") from error
-        hashes = set()
-        for number, line in enumerate(lines, 1):
-            if found := re.fullmatch("([0-9a-f]{64})(?: [ *].+)?", line):
-                hashes.add(found[1])
-            elif line:
-                raise ConfigError(
-                    f"{self.path}, line {number}: {line[:80]!r} is not the SHA-256 of a bundle; take what "
-                    "sha256sum prints of the .fab file"
-                )
-        return frozenset(hashes)
+    except ConfigError as error:
+        return f"bundle {bundle} is not run: {error}"
+    return f"bundle {bundle} is not on this node's list; if it is to run here, add its hash to {path}"
 
 
 class Executor:
@@ -194,19 +180,16 @@ class Executor:
     ----------
     runtime : str
         Where they wait.
-    tasks : Tasks
+    tasks : NodeTasks
         How they are taken.
-    allowed : AllowList or None
-        The bundles that may run; None for all.
+    allowed : Path or None
+        The list of the bundles that may run; None for all.
     stop : int or None
         A file descriptor whose end of file ends the executor.
     """
 
-    def __init__(self, runtime: str, tasks: Tasks, allowed: AllowList | None = None, stop: int | None = None) -> None:
-        self._runtime = runtime
-        self._tasks = tasks
-        self._allowed = allowed
-        self._stop = stop
+    def __init__(self, runtime: str, tasks: NodeTasks, allowed: Path | None = None, stop: int | None = None) -> None:
+        self._runtime, self._tasks, self._allowed, self._stop = runtime, tasks, allowed, stop
         self._zygotes: OrderedDict[str, Zygote] = OrderedDict()
         self._unfit: set[str] = set()
         self._reached = True
@@ -229,7 +212,7 @@ class Executor:
         wait for the rest for ever, and every later message behind it (read in Flower's source, and measured).
         """
         bundle = task.bundle
-        if self._allowed is not None and (reason := self._allowed.refusal(bundle)):
+        if reason := refusal(bundle, self._allowed):
             log.error("%s", reason)
             self._apart(partial(refuse_task, self._runtime, task.token, reason))
             return True
@@ -266,16 +249,16 @@ class Executor:
         return given_up
 
     def _acquire(self) -> NodeTask | None:
+        task, reached = None, True
         try:
             task = self._tasks.acquire()
         except ConnectionError as error:
+            reached = False
             if self._reached:
                 log.warning("executor: no answer from the SuperNode at %s (%s); trying on", self._runtime, error)
-            self._reached = False
-            return None
-        if not self._reached:
+        if reached and not self._reached:
             log.info("executor: the SuperNode at %s answers again", self._runtime)
-        self._reached = True
+        self._reached = reached
         return task
 
     def _zygote(self, bundle: str) -> Zygote:

@@ -16,57 +16,33 @@ from fedcomp.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class PeerOptions:
-    """Where a node listens for other clients.
-
-    Attributes
-    ----------
-    listen, announce : str
-        HOST:PORT to listen on, and where others reach it.
-    store : Path or None
-        What arrives is kept here; None until one is chosen.
-    store_bytes : int
-    temporary : bool
-        The store is removed when the node ends.
-    """
-
-    listen: str
-    announce: str
-    store: Path | None
-    store_bytes: int
-    temporary: bool = False
-
-
-@dataclass(frozen=True)
 class NodeOptions:
-    """What one node was started with. Paths are absolute; None is what was not asked for.
+    """What one node was started with: the options of its command line. Paths are absolute; None was not asked for.
 
     Attributes
     ----------
     superlink : str
         HOST:PORT.
-    partition, of : int
     root_certificates : Path or None
         None is a connection without TLS.
-    key, home, state_dir, data : Path or None
     port : int
         Of the node's own helpers, on loopback.
-    link : Link or None
-    preflight : bool
-        Only check, start nothing.
     give_up : float or None
         Seconds without the SuperLink.
-    heartbeat : Path or None
     log_format : str
         "text" or "json".
     allow_bundles : Path or None
+        File with the SHA-256 of the bundles that may run.
     preload : tuple of str or None
         Modules; None for the usual ones.
-    privacy_budget, privacy_delta : float or None
-    privacy_ledger : Path or None
-    peer : PeerOptions or None
+    peer, peer_announce : str or None
+        HOST:PORT to listen on for other clients, and where they reach it.
     peer_keys : Path or None
         List of the nodes' public keys: links are TLS, between these alone.
+    peer_store : Path or None
+        What other clients send is kept here, at most ``peer_store_bytes``; None until a folder is chosen.
+    temporary_store : bool
+        That folder is removed when the node ends.
     """
 
     superlink: str
@@ -88,8 +64,12 @@ class NodeOptions:
     privacy_budget: float | None = None
     privacy_delta: float | None = None
     privacy_ledger: Path | None = None
-    peer: PeerOptions | None = None
+    peer: str | None = None
+    peer_announce: str | None = None
     peer_keys: Path | None = None
+    peer_store: Path | None = None
+    peer_store_bytes: int = MAX_STORE_BYTES
+    temporary_store: bool = False
 
     @property
     def address(self) -> tuple[str, int]:
@@ -109,130 +89,79 @@ def parse(argv: Sequence[str] | None = None) -> NodeOptions:
     parser = _parser()
     args = parser.parse_args(argv)
     _check(parser, args)
-    return NodeOptions(
-        superlink=args.superlink,
-        partition=args.partition,
-        of=args.of,
-        root_certificates=_absolute(args.root_certificates),
-        key=_absolute(args.key),
-        port=args.port,
-        home=_absolute(args.home),
-        state_dir=_absolute(args.state_dir),
-        data=_absolute(args.data),
-        link=_link(parser, args.link),
-        preflight=args.preflight,
-        give_up=args.give_up,
-        heartbeat=_absolute(args.heartbeat),
-        log_format=args.log_format,
-        allow_bundles=_absolute(args.allow_bundles),
-        preload=None if args.preload is None else tuple(name for name in args.preload.split(",") if name),
-        privacy_budget=args.privacy_budget,
-        privacy_delta=args.privacy_delta,
-        privacy_ledger=_absolute(args.privacy_ledger),
-        peer=_peer(parser, args),
-        peer_keys=_absolute(args.peer_keys),
-    )
+    _check_peer(parser, args)
+    args.peer_announce = args.peer_announce or args.peer
+    del args.insecure, args.max_wait
+    return NodeOptions(**vars(args))
 
 
-def _absolute(path: Path | None) -> Path | None:
-    return None if path is None else path.expanduser().resolve()
+def _path(text: str) -> Path:
+    return Path(text).expanduser().resolve()
+
+
+def _modules(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
+
+
+def _link(text: str) -> Link:
+    try:
+        return Link.of(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fedcomp node", description="Run one edge node, and keep it running.")
-    parser.add_argument("--superlink", required=True, metavar="HOST:PORT", help="address of the SuperLink")
-    parser.add_argument("--partition", required=True, type=int, metavar="I", help="this node's data: 0 to N-1")
-    parser.add_argument("--of", required=True, type=int, metavar="N", help="number of partitions in the federation")
+    add = parser.add_argument
+    add("--superlink", required=True, metavar="HOST:PORT", help="address of the SuperLink")
+    add("--partition", required=True, type=int, metavar="I", help="this node's data: 0 to N-1")
+    add("--of", required=True, type=int, metavar="N", help="number of partitions in the federation")
     trust = parser.add_mutually_exclusive_group(required=True)
     trust.add_argument("--insecure", action="store_true", help="no TLS; for loopback and private networks only")
-    trust.add_argument("--root-certificates", type=Path, metavar="F", help="PEM file that verifies the SuperLink")
-    parser.add_argument("--key", type=Path, metavar="F", help="private key of a registered SuperNode (needs TLS)")
-    parser.add_argument(
-        "--port", type=int, default=9094, help="loopback port of the node's own helpers; one per node and machine"
-    )
-    parser.add_argument(
-        "--home", type=Path, metavar="D", help="folder for bundles and keys (FLWR_HOME); one per node and machine"
-    )
-    parser.add_argument(
-        "--state-dir",
-        type=Path,
-        metavar="D",
-        help="folder for what clients remember across restarts; default: 'state' below --home, else none",
-    )
-    parser.add_argument("--data", type=Path, metavar="PATH", help="where the app finds this node's data")
-    parser.add_argument(
-        "--link",
-        metavar="RATE",
-        help="rate of the uplink, e.g. 64kbit, 200kbit, 1mbit: replies travel in fitting pieces",
-    )
-    running = parser.add_argument_group("supervision")
-    running.add_argument("--preflight", action="store_true", help="check what the node needs, start nothing")
-    running.add_argument(
-        "--give-up", type=float, metavar="S", help="end with status 75 after S seconds without the SuperLink"
-    )
-    running.add_argument("--heartbeat", type=Path, metavar="F", help="write the node's condition to this file")
-    running.add_argument("--log-format", choices=("text", "json"), default="text", help="default: %(default)s")
+    trust.add_argument("--root-certificates", type=_path, metavar="F", help="PEM file that verifies the SuperLink")
+    add("--key", type=_path, metavar="F", help="private key of a registered SuperNode (needs TLS)")
+    add("--port", type=int, default=9094, help="loopback port of the node's own helpers; one per node and machine")
+    add("--home", type=_path, metavar="D", help="folder for bundles and keys (FLWR_HOME); one per node and machine")
+    add("--state-dir", type=_path, metavar="D", help="what clients remember; default: 'state' below --home, else none")
+    add("--data", type=_path, metavar="PATH", help="where the app finds this node's data")
+    add("--link", type=_link, metavar="RATE", help="of the uplink, e.g. 64kbit: replies travel in fitting pieces")
+    add = parser.add_argument_group("supervision").add_argument
+    add("--preflight", action="store_true", help="check what the node needs, start nothing")
+    add("--give-up", type=float, metavar="S", help="end with status 75 after S seconds without the SuperLink")
+    add("--heartbeat", type=_path, metavar="F", help="write the node's condition to this file")
+    add("--log-format", choices=("text", "json"), default="text", help="default: %(default)s")
     # An option that is known only to say what took its place.
-    running.add_argument("--max-wait", help=argparse.SUPPRESS)
-    apps = parser.add_argument_group("apps", "how messages of the apps are handled")
-    apps.add_argument(
-        "--allow-bundles", type=Path, metavar="F", help="run only the bundles whose SHA-256 is in this file, one a line"
-    )
-    apps.add_argument(
-        "--preload",
-        metavar="M,M",
-        help="modules that are imported once, not for every message; default: torch and ours",
-    )
-    private = parser.add_argument_group("privacy", "what this node keeps to in record-level private training")
-    private.add_argument(
+    add("--max-wait", help=argparse.SUPPRESS)
+    add = parser.add_argument_group("apps", "how messages of the apps are handled").add_argument
+    add("--allow-bundles", type=_path, metavar="F", help="run only bundles whose SHA-256 is in this file, one a line")
+    add("--preload", type=_modules, metavar="M,M", help="modules that are imported once; default: torch and ours")
+    group = parser.add_argument_group("privacy", "what this node keeps to in record-level private training")
+    add = group.add_argument
+    add(
         "--privacy-budget",
         type=float,
         metavar="EPS",
         help="cross no epsilon beyond EPS, whatever the server plans, and never train without noise; over all runs and "
         "restarts: needs --privacy-ledger or a state folder",
     )
-    private.add_argument(
-        "--privacy-delta",
-        type=float,
-        metavar="D",
-        help="the delta of that budget, whatever the server plans; default: 1e-5",
-    )
-    private.add_argument(
-        "--privacy-ledger",
-        type=Path,
-        metavar="F",
-        help="file that remembers what was spent in all runs; default with --privacy-budget: one in the state folder",
-    )
-    peers = parser.add_argument_group("peer links", "direct links to other clients, for systems with transport=peers")
-    peers.add_argument(
+    add("--privacy-delta", type=float, metavar="D", help="the delta of that budget; default: 1e-5")
+    add("--privacy-ledger", type=_path, metavar="F", help="what was spent in all runs; default: in the state folder")
+    group = parser.add_argument_group("peer links", "direct links to other clients, for systems with transport=peers")
+    add = group.add_argument
+    add(
         "--peer",
         metavar="HOST:PORT",
         help="listen here for parcels of other clients; without --peer-keys plain TCP, for a network you trust",
     )
-    peers.add_argument(
+    add(
         "--peer-keys",
-        type=Path,
+        type=_path,
         metavar="F",
         help="partitions and public keys of all nodes: links are mutual TLS with --key, between these alone",
     )
-    peers.add_argument(
-        "--peer-announce",
-        metavar="HOST:PORT",
-        help="where others reach --peer, when that is another address; default: the same",
-    )
-    peers.add_argument(
-        "--peer-store",
-        type=Path,
-        metavar="DIR",
-        help="where their parcels are kept; default: below --home, or a temporary folder",
-    )
-    peers.add_argument(
-        "--peer-store-bytes",
-        type=int,
-        default=MAX_STORE_BYTES,
-        metavar="B",
-        help="most bytes kept there (default: %(default)s)",
-    )
+    add("--peer-announce", metavar="HOST:PORT", help="where others reach --peer, when that is another address")
+    add("--peer-store", type=_path, metavar="DIR", help="default: below --home, or a temporary folder")
+    add("--peer-store-bytes", type=int, default=MAX_STORE_BYTES, metavar="B", help="most bytes (default: %(default)s)")
     return parser
 
 
@@ -257,54 +186,40 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             "--privacy-budget needs a place that outlives runs and restarts, or each of them could spend it again: add "
             "--privacy-ledger FILE, or --state-dir DIR"
         )
-    if args.privacy_delta is not None:
-        if args.privacy_budget is None:
-            parser.error("--privacy-delta is of no use without --privacy-budget")
-        # As SuperNode reads it, a number with a point or an exponent.
-        if not 0.0 < args.privacy_delta < 1.0:
-            parser.error(f"--privacy-delta is {args.privacy_delta:g}; expected a probability above 0 and below 1")
-    for option in ("root_certificates", "key", "allow_bundles", "peer_keys"):
-        path = getattr(args, option)
-        if path is not None and not path.expanduser().is_file():
-            parser.error(f"--{option.replace('_', '-')}: no file {path}")
-    if args.data is not None and not args.data.expanduser().exists():
+    if args.privacy_delta is not None and args.privacy_budget is None:
+        parser.error("--privacy-delta is of no use without --privacy-budget")
+    if args.privacy_delta is not None and not 0.0 < args.privacy_delta < 1.0:
+        parser.error(f"--privacy-delta is {args.privacy_delta:g}; expected a probability above 0 and below 1")
+    paths = {f"--{name.replace('_', '-')}": path for name, path in vars(args).items() if isinstance(path, Path)}
+    for option in ("--root-certificates", "--key", "--allow-bundles", "--peer-keys"):
+        if option in paths and not paths[option].is_file():
+            parser.error(f"{option}: no file {paths[option]}")
+    if args.data is not None and not args.data.exists():
         parser.error(f"--data: there is no {args.data}")
-    if args.peer_keys is not None:
-        _check_keys(parser, args)
     if args.key is not None and args.insecure:
         parser.error("--key needs TLS: give --root-certificates instead of --insecure")
-    for option in ("home", "state_dir", "data", "privacy_ledger", "peer_store", "peer_keys", "key"):
-        path = getattr(args, option)
-        if path is not None and any(character in str(path.resolve()) for character in "'\n\r"):
+    for option in ("--home", "--state-dir", "--data", "--privacy-ledger", "--peer-store", "--peer-keys", "--key"):
+        if any(character in str(paths.get(option, "")) for character in "'\n\r"):
             parser.error(
-                f"--{option.replace('_', '-')} is {path}, a name with a quote or line break, which a node "
+                f"{option} is {paths[option]}, a name with a quote or line break, which a node "
                 "configuration cannot hold; choose another"
             )
 
 
-def _check_keys(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.key is None:
-        parser.error("--peer-keys needs --key: this node's own key, which others find in their list")
-    try:
-        tls = PeerTls(args.key.expanduser(), PeerKeys.read(args.peer_keys.expanduser()))
-    except ConfigError as error:
-        parser.error(f"--peer-keys: {error}")
-    if tls.partition != args.partition:
-        parser.error(f"--peer-keys: the key {args.key} is listed for partition {tls.partition}, not {args.partition}")
-
-
-def _link(parser: argparse.ArgumentParser, text: str | None) -> Link | None:
-    try:
-        return None if text is None else Link.of(text)
-    except ConfigError as error:
-        parser.error(str(error))
-
-
-def _peer(parser: argparse.ArgumentParser, args: argparse.Namespace) -> PeerOptions | None:
-    if args.peer is None:
-        if args.peer_announce is not None or args.peer_store is not None:
-            parser.error("--peer-announce and --peer-store are of no use without --peer")
-        return None
+def _check_peer(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.peer_keys is not None:
+        if args.key is None:
+            parser.error("--peer-keys needs --key: this node's own key, which others find in their list")
+        try:
+            tls = PeerTls(args.key, PeerKeys.read(args.peer_keys))
+        except ConfigError as error:
+            parser.error(f"--peer-keys: {error}")
+        if tls.partition != args.partition:
+            parser.error(
+                f"--peer-keys: the key {args.key} is listed for partition {tls.partition}, not {args.partition}"
+            )
+    if args.peer is None and (args.peer_announce is not None or args.peer_store is not None):
+        parser.error("--peer-announce and --peer-store are of no use without --peer")
     for option, address in (("--peer", args.peer), ("--peer-announce", args.peer_announce)):
         try:
             host = "" if address is None else parse_host_port(address)[0]
@@ -312,7 +227,6 @@ def _peer(parser: argparse.ArgumentParser, args: argparse.Namespace) -> PeerOpti
             parser.error(f"{option}: {error}")
         if _is_wildcard(host) and (option == "--peer-announce" or args.peer_announce is None):
             parser.error(f"{option} is {address}, which others cannot dial; say where they can with --peer-announce")
-    return PeerOptions(args.peer, args.peer_announce or args.peer, _absolute(args.peer_store), args.peer_store_bytes)
 
 
 def _is_wildcard(host: str) -> bool:

@@ -16,12 +16,11 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-_SOCK_DIAG: Final = 4
-_BY_FAMILY, _REQUEST, _ERROR = 20, 1, 2
+_SOCK_DIAG, _BY_FAMILY, _REQUEST, _DUMP, _ERROR, _DONE = 4, 20, 0x1, 0x301, 2, 3
 _HEADER, _ENDS = struct.Struct("=IHHII"), struct.Struct("!HH16s16sI8s")
 _ANY_COOKIE: Final = b"\xff" * 8
 _USER: Final = 64
@@ -37,6 +36,42 @@ _GRACE_SECONDS: Final = 5
 def guarded(command: Sequence[str]) -> list[str]:
     """Return ``command``, whose first word is the path of a Flower program, with a port for this user alone."""
     return [sys.executable, "-P", __file__, *command]
+
+
+def sock_diag(family: int, states: int, more: int = 0, ends: bytes = b"") -> Iterator[bytes]:
+    """Yield what the kernel says of TCP connections: ``struct inet_diag_msg``, and the attributes asked for behind it.
+
+    Parameters
+    ----------
+    family, states : int
+        Address family, and the states of interest as bits.
+    more : int
+        Attributes, as bits.
+    ends : bytes
+        ``struct inet_diag_sockid`` of the one that is asked for; empty for all.
+
+    Raises
+    ------
+    OSError
+        When this kernel does not tell; with code 2 when there is no such socket.
+    """
+    request = struct.pack("=BBBBI", family, socket.IPPROTO_TCP, more, 0, states) + (ends or bytes(_ENDS.size))
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as asked:
+        asked.settimeout(2.0)
+        header = _HEADER.pack(_HEADER.size + len(request), _BY_FAMILY, _REQUEST if ends else _DUMP, 1, 0)
+        asked.send(header + request)
+        while True:
+            data = asked.recv(1 << 17)
+            while data:
+                size, kind, *_ = _HEADER.unpack_from(data)
+                if kind == _DONE:
+                    return
+                if kind == _ERROR:
+                    code = -struct.unpack_from("=i", data, _HEADER.size)[0]
+                    raise OSError(code, f"sock_diag: {os.strerror(code)}")
+                yield data[_HEADER.size : size]
+                # Messages begin at multiples of four bytes.
+                data = data[(size + 3) & ~3 :]
 
 
 def owner(here: tuple[str, int], there: tuple[str, int]) -> int | None:
@@ -58,19 +93,11 @@ def owner(here: tuple[str, int], there: tuple[str, int]) -> int | None:
         When this kernel does not tell.
     """
     ends = _ENDS.pack(there[1], here[1], socket.inet_aton(there[0]), socket.inet_aton(here[0]), 0, _ANY_COOKIE)
-    request = struct.pack("=BBBBI", socket.AF_INET, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF) + ends
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as asked:
-        asked.settimeout(2.0)
-        asked.send(_HEADER.pack(_HEADER.size + len(request), _BY_FAMILY, _REQUEST, 1, 0) + request)
-        data = asked.recv(8192)
-    kind = _HEADER.unpack_from(data)[1]
-    message = data[_HEADER.size :]
-    if kind == _ERROR:
-        code = -struct.unpack_from("=i", message)[0]
+    try:
+        message = next(sock_diag(socket.AF_INET, 0xFFFFFFFF, ends=ends))
+    except FileNotFoundError:
         # No such socket: somebody else's network namespace, or gone meanwhile.
-        if code == 2:
-            return None
-        raise OSError(code, f"sock_diag: {os.strerror(code)}")
+        return None
     # The end asked for, and open: of one that its process has closed the kernel no longer knows the user.
     if message[1] != _ESTABLISHED or _ENDS.unpack_from(message, 4)[:2] != (there[1], here[1]):
         return None

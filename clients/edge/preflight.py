@@ -12,7 +12,6 @@ import ssl
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -29,29 +28,24 @@ _MEMORY_BYTES: Final = 512 << 20
 _SOON_DAYS: Final = 14
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What one check found: a remedy where it is not ok, and whether waiting may be one."""
-
-    name: str
-    text: str
-    ok: bool = True
-    temporary: bool = False
+OK, LATER, WRONG = "ok", "later", "wrong"
+Finding = tuple[str, str]
+"""What a check found: whether all is well, waiting may help, or something has to be changed; and in words, with a
+remedy where it is not well."""
 
 
 def preflight(options: NodeOptions, log: EventLog) -> int:
     """Write a line for each check; return 0, 75 when only time may help, or 78."""
-    findings = [check(options) for check in CHECKS]
-    for found in findings:
+    verdicts = set()
+    for check in CHECKS:
+        verdict, text = check(options)
+        verdicts.add(verdict)
+        ok, name = verdict == OK, check.__name__
         if log.json:
-            level = "info" if found.ok else "error"
-            log("preflight", found.text, level=level, check=found.name, ok=found.ok)
+            log("preflight", text, level="info" if ok else "error", check=name, ok=ok)
         else:
-            print(f"{found.name + ':':13}{'ok, ' if found.ok else ''}{found.text}", file=log.stream, flush=True)
-    failed = [found for found in findings if not found.ok]
-    if not failed:
-        return 0
-    return 75 if all(found.temporary for found in failed) else 78
+            print(f"{name + ':':13}{'ok, ' if ok else ''}{text}", file=log.stream, flush=True)
+    return 78 if WRONG in verdicts else 75 if LATER in verdicts else 0
 
 
 def address(options: NodeOptions) -> Finding:
@@ -66,62 +60,60 @@ def address(options: NodeOptions) -> Finding:
             status = probe.ask(options.address, context).status
         except (OSError, http.client.HTTPException) as error:
             text = f"{options.superlink} is not reached through the proxy {name} ({error}): put it into no_proxy"
-            return Finding("address", f"{text}, or see to the proxy", False, True)
+            return LATER, f"{text}, or see to the proxy"
         # The proxy's own answer for what it cannot reach.
         if options.root_certificates is None and status in (407, 502, 503, 504):
             text = f"the proxy {name} answers {status} for {options.superlink}: put it into no_proxy"
-            return Finding("address", f"{text}, or see to the proxy", False, True)
-        return Finding("address", f"{options.superlink} answers through the proxy {name}, as the node asks")
+            return LATER, f"{text}, or see to the proxy"
+        return OK, f"{options.superlink} answers through the proxy {name}, as the node asks"
     try:
         places = {str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError as error:
-        return Finding("address", f"{host} has no address ({error}): check --superlink and DNS", False, True)
+        return LATER, f"{host} has no address ({error}): check --superlink and DNS"
     try:
         socket.create_connection((host, port), timeout=5).close()
     except OSError as error:
         text = f"{options.superlink} does not accept connections ({error}): is the SuperLink up, the port open?"
-        return Finding("address", text, False, True)
-    return Finding("address", f"{options.superlink} is {', '.join(sorted(places))} and accepts connections")
+        return LATER, text
+    return OK, f"{options.superlink} is {', '.join(sorted(places))} and accepts connections"
 
 
 def tls(options: NodeOptions) -> Finding:
     """Whether the SuperLink's certificate is verified, and for how long."""
     if options.root_certificates is None:
         if probe.speaks_tls(options.address):
-            return Finding("tls", "the SuperLink speaks TLS: give --root-certificates, not --insecure", False)
-        return Finding("tls", "none, as --insecure asks for: whoever is on the way reads and changes everything")
+            return WRONG, "the SuperLink speaks TLS: give --root-certificates, not --insecure"
+        return OK, "none, as --insecure asks for: whoever is on the way reads and changes everything"
     try:
         answer = probe.ask(options.address, probe.verifying(options.root_certificates))
     except ssl.SSLCertVerificationError as error:
         dates = "expired" in error.verify_message or "not yet valid" in error.verify_message
         remedy = "set this clock or renew it" if dates else "give the CA of the SuperLink as --root-certificates"
-        return Finding("tls", f"the certificate is refused ({error.verify_message}): {remedy}", False, dates)
+        return (LATER if dates else WRONG), f"the certificate is refused ({error.verify_message}): {remedy}"
     except ssl.SSLError as error:
-        return Finding(
-            "tls", f"no TLS ({error.reason}): wrong port, a file without certificates, or no TLS there", False
-        )
+        return WRONG, f"no TLS ({error.reason}): wrong port, a file without certificates, or no TLS there"
     except (OSError, http.client.HTTPException) as error:
-        return Finding("tls", f"could not be checked ({error}): first see to the address", False, True)
+        return LATER, f"could not be checked ({error}): first see to the address"
     days = (ssl.cert_time_to_seconds(str(answer.certificate["notAfter"])) - time.time()) / 86400
     text = f"verified, the certificate ends in {days:.0f} days"
-    return Finding("tls", text + (": renew it soon" if days < _SOON_DAYS else ""))
+    return OK, text + (": renew it soon" if days < _SOON_DAYS else "")
 
 
 def clock(options: NodeOptions) -> Finding:
     """Whether this clock is within what the SuperLink accepts."""
     behind = probe.behind(options.address, tls=options.root_certificates is not None)
     if behind is None:
-        return Finding("clock", "the SuperLink gives no time to compare with: first see to the address", False, True)
+        return LATER, "the SuperLink gives no time to compare with: first see to the address"
     side = f"{abs(behind):.0f} s {'behind' if behind > 0 else 'ahead of'} the SuperLink's"
     if not -AHEAD <= behind <= BEHIND:
-        return Finding("clock", f"{side}, which refuses 5 s ahead and 305 s behind: let chrony set it", False, True)
-    return Finding("clock", f"{side}, of 5 s ahead to 305 s behind that are accepted")
+        return LATER, f"{side}, which refuses 5 s ahead and 305 s behind: let chrony set it"
+    return OK, f"{side}, of 5 s ahead to 305 s behind that are accepted"
 
 
 def key(options: NodeOptions) -> Finding:
     """Whether the key is one that Flower takes, and nobody else's."""
     if options.key is None:
-        return Finding("key", "none: the node has a new id after each start, and a SuperLink may ask for one")
+        return OK, "none: the node has a new id after each start, and a SuperLink may ask for one"
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
@@ -130,14 +122,14 @@ def key(options: NodeOptions) -> Finding:
     try:
         loaded = load_ssh_private_key(options.key.read_bytes(), None)
     except OSError as error:
-        return Finding("key", f"{options.key} cannot be read ({error.strerror}): run the node as its owner", False)
+        return WRONG, f"{options.key} cannot be read ({error.strerror}): run the node as its owner"
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        return Finding("key", f"{options.key} is no private key without passphrase ({error}): {remedy}", False)
+        return WRONG, f"{options.key} is no private key without passphrase ({error}): {remedy}"
     if not isinstance(loaded, ec.EllipticCurvePrivateKey):
-        return Finding("key", f"{options.key} is no ECDSA key: {remedy}", False)
+        return WRONG, f"{options.key} is no ECDSA key: {remedy}"
     if options.key.stat().st_mode & 0o077:
-        return Finding("key", f"others can read {options.key}: chmod 600 {options.key}", False)
-    return Finding("key", f"ECDSA on {loaded.curve.name}, private; whether it is registered shows when the node joins")
+        return WRONG, f"others can read {options.key}: chmod 600 {options.key}"
+    return OK, f"ECDSA on {loaded.curve.name}, private; whether it is registered shows when the node joins"
 
 
 def link(options: NodeOptions) -> Finding:
@@ -147,18 +139,18 @@ def link(options: NodeOptions) -> Finding:
         answer = probe.ask(options.address, context)
         rate = probe.uplink(options.address, context)
     except (OSError, http.client.HTTPException) as error:
-        return Finding("link", f"could not be timed ({error}): first see to the address", False, True)
+        return LATER, f"could not be timed ({error}): first see to the address"
     text = f"round trip {answer.seconds * 1000:.0f} ms"
     if rate is None:
-        return Finding("link", f"{text}; the uplink is too fast for an estimate from 16 kB")
+        return OK, f"{text}; the uplink is too fast for an estimate from 16 kB"
     text += f", uplink about {rate / 1000:.0f} kbit/s (an estimate from 16 kB)"
     asked = options.link.rate if options.link is not None else None
     if asked is None and rate < 1e6:
         suited = Link.of(f"{max(rate, 1000):.0f}bit")
-        return Finding("link", f"{text}: give --link {suited.rate / 1000:.0f}kbit")
+        return OK, f"{text}: give --link {suited.rate / 1000:.0f}kbit"
     if asked is not None and rate < asked / 2:
-        return Finding("link", f"{text}, less than half of --link: give what it is")
-    return Finding("link", text)
+        return OK, f"{text}, less than half of --link: give what it is"
+    return OK, text
 
 
 def disk(options: NodeOptions) -> Finding:
@@ -169,10 +161,8 @@ def disk(options: NodeOptions) -> Finding:
         there = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(there).free
         if free < _DISK_BYTES:
-            return Finding(
-                "disk", f"{free >> 20} MB free at {there}, {_DISK_BYTES >> 20} MB are needed: make room", False
-            )
-    return Finding("disk", f"{free >> 20} MB free at {there}")
+            return WRONG, f"{free >> 20} MB free at {there}, {_DISK_BYTES >> 20} MB are needed: make room"
+    return OK, f"{free >> 20} MB free at {there}"
 
 
 def memory(options: NodeOptions) -> Finding:
@@ -180,10 +170,8 @@ def memory(options: NodeOptions) -> Finding:
     found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
     free = int(found[1]) << 10 if found else 0
     if free < _MEMORY_BYTES:
-        return Finding(
-            "memory", f"{free >> 20} MB free, a node with torch takes about {_MEMORY_BYTES >> 20} MB", False, True
-        )
-    return Finding("memory", f"{free >> 20} MB free")
+        return LATER, f"{free >> 20} MB free, a node with torch takes about {_MEMORY_BYTES >> 20} MB"
+    return OK, f"{free >> 20} MB free"
 
 
 def versions(options: NodeOptions) -> Finding:
@@ -192,10 +180,10 @@ def versions(options: NodeOptions) -> Finding:
     has = importlib.metadata.version("flwr")
     least = re.search(r">=([\d.]+)", needs)
     if least and _number(has) < _number(least[1]):
-        return Finding("versions", f"flwr is {has}: pip install '{needs.partition(';')[0].strip()}'", False)
+        return WRONG, f"flwr is {has}: pip install '{needs.partition(';')[0].strip()}'"
     torch = importlib.util.find_spec("torch")
     text = f"fedcomp {importlib.metadata.version('fedcomp')}, flwr {has}, "
-    return Finding("versions", text + ("torch is installed" if torch else "no torch, which most apps need"))
+    return OK, text + ("torch is installed" if torch else "no torch, which most apps need")
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -206,11 +194,11 @@ def ports(options: NodeOptions) -> Finding:
     """Whether the ports that the node opens are free."""
     wanted = [("127.0.0.1", options.port, "--port")]
     if options.peer is not None:
-        wanted.append((*parse_host_port(options.peer.listen), "--peer"))
+        wanted.append((*parse_host_port(options.peer), "--peer"))
     for host, port, option in wanted:
         if not port_is_free(host, port):
-            return Finding("ports", f"{host}:{port} is taken or no address of this machine: change {option}", False)
-    return Finding("ports", ", ".join(f"{host}:{port}" for host, port, _ in wanted) + " free")
+            return WRONG, f"{host}:{port} is taken or no address of this machine: change {option}"
+    return OK, ", ".join(f"{host}:{port}" for host, port, _ in wanted) + " free"
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -19,6 +19,8 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from fedcomp.flower.offline import without_proxy
 
+_PADDING: Final = 16384
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -30,19 +32,15 @@ class Answer:
     behind : float or None
         Seconds by which this clock is behind the server's, to half a second and half of ``seconds``; None if it is not
         said.
-    connected, seconds : float
-        Until the connection stood, with TLS; from the request to its whole answer.
-    size : int
-        Bytes of the answer's body.
+    seconds : float
+        From the request to its whole answer.
     certificate : dict
         The server's, where it was verified.
     """
 
     status: int
     behind: float | None
-    connected: float
     seconds: float
-    size: int
     certificate: dict[str, Any]
 
 
@@ -61,58 +59,54 @@ def proxy_of(address: tuple[str, int], *, tls: bool) -> SplitResult | None:
     return urlsplit(found if "://" in found else f"http://{found}") if found else None
 
 
-def connection_to(
-    address: tuple[str, int], context: ssl.SSLContext | None, timeout: float
-) -> tuple[http.client.HTTPConnection, str, dict[str, str]]:
-    """Return a connection as a node makes it, through the environment's proxy where there is one; the target of
-    ``/health`` on it, and headers for the proxy."""
-    proxy = proxy_of(address, tls=context is not None)
-    place = address if proxy is None else (proxy.hostname or "", proxy.port or (443 if proxy.scheme == "https" else 80))
-    login = {}
-    if proxy is not None and proxy.username is not None:
-        pair = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}".encode()
-        login = {"Proxy-Authorization": f"Basic {base64.b64encode(pair).decode()}"}
-    if context is None:
-        host, port = address
-        target = "/health" if proxy is None else f"http://{host}:{port}/health"
-        return http.client.HTTPConnection(*place, timeout=timeout), target, login
-    connection = http.client.HTTPSConnection(*place, timeout=timeout, context=context)
-    if proxy is not None:
-        connection.set_tunnel(*address, headers=login)
-    return connection, "/health", {}
+def ask(address: tuple[str, int], context: ssl.SSLContext | None, *, padding: int = 0, timeout: float = 5.0) -> Answer:
+    """Ask for ``/health`` as a node asks; any SuperLink has it, and behind a proxy that hides it an error answers.
 
-
-def ask(address: tuple[str, int], context: ssl.SSLContext | None, *, timeout: float = 5.0) -> Answer:
-    """Ask for ``/health``, which any SuperLink has; behind a proxy that hides it, an error answers as well.
+    Parameters
+    ----------
+    address : tuple of str and int
+    context : ssl.SSLContext or None
+        None is a connection without TLS.
+    padding : int
+        Bytes more in a header.
+    timeout : float
+        Seconds.
 
     Raises
     ------
     OSError, http.client.HTTPException
     """
-    began = time.monotonic()
-    connection, target, login = connection_to(address, context, timeout)
+    proxy, place, target = proxy_of(address, tls=context is not None), address, "/health"
+    login, headers = {}, {"X-Padding": "0" * padding} if padding else {}
+    if proxy is not None:
+        place = proxy.hostname or "", proxy.port or (443 if proxy.scheme == "https" else 80)
+        if proxy.username is not None:
+            pair = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}".encode()
+            login = {"Proxy-Authorization": f"Basic {base64.b64encode(pair).decode()}"}
+        if context is None:
+            target, headers = f"http://{address[0]}:{address[1]}/health", {**headers, **login}
+    connection = http.client.HTTPConnection(*place, timeout=timeout)
+    if context is not None:
+        connection = http.client.HTTPSConnection(*place, timeout=timeout, context=context)
+        if proxy is not None:
+            connection.set_tunnel(*address, headers=login)
     with contextlib.closing(connection):
         connection.connect()
-        connected = time.monotonic()
         # Now: a server that closes takes the socket away with its answer.
         certificate = connection.sock.getpeercert() if isinstance(connection.sock, ssl.SSLSocket) else None
-        asked = time.time()
-        connection.request("GET", target, headers=login)
+        asked, began = time.time(), time.monotonic()
+        connection.request("GET", target, headers=headers)
         answer = connection.getresponse()
-        size = len(answer.read(1 << 20))
-        seconds = time.monotonic() - connected
+        answer.read(1 << 20)
+        seconds = time.monotonic() - began
         date = answer.getheader("Date")
-        behind = None
-        if date is not None:
-            # The date has no fractions: half a second is their mean.
-            behind = parsedate_to_datetime(date).timestamp() + 0.5 - (asked + seconds / 2)
-        return Answer(answer.status, behind, connected - began, seconds, size, certificate or {})
+        # The date has no fractions: half a second is their mean.
+        middle = asked + seconds / 2
+        behind = None if date is None else parsedate_to_datetime(date).timestamp() + 0.5 - middle
+        return Answer(answer.status, behind, seconds, certificate or {})
 
 
-_PADDING: Final = 16384
-
-
-def uplink(address: tuple[str, int], context: ssl.SSLContext | None, *, timeout: float = 20.0) -> float | None:
+def uplink(address: tuple[str, int], context: ssl.SSLContext | None) -> float | None:
     """Return about how many bits per second reach the server: 16 kB more in a request's header take so much longer.
 
     A server answers only when it has read the whole header. None when the difference is below two milliseconds.
@@ -121,17 +115,8 @@ def uplink(address: tuple[str, int], context: ssl.SSLContext | None, *, timeout:
     ------
     OSError, http.client.HTTPException
     """
-    taken = []
-    for padding in (0, _PADDING):
-        connection, target, login = connection_to(address, context, timeout)
-        with contextlib.closing(connection):
-            connection.connect()
-            began = time.monotonic()
-            connection.request("GET", target, headers={**login, "X-Padding": "0" * padding})
-            connection.getresponse().read(1 << 20)
-            taken.append(time.monotonic() - began)
-    more = taken[1] - taken[0]
-    return _PADDING * 8 / more if more > 0.002 else None
+    short, long = (ask(address, context, padding=padding, timeout=20.0).seconds for padding in (0, _PADDING))
+    return _PADDING * 8 / (long - short) if long - short > 0.002 else None
 
 
 def verifying(trusted: Path) -> ssl.SSLContext:

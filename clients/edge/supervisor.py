@@ -10,55 +10,41 @@ import contextlib
 import os
 import re
 import select
-import shutil
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Final
 
 from fedcomp.clients.edge import contact, probe
-from fedcomp.clients.edge.children import Child, adopt_orphans
 from fedcomp.clients.edge.condition import Condition, write_whole
 from fedcomp.clients.edge.events import EventLog
 from fedcomp.clients.edge.failures import Failure, classify
 from fedcomp.clients.edge.options import NodeOptions
-from fedcomp.clients.edge.processes import below
+from fedcomp.clients.edge.processes import Child, adopt_orphans, below
 from fedcomp.rng import Key
 
 TEMPORARY, CONFIGURATION = 75, 78
 """Exit statuses, of sysexits.h: may work when it is tried again; will not until somebody changes something."""
 
 SUPERNODE: Final = "supernode"
-_LOOK_SECONDS: Final = 5.0
-_GRACE_SECONDS: Final = 10.0
+LOOK_SECONDS, GRACE_SECONDS = 5.0, 10.0
+"""Between two looks at how the node is; for a SuperNode that signs off."""
 
 
-@dataclass(frozen=True)
-class Pauses:
-    """Seconds between the end of a process and its next start: doubled each time, up to ``longest``, less up to a half.
+FIRST, LONGEST, HEALTHY = 1.0, 60.0, 60.0
+"""Seconds: the first pause before a start and the longest; after so many in contact the next is a first one."""
 
-    Nodes that lost their SuperLink at once come back one by one: the part that is left out is drawn for each partition.
 
-    Examples
-    --------
-    >>> [round(Pauses(7)(n), 1) for n in range(4)] == [round(Pauses(7)(n), 1) for n in range(4)]
-    True
+def pause(partition: int, attempt: int) -> float:
+    """Return the seconds between the end of a process and its next start: doubled each time, less up to a half.
+
+    Nodes that lost their SuperLink at once come back one by one: the part that is left out is drawn for each partition,
+    and is the same each time.
     """
-
-    partition: int
-    first: float = 1.0
-    longest: float = 60.0
-    healthy: float = 60.0
-    """After so many seconds in contact with the SuperLink the next pause is a first one."""
-
-    def __call__(self, attempt: int) -> float:
-        share = Key(0, "node-restart", round=attempt, partition=self.partition).u64() / 2.0**64
-        doubled = min(self.longest, 2.0 * self.first * 2.0 ** min(attempt, 30))
-        return max(self.first, doubled * (1.0 - share / 2.0))
+    share = Key(0, "node-restart", round=attempt, partition=partition).u64() / 2.0**64
+    return max(FIRST, min(LONGEST, FIRST * 2.0 ** min(attempt + 1, 30)) * (1.0 - share / 2.0))
 
 
 @dataclass
@@ -107,30 +93,16 @@ class Supervisor:
     services : sequence of Service
         One of them is called "supernode".
     log : EventLog
-    pauses : Pauses, optional
-    behind : callable, optional
-        Returns by how many seconds this clock is behind the SuperLink's, or None.
     """
 
-    def __init__(
-        self,
-        options: NodeOptions,
-        services: Sequence[Service],
-        log: EventLog,
-        *,
-        pauses: Pauses | None = None,
-        behind: Callable[[], float | None] | None = None,
-    ) -> None:
+    def __init__(self, options: NodeOptions, services: Sequence[Service], log: EventLog) -> None:
         self._options = options
         self._services = list(services)
         self._log = log
-        self._pauses = pauses or Pauses(options.partition)
-        tls = options.root_certificates is not None
-        self._behind = behind or (lambda: probe.behind(options.address, tls=tls))
         self._condition = Condition()
         self._status: int | None = None
         self._began = time.monotonic()
-        self._looked = -_LOOK_SECONDS
+        self._looked = -LOOK_SECONDS
         self._since: dict[str, float] = {}
         self._reached = ""
         self._kernel_tells = True
@@ -139,7 +111,6 @@ class Supervisor:
     def run(self) -> int:
         """Return the exit status of the node: 0 after a signal, 75 or 78."""
         adopt_orphans()
-        self._began = time.monotonic()
         with _signals(self._leave) as woken:
             try:
                 while self._status is None:
@@ -151,10 +122,11 @@ class Supervisor:
                 self._stop()
         return self._status
 
-    def _leave(self, number: int) -> None:
+    def _leave(self) -> None:
         self._status = 0
 
-    # Starting and waiting.
+    def _running(self) -> list[tuple[Service, Child]]:
+        return [(service, service.child) for service in self._services if service.child is not None]
 
     def _start_due(self) -> None:
         now = time.monotonic()
@@ -169,144 +141,116 @@ class Supervisor:
                 self._log("started", f"{service.name} has process id {service.child.pid}", service=service.name)
 
     def _wait(self, woken: int) -> None:
-        children = [service.child for service in self._services if service.child is not None]
-        dues = [s.due for s in self._services if s.child is None] + [self._looked + _LOOK_SECONDS]
-        readable = [woken, *(child.fileno() for child in children)]
+        dues = [s.due for s in self._services if s.child is None] + [self._looked + LOOK_SECONDS]
         # One that is due but waits for another is woken by that other's lines.
-        pause = max(min(due - time.monotonic() for due in dues), 0.02)
-        select.select(readable, [], [], min(pause, _LOOK_SECONDS))
+        longest = max(min(due - time.monotonic() for due in dues), 0.02)
+        readable = [woken, *(child.fileno() for _, child in self._running())]
+        select.select(readable, [], [], min(longest, LOOK_SECONDS))
         with contextlib.suppress(BlockingIOError):
             os.read(woken, 4096)
 
     def _collect(self) -> None:
-        for service in self._services:
-            child = service.child
-            if child is None:
-                continue
+        """Pass on what was printed, and see to what has ended."""
+        for service, child in self._running():
             # The status first: what is read afterwards is all that it printed.
             status = child.returncode
-            for line in child.lines() or ():
+            for line in filter(str.strip, child.lines()):
                 self._line(service, line)
             if status is not None:
                 child.close()
                 service.child, service.is_ready = None, False
-                self._kill_strays()
+                # Helpers of a dead SuperNode would serve the next one, on its port.
+                own = {child.pid for _, child in self._running()}
+                _kill(below(os.getpid()) - own.union(*map(below, own)), signal.SIGKILL)
                 if self._status is None:
                     self._ended(service, status)
-        self._reap()
+        # Orphans that were adopted: an ended one stays in the list of processes until somebody waits for it.
+        own = {child.pid for _, child in self._running()}
+        with contextlib.suppress(ChildProcessError):
+            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if found.si_pid in own:
+                    return
+                os.waitpid(found.si_pid, 0)
 
     def _line(self, service: Service, line: str) -> None:
-        if not line.strip():
-            return
         service.printed.append(line)
         self._log.output(service.name, line)
         if service.ready and re.search(service.ready, line):
             service.is_ready = True
-        if service is self._supernode:
-            was_failing, node = self._condition.failing, self._condition.node_id
-            self._condition.line(line, time.monotonic())
-            if self._condition.node_id not in (None, node):
-                self._log("joined", f"the SuperLink knows this node as {self._condition.node_id}")
-            if self._condition.failing and not was_failing:
-                self._unreachable()
-
-    def _unreachable(self) -> None:
-        """Ask why the SuperNode tries in vain: Flower repeats it for ever."""
-        if self._options.root_certificates is None and probe.speaks_tls(self._options.address):
-            self._fail(
-                Failure(
-                    "needs-tls",
-                    f"the SuperLink at {self._options.superlink} speaks TLS: give --root-certificates, not --insecure",
-                    0.0,
-                )
-            )
+        if service is not self._supernode:
+            return
+        condition, options = self._condition, self._options
+        was_failing, node = condition.failing, condition.node_id
+        condition.line(line, time.monotonic())
+        if condition.node_id not in (None, node):
+            self._log("joined", f"the SuperLink knows this node as {condition.node_id}")
+        # Why it tries in vain: Flower repeats it for ever.
+        asks = condition.failing and not was_failing and options.root_certificates is None
+        if asks and probe.speaks_tls(options.address):
+            text = f"the SuperLink at {options.superlink} speaks TLS: give --root-certificates, not --insecure"
+            self._fail(Failure("needs-tls", text, 0.0))
 
     def _ended(self, service: Service, status: int) -> None:
-        now = time.monotonic()
         if status in service.fatal:
             self._fail(Failure(service.name, service.fatal[status], 0.0))
             return
+        now = time.monotonic()
+        healthy = now - service.started >= HEALTHY
         if service is self._supernode:
             self._condition.state = "waiting"
-            failure = classify(status, service.printed, self._behind)
-        else:
-            failure = Failure(f"{service.name}-ended", f"{service.name} ended with status {status}")
-        healthy = now - service.started >= self._pauses.healthy
-        if service is self._supernode:
+            tls = self._options.root_certificates is not None
+            failure = classify(status, service.printed, lambda: probe.behind(self._options.address, tls=tls))
             # Alive is not enough: one that waited for a SuperLink all the time has not been healthy.
             healthy = healthy and self._condition.contact is not None and self._condition.contact > service.started
+        else:
+            failure = Failure(f"{service.name}-ended", f"{service.name} ended with status {status}")
         if healthy:
             service.attempt = 0
             self._since.clear()
         self._fail(failure)
-        pause = self._pauses(service.attempt)
+        seconds = pause(self._options.partition, service.attempt)
         service.attempt += 1
-        service.due = now + pause
+        service.due = now + seconds
         self._condition.restarts += 1
         if self._status is None:
-            said = f"{service.name} is started again in {pause:.1f} s"
-            self._log("restart", said, service=service.name, seconds=round(pause, 3))
+            text = f"{service.name} is started again in {seconds:.1f} s"
+            self._log("restart", text, service=service.name, seconds=round(seconds, 3))
 
     def _fail(self, failure: Failure) -> None:
         """Say what happened; end the node when it has lasted longer than it may."""
         now = time.monotonic()
-        since = self._since.setdefault(failure.event, now)
-        final = now - since >= failure.patience
+        final = now - self._since.setdefault(failure.event, now) >= failure.patience
         self._condition.error = f"{failure.event}: {failure.message}"
         self._log(failure.event, failure.message, level="error" if final else "warning")
         if final:
             self._status = CONFIGURATION
 
-    def _kill_strays(self) -> None:
-        """Kill what an ended service left behind: helpers of a dead SuperNode would serve the next one, on its port."""
-        own = {service.child.pid for service in self._services if service.child is not None}
-        ours = own.union(*(below(pid) for pid in own))
-        for pid in below(os.getpid()) - ours:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def _reap(self) -> None:
-        """Wait for orphans that were adopted: an ended one stays in the list of processes until somebody does."""
-        own = {service.child.pid for service in self._services if service.child is not None}
-        while True:
-            try:
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if found is None or found.si_pid in own:
-                return
-            os.waitpid(found.si_pid, 0)
-
-    # The condition of the node.
-
     def _look(self) -> None:
-        now = time.monotonic()
-        if now - self._looked < _LOOK_SECONDS:
+        """See how the node is, every few seconds, and write it down."""
+        now, condition, child = time.monotonic(), self._condition, self._supernode.child
+        if now - self._looked < LOOK_SECONDS:
             return
         self._looked = now
-        child = self._supernode.child
         if child is not None and self._kernel_tells:
             try:
                 age = contact.last_received(child.pid, self._options.port)
+                if age is not None:
+                    condition.received(now - age)
             except OSError as error:
                 self._kernel_tells = False
-                self._log(
-                    "contact", f"the kernel does not tell ({error}): contact is seen in log lines only", level="warning"
-                )
-            else:
-                if age is not None:
-                    self._condition.received(now - age)
-        if child is not None and self._condition.node_id is not None:
-            self._condition.state = "running"
-        reached = self._condition.superlink(now)
+                text = f"the kernel does not tell ({error}): contact is seen in log lines only"
+                self._log("contact", text, level="warning")
+        if child is not None and condition.node_id is not None:
+            condition.state = "running"
+        reached = condition.superlink(now)
         if reached != self._reached and "unreachable" in (reached, self._reached):
             level = "warning" if reached == "unreachable" else "info"
             self._log("superlink", f"the SuperLink is {reached}", level=level)
         self._reached = reached
         self._heartbeat(now)
-        since = self._began if self._condition.contact is None else self._condition.contact
-        if self._options.give_up is not None and now - since > self._options.give_up and self._status is None:
-            self._log("gave-up", f"no contact with the SuperLink for {now - since:.0f} s", level="error")
+        alone = now - (self._began if condition.contact is None else condition.contact)
+        if self._options.give_up is not None and alone > self._options.give_up and self._status is None:
+            self._log("gave-up", f"no contact with the SuperLink for {alone:.0f} s", level="error")
             self._status = TEMPORARY
 
     def _heartbeat(self, now: float) -> None:
@@ -317,55 +261,44 @@ class Supervisor:
                 # A full disk ends no node: who reads the file sees that it is old.
                 self._log("heartbeat", f"cannot write {self._options.heartbeat}: {error}", level="warning")
 
-    # The end.
-
     def _stop(self) -> None:
         """End everything below this process: ask, wait, insist."""
         self._log("stopping", "the node ends")
         # The SuperNode signs off at its SuperLink; a second signal would end it before it has.
-        for service in self._services:
-            if service.child is not None:
-                service.child.signal(signal.SIGTERM)
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while any(service.child is not None for service in self._services) and time.monotonic() < deadline:
-            readable = [service.child.fileno() for service in self._services if service.child is not None]
-            select.select(readable, [], [], 0.1)
+        for _, child in self._running():
+            child.signal(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while (running := self._running()) and time.monotonic() < deadline:
+            select.select([child.fileno() for _, child in running], [], [], 0.1)
             self._collect()
-        asked: set[int] = set()
+        _kill(below(os.getpid()), signal.SIGTERM)
         deadline = time.monotonic() + 1.0
         while left := below(os.getpid()):
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    if time.monotonic() > deadline:
-                        os.kill(pid, signal.SIGKILL)
-                    elif pid not in asked:
-                        os.kill(pid, signal.SIGTERM)
-            asked |= left
+            if time.monotonic() > deadline:
+                _kill(left, signal.SIGKILL)
             self._collect()
             time.sleep(0.02)
         self._collect()
         self._condition.state = "stopped"
         self._heartbeat(time.monotonic())
-        peer = self._options.peer
-        if peer is not None and peer.temporary and peer.store is not None:
-            # It removes the store itself, unless it had to be killed.
-            shutil.rmtree(Path(peer.store), ignore_errors=True)
         self._log("stopped", f"status {self._status}")
 
 
+def _kill(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 @contextlib.contextmanager
-def _signals(leave: Callable[[int], object]) -> Iterator[int]:
+def _signals(leave: Callable[[], None]) -> Iterator[int]:
     """Call ``leave`` on SIGTERM and SIGINT inside of the block; give the descriptor that any signal makes readable."""
     woken, wakes = os.pipe()
     os.set_blocking(woken, False)
     os.set_blocking(wakes, False)
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        leave(number)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, lambda *_: leave()) for number in (signal.SIGTERM, signal.SIGINT)}
     # A child that ends wakes the loop as well.
-    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
     wakeup = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     try:
         yield woken

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
 
-from fedcomp.clients.edge.children import end_with
+from fedcomp.clients.edge.processes import end_with
 from fedcomp.errors import ConfigError
 from fedcomp.flower._private import ClientApp, load_bundle, run_task, unpack_bundle
 from fedcomp.logs import log
@@ -121,7 +121,7 @@ class Zygote:
         return self._process.is_alive()
 
     def handle(
-        self, token: str, stop: int | None, overtaken: Callable[[], bool] = lambda: False, every: float | None = None
+        self, token: str, stop: int | None, overtaken: Callable[[], bool], every: float
     ) -> tuple[int, bool] | None:
         """Have a message handled in a process of its own, and wait until that has ended.
 

@@ -21,6 +21,7 @@ from fedcomp.coding.field import GF256
 from fedcomp.coding.kernels import dispatch, isal, tables
 from fedcomp.coding.packet import Packet, PacketLimits
 from fedcomp.coding.prime import GF31, GF251, GF65521
+from fedcomp.coding.relay import MOST_SYMBOLS
 from fedcomp.coding.stream import SplitMix64
 from fedcomp.errors import why_missing
 
@@ -167,6 +168,17 @@ def few_rows(size: Size) -> Part:
             calls = {kernels.best_tier(): _product("auto", a, b, out), **_libraries(a, b, out)}
             times = CallTimes(calls, size)
             rows += [_row("few rows", k, outputs, b.size, name, times.time(name)) for name in calls]
+    return rows, []
+
+
+def many_symbols(size: Size) -> Part:
+    """Where products become slow: their time grows with K, beside that of a payload's bytes."""
+    rows: list[dict[str, Any]] = []
+    for k in (64, MOST_SYMBOLS, 2 * MOST_SYMBOLS, 4 * MOST_SYMBOLS):
+        a, b, out = _matrices(k, k, max(1, 8 * size.generation // k))
+        calls = {kernels.best_tier(): _product("auto", a, b, out)}
+        times = CallTimes(calls, size)
+        rows += [_row("many symbols", k, k, b.size, name, times.time(name)) for name in calls]
     return rows, []
 
 
@@ -328,7 +340,7 @@ def run(size: Size | None = None, say: Callable[[str], None] = lambda _line: Non
     kernels.warm()
     rows: list[dict[str, Any]] = []
     claims: list[BenchClaim] = []
-    for part in (encoding, few_rows, small_generations, decoding, primes, scale, end_to_end):
+    for part in (encoding, few_rows, many_symbols, small_generations, decoding, primes, scale, end_to_end):
         say(f"{part.__name__.replace('_', ' ')}: {size.repetitions} interleaved repetitions")
         more, checks = part(size)
         rows += more

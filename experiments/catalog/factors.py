@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from fedcomp.experiments.catalog.quickstart import points
 from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
 from fedcomp.experiments.kit import (
@@ -17,6 +16,7 @@ from fedcomp.experiments.kit import (
     curves,
     learning_line,
     over_seeds,
+    points,
     repetitions,
     running_mean,
     table,

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from fedcomp.experiments.catalog.quickstart import points
 from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
-from fedcomp.experiments.kit import Records, Sweep, claim, curves, learning_line, over_seeds, repetitions, table
+from fedcomp.experiments.kit import Records, Sweep, claim, curves, learning_line, over_seeds, points, repetitions, table
 from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key

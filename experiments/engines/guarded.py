@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from fedcomp.clients.edge.processes import processes_with
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.clocks import WrongClock
 from fedcomp.experiments.disks import SmallDisk
 from fedcomp.experiments.engines.linked import LinkedDeployment
-from fedcomp.experiments.engines.processes import DeploymentError
+from fedcomp.experiments.engines.processes import DeploymentError, processes_with
 from fedcomp.experiments.engines.superlink import kill_all
 from fedcomp.experiments.links import SlowLinks
 from fedcomp.experiments.security.certificates import Folder, create

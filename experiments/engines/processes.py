@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from fedcomp.clients.edge.children import tied
-from fedcomp.clients.edge.processes import groups_below, members
+from fedcomp.clients.edge.processes import below, living, tied
 from fedcomp.errors import FedcompError
 
 
@@ -173,3 +172,29 @@ def sigterm_raises() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def members(group: int) -> list[int]:
+    """Return the ids of the living processes in process group ``group`` (zombies are dead)."""
+    return [pid for pid, (_, pgrp) in living().items() if pgrp == group]
+
+
+def groups_below(pid: int) -> set[int]:
+    """Return the process groups led by ``pid`` or by any of its living descendants.
+
+    Some of Flower's helpers are started in sessions of their own; a group whose leader is no descendant is never ours.
+    """
+    family, processes = {pid} | below(pid), living()
+    return {pid} | {processes[p][1] for p in family if p in processes and processes[p][1] in family}
+
+
+def processes_with(variable: str, value: str) -> dict[int, str]:
+    """Return the command lines of the living processes of this user that were started with ``variable=value``."""
+    found = {}
+    for pid in living():
+        # Somebody else's, or gone meanwhile.
+        with contextlib.suppress(PermissionError, FileNotFoundError, ProcessLookupError):
+            if f"{variable}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                found[pid] = command.replace(b"\0", b" ").decode(errors="replace").strip()
+    return found

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from fedcomp.clients import edge
 from fedcomp.clients.edge import own_user
-from fedcomp.clients.edge.processes import processes_with
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.engines.processes import (
     Child,
     DeploymentError,
     free_ports,
+    processes_with,
     sigterm_raises,
     tail,
     wait_for_port,

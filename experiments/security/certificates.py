@@ -14,7 +14,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +35,6 @@ _BACKDATED: Final = datetime.timedelta(days=1)
 """A device whose clock is a few hours behind must not find the certificate invalid before it has set its clock."""
 
 
-@dataclass(frozen=True)
 class Folder:
     """Where the files of a deployment are.
 
@@ -44,54 +42,36 @@ class Folder:
     ----------
     path : Path
         The folder that ``fedcomp certificates`` was given.
+
+    Attributes
+    ----------
+    ca, ca_key : Path
+        The authority's certificate, which every node needs, and its private key, which renewal alone needs.
+    server, server_key : Path
+        The server's.
+    nodes : Path
+        Folder with the keys of the nodes: ``node-0`` and ``node-0.pub``, and so on.
+    peers : Path
+        List of the nodes' public keys, by partition, for links between nodes: the same for every node.
+    kept : Path
+        Folder of what ``fedcomp link`` keeps.
+    secret : Path
+        What the SuperExec shows the SuperLink, so that no other process of this machine gets a run's work.
+    registered : Path
+        Which node has which id at the SuperLink: a line for each key when it was registered.
+    status, rounds : Path
+        What a running link knows of its nodes, for ``fedcomp status``; what server apps say of the rounds that ended
+        since it began.
     """
 
-    path: Path
-
-    @property
-    def ca(self) -> Path:
-        """Certificate of the authority: every node needs it."""
-        return self.path / "ca.crt"
-
-    @property
-    def ca_key(self) -> Path:
-        """Private key of the authority, needed for renewal only."""
-        return self.path / "ca.key"
-
-    @property
-    def server(self) -> Path:
-        """Certificate of the server."""
-        return self.path / "server.crt"
-
-    @property
-    def server_key(self) -> Path:
-        """Private key of the server."""
-        return self.path / "server.key"
-
-    @property
-    def nodes(self) -> Path:
-        """Folder with the keys of the nodes: ``node-0`` and ``node-0.pub``, and so on."""
-        return self.path / "nodes"
-
-    @property
-    def peers(self) -> Path:
-        """List of the nodes' public keys, by partition, for links between nodes: the same for every node."""
-        return self.path / "peers.txt"
-
-    @property
-    def kept(self) -> Path:
-        """Folder of what ``fedcomp link`` keeps."""
-        return self.path / "link"
-
-    @property
-    def secret(self) -> Path:
-        """What the SuperExec shows the SuperLink, so that no other process of this machine gets a run's work."""
-        return self.kept / "superexec.secret"
-
-    @property
-    def registered(self) -> Path:
-        """Which node has which id at the SuperLink: a line for each key when it was registered."""
-        return self.kept / "registered.txt"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.ca, self.ca_key = path / "ca.crt", path / "ca.key"
+        self.server, self.server_key = path / "server.crt", path / "server.key"
+        self.nodes, self.peers = path / "nodes", path / "peers.txt"
+        self.kept = path / "link"
+        self.secret, self.registered = self.kept / "superexec.secret", self.kept / "registered.txt"
+        self.status, self.rounds = self.kept / "status.json", self.kept / "rounds.jsonl"
 
     def registrations(self) -> dict[str, tuple[str, str]]:
         """Return the id and the digest of the key of each node that was registered, by name; the last line counts."""
@@ -100,16 +80,6 @@ class Folder:
         lines = [line.split() for line in self.registered.read_text(encoding="utf-8").splitlines() if line.strip()]
         # Lines of an earlier version have no digest.
         return {name: (node, digest[0] if digest else "") for name, node, *digest in lines}
-
-    @property
-    def status(self) -> Path:
-        """What a running link knows of its nodes, for ``fedcomp status``."""
-        return self.kept / "status.json"
-
-    @property
-    def rounds(self) -> Path:
-        """What server apps say of the rounds that ended since the link began."""
-        return self.kept / "rounds.jsonl"
 
     def home(self, name: str) -> Path:
         """Return the Flower home of the process called ``name``; the operator's is ``cli``."""
@@ -290,10 +260,7 @@ def _server(
     certificate = (
         _certificate(subject, authority.subject, public, now, SERVER_DAYS)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(
-            x509.KeyUsage(**(dict.fromkeys(_USAGES, False) | {"digital_signature": True})),
-            critical=True,
-        )
+        .add_extension(x509.KeyUsage(**{**dict.fromkeys(_USAGES, False), "digital_signature": True}), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer_key), critical=False)

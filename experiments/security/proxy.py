@@ -18,7 +18,7 @@ import ssl
 import struct
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from pathlib import Path
@@ -31,6 +31,7 @@ from fedcomp.experiments.security.status import Callers
 
 PATH: Final = re.compile(rb"/v1/fleet/[a-z]+(?:-[a-z]+)*", re.ASCII)
 """The whole target of a call that passes: no query, no escapes, no second slash, nothing to be read in two ways."""
+Headers = Sequence[tuple[bytes, bytes]]
 _PIECE: Final = 64 * 1024
 _SMALL: Final = 64 * 1024
 """Most bytes of a body that are as little as what its connection takes."""
@@ -155,20 +156,14 @@ def examine(request: h11.Request, limits: Limits) -> None:
         raise Refused(400, "a body has a length or is chunked, not both")
     if b"expect" in names or b"upgrade" in names:
         raise Refused(417, "neither Expect nor Upgrade is of use here")
-    if announced(request, limits) > limits.body:
+    if announced(request.headers, limits) > limits.body:
         raise Refused(413, f"a body has at most {limits.body} bytes")
 
 
-def announced(request: h11.Request, limits: Limits) -> int:
-    """Return how many bytes the body of ``request`` has at most."""
-    if any(name == b"transfer-encoding" for name, _ in request.headers):
-        return limits.body
-    return int(next((value for name, value in request.headers if name == b"content-length"), b"0"))
-
-
-def of_answer(answer: h11.Response, limits: Limits) -> int:
-    """Return how many bytes an answer has, or as many as a body may have where it does not say."""
-    return int(next((value for name, value in answer.headers if name == b"content-length"), limits.body))
+def announced(headers: Headers, limits: Limits, unsaid: int = 0) -> int:
+    """Return how many bytes a body has at most, by its length: ``unsaid`` without one, all that may be in chunks."""
+    said = dict(headers)
+    return limits.body if b"transfer-encoding" in said else int(said.get(b"content-length", unsaid))
 
 
 @dataclass
@@ -302,8 +297,7 @@ class Proxy:
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     connection.close()
                     self.callers.refused["reset"] += 1
-                    text = "as many connections as one address, or all of them, may have"
-                    self._refusals(address, text)
+                    self._refusals(address, "as many connections as one address, or all of them, may have")
                     continue
                 # Before the handshake, which is where an attacker waits first.
                 self._open[address] += 1
@@ -347,7 +341,7 @@ class Proxy:
         try:
             while isinstance(request := await client.event(self.limits.idle), h11.Request):
                 examine(request, self.limits)
-                async with self._room(address, announced(request, self.limits)):
+                async with self._room(address, announced(request.headers, self.limits)):
                     if server is None or server.reader.at_eof() or clock() - used > _STALE:
                         if server is not None:
                             server.writer.close()
@@ -391,7 +385,7 @@ class Proxy:
         limits = self.limits
         kept = [(name, value) for name, value in request.headers if name not in _HOP | _FORWARDED]
         kept.append((b"x-forwarded-for", address.encode()))
-        if any(name == b"transfer-encoding" for name, _ in request.headers):
+        if b"transfer-encoding" in dict(request.headers):
             kept.append((b"transfer-encoding", b"chunked"))
         size = 0
         with _to_server():
@@ -410,7 +404,7 @@ class Proxy:
                 pass
         if not isinstance(answer, h11.Response):
             raise Refused(502, "the SuperLink broke off before it answered")
-        announces = of_answer(answer, limits)
+        announces = announced(answer.headers, limits, unsaid=limits.body)
         if not self._answers.fits(address, announces):
             # It does not wait: the SuperLink holds it meanwhile, and lets it go when the connection ends.
             server.writer.close()

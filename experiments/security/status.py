@@ -176,20 +176,8 @@ def rows(folder: Folder, document: Mapping[str, Any], now: float) -> list[dict[s
 
 def table(found: Sequence[Mapping[str, Any]], now: float) -> list[str]:
     """Return the rows as lines of text."""
-    head = [
-        "part",
-        "name",
-        "id",
-        "state",
-        "last seen",
-        "last round",
-        "Flower",
-        "address",
-        "calls",
-        "up MB",
-        "down MB",
-        "refused",
-    ]
+    head = ["part", "name", "id", "state", "last seen", "last round", "Flower", "address"]
+    head += ["calls", "up MB", "down MB", "refused"]
     lines: list[Sequence[str]] = [head]
     for row in found:
         seen = f"{now - row['last']:.0f} s ago" if row["last"] else "-"

@@ -64,7 +64,6 @@ register = codecs.register
 get_codec = codecs.get
 known = codecs.known
 register_transform = _transforms.register
-known_transforms = _transforms.known
 
 for _class in list(globals().values()):
     if isinstance(_class, type) and issubclass(_class, Codec) and not inspect.isabstract(_class):

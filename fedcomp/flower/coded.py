@@ -16,12 +16,6 @@ NO_HANDLER: Final = "function registered with name"
 MAX_STORE_BYTES: Final = 64 * 1024 * 1024
 """What a client keeps for others unless one of the two sides says otherwise."""
 
-SIGNATURE: Final = 144
-"""Most bytes of a signature over a public key."""
-
-NO_ADDRESS: Final = "no address"
-"""Why something did not go over a link of which the server gave no address; the server knows why."""
-
 
 def pack_content(content: RecordDict) -> bytes:
     """Return a reply's content as bytes; equal content gives equal bytes."""

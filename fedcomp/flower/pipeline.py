@@ -10,14 +10,13 @@ Seconds are the grid's: simulated ones on the in-process engine, a monotonic clo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedcomp.flower.metered import addressed, join, partition_lookup, poll
-from fedcomp.flower.wrapper import GridWrapper
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,33 +43,6 @@ class Await:
     messages: Sequence[Message]
     until: float | None = None
     enough: Callable[[Sequence[Message]], bool] | None = None
-
-
-class NodesShown(GridWrapper):
-    """A view of a grid that shows a strategy some of the nodes only: those it may address.
-
-    Parameters
-    ----------
-    inner : Grid
-    nodes : callable
-        ``() -> node ids``, in the order in which they are shown. It is asked each time, since strategies wait here for
-        nodes to connect.
-
-    Attributes
-    ----------
-    shown : list of int
-        What was shown last.
-    """
-
-    def __init__(self, inner: Grid, nodes: Callable[[], Iterable[int]]) -> None:
-        super().__init__(inner)
-        self._nodes = nodes
-        self.shown: list[int] = []
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Return the nodes that may be addressed."""
-        self.shown = list(self._nodes())
-        return self.shown
 
 
 def now(grid: Grid) -> float:

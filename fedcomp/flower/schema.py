@@ -29,9 +29,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedcomp.flower.payload import PayloadError, put_frame, take_frame
+from fedcomp.flower.payload import PayloadError
 from fedcomp.params import shown
 from fedcomp.rules import REQUIRED, Rule, rules_of
 
@@ -88,16 +88,6 @@ class Version(Rule):
         if type(value) is not int or value != self.number:
             raise ValueError
         return value
-
-
-@dataclass(frozen=True)
-class Frames(Rule):
-    """Up to ``most`` byte strings, each of them one frame beside the record."""
-
-    most: int
-
-    def __str__(self) -> str:
-        return f"at most {self.most} frames, numbered from 0"
 
 
 @dataclass(frozen=True)
@@ -167,8 +157,6 @@ class Schema:
     separator : str
         Stands for the ``_`` of field names in entries; a ``_`` at the end of a field's name, which keeps it from being
         a Python keyword, is left out.
-    holder : type
-        ConfigRecord, or MetricRecord for figures that Flower is to show.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -176,7 +164,6 @@ class Schema:
     KEY: ClassVar[str] = ""
     PREFIX: ClassVar[str] = ""
     SEPARATOR: ClassVar[str] = "_"
-    HOLDER: ClassVar[type[ConfigRecord] | type[MetricRecord]] = ConfigRecord
 
     def __init_subclass__(
         cls,
@@ -184,10 +171,9 @@ class Schema:
         key: str | None = None,
         prefix: str | None = None,
         separator: str | None = None,
-        holder: type[ConfigRecord] | type[MetricRecord] | None = None,
     ) -> None:
         super().__init_subclass__()
-        given = {"KEY": key, "PREFIX": prefix, "SEPARATOR": separator, "HOLDER": holder}
+        given = {"KEY": key, "PREFIX": prefix, "SEPARATOR": separator}
         for name, value in given.items():
             if value is not None:
                 setattr(cls, name, value)
@@ -213,12 +199,12 @@ class Schema:
     # Writing.
 
     def values(self) -> dict[str, Any]:
-        """Return the entries of the record, without what stands in frames."""
+        """Return the entries of the record."""
         found: dict[str, Any] = {}
         for entry in self.entries():
             value = getattr(self, entry.field)
             # A reader fills in what is missing, so a message pays only for what is unusual.
-            if not isinstance(entry.rule, Frames) and value != entry.rule.missing:
+            if value != entry.rule.missing:
                 found[entry.name] = entry.rule.write(value)
         return found
 
@@ -234,11 +220,8 @@ class Schema:
         for entry in self.entries():
             value, rule = getattr(self, entry.field), entry.rule
             try:
-                if isinstance(rule, Frames):
-                    if len(value) > rule.most:
-                        raise ValueError
                 # The value that stands for absence may break the rule: Int(least=1, absent=0).
-                elif value != rule.missing:
+                if value != rule.missing:
                     found[entry.name] = rule.write(value)
                     # What was written, so that exactly what travels is what is checked.
                     rule.read(found[entry.name])
@@ -257,28 +240,13 @@ class Schema:
         SchemaError
             As :meth:`check`: what a reader would refuse is never written.
         """
-        self._put(content, key, self.check())
-
-    def put_unchecked(self, content: RecordDict, key: str | None = None) -> None:
-        """Write this as :meth:`put` does, unchecked."""
-        self._put(content, key, self.values())
-
-    def _put(self, content: RecordDict, key: str | None, values: dict[str, Any]) -> None:
-        key = self.KEY if key is None else key
-        for entry in self.entries():
-            if isinstance(entry.rule, Frames):
-                # What was here before may have had more frames; those left over would be read as this record's.
-                for name in _frame_names(content, key, entry):
-                    del content[name]
-                for place, data in enumerate(getattr(self, entry.field)):
-                    put_frame(content, _frame_name(key, entry, place), data)
-        content[key] = self.HOLDER(values)
+        content[self.KEY if key is None else key] = ConfigRecord(self.check())
 
     # Reading.
 
     @classmethod
-    def take(cls, source: Message | RecordDict, key: str | None = None, *, partly: bool = False) -> Self:
-        """Return what a message, or a client's state, says; ``partly``: leave entries it does not know to a subclass.
+    def take(cls, source: Message | RecordDict, key: str | None = None) -> Self:
+        """Return what a message, or a client's state, says.
 
         Raises
         ------
@@ -288,14 +256,10 @@ class Schema:
         content = source if isinstance(source, RecordDict) else source.content if source.has_content() else RecordDict()
         key = cls.KEY if key is None else key
         found = content.get(key)
-        if not isinstance(found, cls.HOLDER):
+        if not isinstance(found, ConfigRecord):
             held = "nothing" if found is None else f"a {type(found).__name__}"
-            raise SchemaError(f"there is {held} under {key!r}, expected a {cls.HOLDER.__name__} ({cls.__name__})")
-        frames = {e.field: _frames(content, key, e) for e in cls.entries() if isinstance(e.rule, Frames)}
-        values = dict(found)
-        if partly:
-            values = {entry.name: values[entry.name] for entry in cls.entries() if entry.name in values}
-        return cls.of(values, key, **frames)
+            raise SchemaError(f"there is {held} under {key!r}, expected a ConfigRecord ({cls.__name__})")
+        return cls.of(dict(found), key)
 
     @classmethod
     def find(cls, source: Message | RecordDict, key: str | None = None) -> Self | None:
@@ -304,7 +268,7 @@ class Schema:
         return cls.take(source, key) if (cls.KEY if key is None else key) in content else None
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], key: str | None = None, **frames: tuple[bytes, ...]) -> Self:
+    def of(cls, values: Mapping[str, Any], key: str | None = None) -> Self:
         """Return what the entries of a record say; see :meth:`take`."""
         where = repr(cls.KEY if key is None else key)
         for entry in cls.entries():
@@ -316,11 +280,7 @@ class Schema:
         unknown = sorted(name for name in values if name.startswith(cls.PREFIX) and name not in known)
         if unknown:
             raise SchemaError(f"record {where} ({cls.__name__}) has unknown entries {unknown[:5]}", unknown[0])
-        found: dict[str, Any] = dict(frames)
-        for entry in cls.entries():
-            if not isinstance(entry.rule, Frames):
-                found[entry.field] = _read(entry, values, where)
-        made = cls(**found)
+        made = cls(**{entry.field: _read(entry, values, where) for entry in cls.entries()})
         if reason := made.conflict():
             raise SchemaError(f"record {where} is not a valid {cls.__name__}: {reason}")
         return made
@@ -349,36 +309,6 @@ def _require_version(entry: Field, value: Any, where: str) -> None:
         # A peer may put anything here, and True equals 1.
         other.version = value if type(value) is int else -1
         raise other from error
-
-
-def _frame_name(key: str, entry: Field, place: int) -> str:
-    return f"{key}/{entry.name}/{place}"
-
-
-def _frame_names(content: RecordDict, key: str, entry: Field) -> list[str]:
-    return [name for name in content if name.startswith(f"{key}/{entry.name}/")]
-
-
-def _frames(content: RecordDict, key: str, entry: Field) -> tuple[bytes, ...]:
-    """Return the frames of a field.
-
-    Raises
-    ------
-    SchemaError
-        When there are too many, or one is missing among them.
-    PayloadError
-        When one of them is not a frame.
-    """
-    count = len(_frame_names(content, key, entry))
-    if count > entry.rule.most:  # type: ignore[attr-defined]
-        raise SchemaError(f"field {entry.name!r} of {key!r} has {count} frames, expected {entry.rule}", entry.name)
-    # By the numbers expected, not by the names found: a sender that counts otherwise leaves a gap.
-    found = [take_frame(content, _frame_name(key, entry, place)) for place in range(count)]
-    whole = tuple(frame for frame in found if frame is not None)
-    if len(whole) != count:
-        missing = _frame_name(key, entry, found.index(None))
-        raise SchemaError(f"frame {missing!r} of {count} is missing, expected {entry.rule}", entry.name)
-    return whole
 
 
 def _depth(value: Any) -> int:

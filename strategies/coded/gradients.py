@@ -7,13 +7,11 @@ from typing import Any, Final
 from flwr.serverapp.strategy import Strategy
 
 from fedcomp.errors import ConfigError
-from fedcomp.flower.privacy import find_private
 from fedcomp.program import Now, Step
 from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.coded.report import CodingReport
-from fedcomp.strategies.coded.settings import CodedSettings
+from fedcomp.strategies.coded.settings import GRADIENT_CODE, CodedSettings, require_may_be_coded
 from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
-from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.server import Running, Server
 from fedcomp.systems.coded.gradients import GradientCode
 
@@ -46,14 +44,7 @@ class GradientCoded(Server):
         for name in _FOREIGN:
             if getattr(settings, name):
                 raise ConfigError(f"{name}={getattr(settings, name)!r} means nothing to a gradient code; use losses=")
-        promise = find_private(inner)
-        # Without a promise there is none that coding could break.
-        may_be_coded = getattr(promise, "may_be_coded", lambda construction: True)
-        if not may_be_coded("gradcode") or promises(inner):
-            raise ConfigError(
-                f"{type(promise or inner).__name__} trusts the server with updates, not other clients, which relays of "
-                "the construction 'gradcode' are; use distributed_dp() or local_dp()"
-            )
+        require_may_be_coded(inner, GRADIENT_CODE)
         alone = inner.inner if isinstance(inner, Server) else inner
         if not is_mean(alone):
             raise ConfigError(

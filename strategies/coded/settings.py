@@ -11,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Final, TypeVar
 
+from flwr.serverapp.strategy import Strategy
+
 from fedcomp.coding.sumcode import MODES
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.flower.coded import MAX_STORE_BYTES
+from fedcomp.flower.privacy import find_private
 from fedcomp.rules import (
     TIMEOUT,
     Configured,
@@ -26,6 +29,7 @@ from fedcomp.rules import (
     Switch,
 )
 from fedcomp.strategies.links import Links
+from fedcomp.strategies.private.flower_dp import promises
 
 GRADIENT_CODE: Final = "gradcode"
 """The construction that is :class:`fedcomp.strategies.coded.gradients.GradientCoded`."""
@@ -176,3 +180,20 @@ def spool_conflict(transport: str, spool: str | os.PathLike[str] | None) -> str:
     if spool is None or transport == "peers":
         return ""
     return "spool is the folder of simulated links between peers; it needs transport='peers'"
+
+
+def require_may_be_coded(inner: Strategy, construction: str) -> None:
+    """Refuse a strategy whose clients may hand what they send to nobody but the server.
+
+    Raises
+    ------
+    ConfigError
+    """
+    promise = find_private(inner)
+    # Without a promise there is none that coding could break.
+    may_be_coded = getattr(promise, "may_be_coded", lambda construction: True)
+    if not may_be_coded(construction) or promises(inner):
+        raise ConfigError(
+            f"{type(promise or inner).__name__} trusts the server with updates, not other clients, which relays of "
+            f"the construction {construction!r} are; use distributed_dp() or local_dp()"
+        )

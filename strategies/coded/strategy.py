@@ -13,14 +13,12 @@ from flwr.serverapp.strategy import Strategy
 from fedcomp.codecs import Identity
 from fedcomp.errors import ConfigError
 from fedcomp.flower.logs import log
-from fedcomp.flower.privacy import find_private
 from fedcomp.program import Now, Step, System
 from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.coded.report import CodingReport
-from fedcomp.strategies.coded.settings import GRADIENT_CODE, CodedSettings, NoOptions, SumOptions
+from fedcomp.strategies.coded.settings import GRADIENT_CODE, CodedSettings, NoOptions, SumOptions, require_may_be_coded
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
-from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.server import Running, Server
 from fedcomp.strategies.wrapping import require_inner
 from fedcomp.systems.coded.relay import CodedRelay
@@ -108,23 +106,6 @@ class CodedFedAvg(CodedServer):
         """Log the construction, then the inner strategy's own summary."""
         log.info("\t├──> Coded: %r, transport %s", self.system, self.settings.transport)
         self.inner.summary()
-
-
-def require_may_be_coded(inner: Strategy, construction: str) -> None:
-    """Refuse a strategy whose clients may hand what they send to nobody but the server.
-
-    Raises
-    ------
-    ConfigError
-    """
-    promise = find_private(inner)
-    # Without a promise there is none that coding could break.
-    may_be_coded = getattr(promise, "may_be_coded", lambda construction: True)
-    if not may_be_coded(construction) or promises(inner):
-        raise ConfigError(
-            f"{type(promise or inner).__name__} trusts the server with updates, not other clients, which relays of "
-            f"the construction {construction!r} are; use distributed_dp() or local_dp()"
-        )
 
 
 def _summed(inner: Strategy, given: CodedSettings) -> tuple[System, Compressed]:

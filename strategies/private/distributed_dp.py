@@ -41,7 +41,7 @@ from fedcomp.rng import Key
 from fedcomp.strategies.coded.settings import CodedSettings
 from fedcomp.strategies.coded.strategy import CodedServer
 from fedcomp.strategies.private.settings import ShareSettings
-from fedcomp.strategies.private.strategy import NOT_COVERED, Outcome, PrivateRule, PrivateStrategy
+from fedcomp.strategies.private.strategy import NOT_COVERED, Outcome, PrivateStrategy
 from fedcomp.strategies.server import Exchange, Running
 from fedcomp.systems.coded.sums import AddUp
 from fedcomp.systems.private.distributed import NoisySum
@@ -56,15 +56,6 @@ _TRUST: Final = (
     "clients; clients add the noise they are told to add. The noise of {telling} of {asked} clients is taken to be "
     "known; who knows one more, as a client that takes part knows its own, faces {left:.3g} times the noise multiplier"
 )
-
-
-class NoisyRule(PrivateRule):
-    """A sum with the noise in it: post-processing, once it is paid for."""
-
-    @property
-    def mean(self) -> Strategy:
-        """The weighted mean that takes the sum."""
-        return self.strategy.inner
 
 
 class NoisyMean(PrivateStrategy):
@@ -132,13 +123,6 @@ class NoisyMean(PrivateStrategy):
         summed = codec.codec if isinstance(codec, ErrorFeedback) else codec
         if not isinstance(summed, BoundedFixedPoint):
             raise ConfigError(f"{codec!r} shows the server single updates; make the strategy with DistributedDp(...)")
-
-    def update_rule(self) -> PrivateRule:
-        """Return what this strategy needs: a sum that was made elsewhere.
-
-        Updates of single clients never get here, and a round without a sum is void.
-        """
-        return NoisyRule(self)
 
     def may_be_coded(self, construction: str) -> bool:
         """Whether other clients may hold what a client sends: shards of noised integers, of which they learn sums."""

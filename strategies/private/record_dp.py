@@ -40,9 +40,10 @@ from fedcomp.program import Answer, Ask
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.inbox import Inbox
 from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
+from fedcomp.strategies.nodes import NodesShown, asked_for, online
 from fedcomp.strategies.partitions import Holders
-from fedcomp.strategies.private.nodes import Shown, online
 from fedcomp.strategies.private.promise import NoClientEvaluation
 from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.running import Running, Trained, copies_of
@@ -256,7 +257,6 @@ class RecordDp(NoClientEvaluation, Server):
             budget=plan.budget or None,
             unit="record",
         )
-        self._weight = str(weight_key_of(mean) or "num-examples")
         self._claims = Claims()
         self._asked: list[int] = []
         self._size = 0
@@ -443,18 +443,22 @@ class RecordDp(NoClientEvaluation, Server):
         if wrong:
             raise WrongAccount(wrong)
 
-    def _trained(self, x: Running, head: AnswerHead, reply: Message, exact: Frame | None) -> Trained:
-        # All weigh the same, metrics are none of what was paid for, and buffers keep the server's values.
-        content = RecordDict({"metrics": MetricRecord({self._weight: 1.0})})
-        own = {t.name: x.model[t.name] for t in x.layout.exact}
-        trained = Trained(reply, content, x.record, head.sequence, own, "metrics", 1.0)
-        trained.unchanged, trained.copies = frozenset(head.unchanged), copies_of(head.copies, x.layout)
-        return trained
-
     def identity(self) -> dict[str, str]:
         """Return what must not change within a run; the budget may."""
         system = Records(replace(self.plan, budget=0.0), self.system.codecs[0])
         return {"system": repr(system), "downlink": repr(self.downlink)}
+
+
+class Paid(Inbox):
+    """What was paid for is read of replies: the update, and which tensors it leaves alone."""
+
+    def trained(self, x: Running, head: AnswerHead, reply: Message, exact: Frame | None) -> Trained:
+        """Return an update that weighs as much as any other, without metrics; buffers keep the server's values."""
+        content = RecordDict({"metrics": MetricRecord({weight_key_of(self._inner) or "num-examples": 1.0})})
+        own = {t.name: x.model[t.name] for t in x.layout.exact}
+        trained = Trained(reply, content, x.record, head.sequence, own, "metrics", 1.0)
+        trained.unchanged, trained.copies = frozenset(head.unchanged), copies_of(head.copies, x.layout)
+        return trained
 
 
 class Affording(MeanRule):
@@ -466,6 +470,8 @@ class Affording(MeanRule):
     books : RecordDp
     """
 
+    inbox: ClassVar[type[Inbox]] = Paid
+
     def __init__(self, mean: Strategy, books: RecordDp) -> None:
         super().__init__(mean)
         self._books = books
@@ -476,7 +482,7 @@ class Affording(MeanRule):
         able = self._books.able(online(grid, self.strategy), server_round)
         if not able:
             return []
-        with Shown(grid, able).minima(self.strategy) as shown:
-            messages = super().configure(server_round, arrays, config, shown)
+        with asked_for(self.strategy, len(able)):
+            messages = super().configure(server_round, arrays, config, NodesShown(grid, lambda: able))
         self._books.ask(message.metadata.dst_node_id for message in messages)
         return messages

@@ -34,8 +34,9 @@ from fedcomp.program import Ask, Given, Now, Released, Step, System
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.inbox import Inbox, SecretInbox
 from fedcomp.strategies.means import MEANS, is_mean
-from fedcomp.strategies.private.nodes import Shown, muted, online
+from fedcomp.strategies.nodes import NodesShown, asked_for, muted, online
 from fedcomp.strategies.private.promise import NoClientEvaluation, Once
 from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.round_log import RoundLog
@@ -185,7 +186,8 @@ class PrivateStrategy(NoClientEvaluation, Private, Strategy, Stateful):
         if self.withholds:
             config[SECRET] = True
         # Flower's strategies sample among the nodes they see: they see those that were drawn, and ask all of them.
-        with Shown(grid, chosen).minima(self.inner) as shown, muted(self.withholds):
+        with asked_for(self.inner, len(chosen)), muted(self.withholds):
+            shown = NodesShown(grid, lambda: chosen)
             messages = list(self.inner.configure_train(server_round, arrays, config, shown))
         # The messages are made and not sent.
         self.open(server_round, chosen)
@@ -279,7 +281,7 @@ class PrivateRule(UpdateRule):
         Whether clients send frames, and not models.
     """
 
-    updates_only: bool = True
+    inbox: ClassVar[type[Inbox]] = SecretInbox
     not_finite: ClassVar[str] = (
         "the noisy mean is not finite in the model's precision; it is paid for, and the model is kept. Use a wider "
         "dtype, a smaller clip norm or less noise"

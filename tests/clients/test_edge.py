@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from fedcomp.clients.edge import prepare
+from fedcomp.clients.edge import node, prepare
+from fedcomp.clients.edge.events import EventLog
 from fedcomp.clients.edge.links import Link
+from fedcomp.clients.edge.options import parse
 
 GOOD = ["--superlink", "127.0.0.1:8000", "--partition", "1", "--of", "4", "--insecure"]
 
@@ -129,6 +132,23 @@ def test_a_link_is_told_to_flower_whatever_the_environment_says(monkeypatch):
     env = prepare([*GOOD, "--link", "64kbit"])[1]
     assert env["FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE"] == "32768"
     assert env["FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PUSHES"] == "1"
+
+
+def test_the_log_says_what_was_chosen_and_training_gives_way_to_the_supernode(tmp_path, monkeypatch):
+    monkeypatch.setattr(node, "_executor", lambda *_: (["executor"], ""))
+    monkeypatch.setattr(node, "port_is_free", lambda *_: True)
+    said = io.StringIO()
+    options = parse([*GOOD, "--link", "64kbit"])
+    supernode, executor = node.services(options, tmp_path / "secret", EventLog(stream=said))
+    assert (supernode.nice, executor.nice) == (0, 5)
+    assert supernode.command[supernode.command.index("--superexec-auth-secret-file") + 1] == str(tmp_path / "secret")
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+    assert "link: 64 kbit/s: replies in pieces of 32768 bytes, 1 at once" in said.getvalue()
+    assert "within 180 s has 1440000 bytes" in said.getvalue()
+    assert "state: no --state-dir: what clients remember" in said.getvalue()
+    said.truncate(0)
+    node.services(parse([*GOOD, "--state-dir", str(tmp_path)]), tmp_path / "secret", EventLog(stream=said))
+    assert "state-dir" not in said.getvalue()
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from fedcomp.clients.edge.failures import Failure, classify
-from fedcomp.clients.edge.supervisor import Pauses
+from fedcomp.clients.edge.supervisor import pause
 
 
 def connection_error(detail: str) -> str:
@@ -82,14 +82,12 @@ def test_a_signal_is_named_and_a_failure_quotes_the_last_line() -> None:
 
 
 def test_pauses_are_the_same_each_time_and_others_for_every_partition() -> None:
-    pauses = Pauses(3)
-    drawn = [pauses(attempt) for attempt in range(40)]
-    assert drawn == [Pauses(3)(attempt) for attempt in range(40)]
-    assert all(1.0 <= pause <= 60.0 for pause in drawn)
-    for attempt, pause in enumerate(drawn):
+    drawn = [pause(3, attempt) for attempt in range(40)]
+    assert drawn == [pause(3, attempt) for attempt in range(40)]
+    for attempt, seconds in enumerate(drawn):
         doubled = min(60.0, 2.0 ** (attempt + 1))
-        assert doubled / 2 <= pause <= doubled
+        assert max(1.0, doubled / 2) <= seconds <= doubled
     # A hundred nodes that lost their SuperLink at once do not come back at once.
-    first = {Pauses(partition)(5) for partition in range(100)}
+    first = {pause(partition, 5) for partition in range(100)}
     assert len(first) == 100
     assert max(first) - min(first) > 20

@@ -17,8 +17,8 @@ from running_listener import free_port, open_files, wait_until
 
 from fedcomp.clients.edge import PEER_ADDRESS, PEER_STORE, prepare
 from fedcomp.clients.edge.node_config import PEER_KEY, PEER_KEYS
-from fedcomp.clients.edge.processes import processes_with
 from fedcomp.coding.transport import DeliveryFailed, Parcel, Spool, TcpTransport, transport_of
+from fedcomp.experiments.engines.processes import processes_with
 
 HERE = Path(__file__).parents[2]
 GOOD = ["--superlink", "127.0.0.1:8000", "--partition", "1", "--of", "4", "--insecure"]
@@ -129,8 +129,8 @@ time.sleep(60)
 
 ENTRY = """
 import sys
-from fedcomp.clients.edge import launch, node
-launch.program = lambda name: sys.argv[1]
+from fedcomp.clients.edge import node
+node.program = lambda name: sys.argv[1]
 node._executor = lambda *_: ([], "not here")
 sys.exit(node.main(sys.argv[2:]))
 """

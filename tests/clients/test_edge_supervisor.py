@@ -16,7 +16,7 @@ import pytest
 from edge_servers import authority, serving
 from running_listener import wait_until
 
-from fedcomp.clients.edge.processes import processes_with
+from fedcomp.experiments.engines.processes import processes_with
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,13 @@ from fedcomp.clients.edge.events import EventLog
 from fedcomp.clients.edge.options import NodeOptions
 
 asked = json.loads(sys.argv[1])
-supervisor._LOOK_SECONDS, supervisor._GRACE_SECONDS = 0.05, asked.get("grace", 5.0)
+supervisor.LOOK_SECONDS, supervisor.GRACE_SECONDS = 0.05, asked.get("grace", 5.0)
+supervisor.FIRST, supervisor.LONGEST, supervisor.HEALTHY = 0.02, asked.get("longest", 0.05), asked.get("healthy", 60.0)
+if asked.get("dumb"):
+    def dumb(*_):
+        raise OSError(93, "no sock_diag")
+    supervisor.contact.last_received = dumb
+supervisor.probe.behind = lambda *_, **__: asked.get("behind")
 classify = supervisor.classify
 
 def hurried(*arguments):
@@ -46,10 +52,8 @@ for name, code, more in asked["services"]:
     if "fatal" in more:
         more["fatal"] = {int(status): why for status, why in more["fatal"].items()}
     services[name] = supervisor.Service(name, [sys.executable, "-S", "-c", code], dict(os.environ), **more)
-pauses = supervisor.Pauses(0, 0.02, asked.get("longest", 0.05), healthy=asked.get("healthy", 60.0))
 log = EventLog(json=asked.get("json", True))
-made = supervisor.Supervisor(options, list(services.values()), log, pauses=pauses, behind=lambda: asked.get("behind"))
-sys.exit(made.run())
+sys.exit(supervisor.Supervisor(options, list(services.values()), log).run())
 """
 
 BEGIN = """
@@ -311,6 +315,16 @@ def test_a_heartbeat_that_cannot_be_written_ends_nothing(start) -> None:
     node = start(("supernode", "say(JOINED); stay()"), heartbeat="/nowhere/beat")
     node.until("heartbeat", level="warning")
     assert node.end(signal.SIGTERM)[0] == 0
+
+
+def test_where_the_kernel_does_not_tell_contact_is_in_what_the_supernode_logs(start, tmp_path) -> None:
+    beat = tmp_path / "beat"
+    node = start(("supernode", "say(JOINED); stay()"), heartbeat=str(beat), dumb=True)
+    assert "no sock_diag" in node.until("contact", level="warning")[-1]["message"]
+    wait_until(lambda: json.loads(beat.read_text())["superlink"] == "connected")
+    status, rest = node.end(signal.SIGTERM)
+    assert status == 0
+    assert "contact" not in names(rest), "it is said once"
 
 
 def test_a_superlink_with_tls_is_recognised_by_a_node_without(start, tmp_path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import flwr
 import httpx
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 
 from fedcomp.clients.edge import executor, zygote
-from fedcomp.clients.edge.executor import AllowList, Executor
+from fedcomp.clients.edge.executor import Executor, read_list
 from fedcomp.errors import ConfigError
 from fedcomp.flower import _private
 from fedcomp.flower._private import NodeTask
@@ -264,10 +265,11 @@ def test_a_message_that_is_done_soon_after_the_next_one_is_there_is_not_ended(
     """What it remembers is handed over after its reply, when the SuperNode may have the next message already."""
     monkeypatch.setattr(executor, "LOOK_SECONDS", 0.05)
     code = "import threading; threading.Event().wait(0.5); note('whole')"
-    made = Executor("here", Waiting(NodeTask("note('next')", BUNDLE)))
+    waiting = Waiting(NodeTask("note('next')", BUNDLE))
+    made = Executor("here", waiting)
     with contextlib.closing(made):
         assert made.handle(NodeTask(code, BUNDLE))
-        assert made._next is not None
+        assert waiting.found == []
     assert "whole" in fakes.said()
     assert "abandoned" not in fakes.said()
 
@@ -291,7 +293,7 @@ def test_an_idle_process_that_was_killed_is_replaced(runs: Executor, fakes: Fake
     warm = int(next(word for word in fakes.said() if word.isdigit()))
     os.kill(warm, 9)
     # Until it is dead, which is not at once.
-    runs._zygotes[BUNDLE]._process.join()
+    os.waitid(os.P_PID, warm, os.WEXITED | os.WNOWAIT)
     runs.handle(NodeTask("note('after')", BUNDLE))
     assert "after" in fakes.said()
 
@@ -299,19 +301,18 @@ def test_an_idle_process_that_was_killed_is_replaced(runs: Executor, fakes: Fake
 def test_bundles_are_kept_apart_and_the_oldest_goes(
     runs: Executor, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zygote.hashlib, "sha256", lambda content: Any)
-    monkeypatch.setattr(zygote, "unpack_bundle", lambda content: fakes.folder)
-    kept = []
-    for bundle in ("1", "2", "1", "3"):
-        runs._zygote(bundle)
-        kept.append("".join(runs._zygotes))
-    assert kept == ["1", "12", "21", "13"]
+    monkeypatch.setattr(zygote.hashlib, "sha256", lambda content: SimpleNamespace(hexdigest=lambda: ANY))
+    unpacked = []
+    for bundle in ("1", "2", "1", "3", "1", "2"):
+        assert runs.handle(NodeTask("", bundle))
+        unpacked.append(fakes.said().count("unpacked"))
+    assert unpacked == [1, 2, 2, 3, 3, 4]
 
 
 def test_only_bundles_on_the_list_run(fakes: Fakes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "allowed"
     path.write_text(f"# ours\n{BUNDLE}  # the first\n\n")
-    made = Executor("here", Waiting(), AllowList(path))
+    made = Executor("here", Waiting(), path)
     made.handle(NodeTask("note('ran')", BUNDLE))
     with caplog.at_level(logging.INFO, "flwr"):
         made.handle(NodeTask("note('not this')", HASHES[0]))
@@ -335,9 +336,9 @@ def test_a_list_with_something_else_in_it_is_refused(text: str, tmp_path: Path) 
     path = tmp_path / "allowed"
     path.write_text(f"{HASHES[0]}\n{text}\n")
     with pytest.raises(ConfigError, match=r"line 2: .* is not the SHA-256"):
-        AllowList(path)
+        read_list(path)
     with pytest.raises(ConfigError, match="cannot be read"):
-        AllowList(tmp_path / "nowhere")
+        read_list(tmp_path / "nowhere")
 
 
 def test_a_closed_pipe_ends_the_executor_and_the_message_it_handles(fakes: Fakes) -> None:

@@ -55,7 +55,16 @@ def test_the_quick_run_from_the_command_line() -> None:
 
 def only(monkeypatch: pytest.MonkeyPatch, claims: list[BenchClaim]) -> None:
     """Let the benchmark consist of these claims."""
-    for part in ("encoding", "few_rows", "small_generations", "decoding", "primes", "scale", "end_to_end"):
+    for part in (
+        "encoding",
+        "few_rows",
+        "many_symbols",
+        "small_generations",
+        "decoding",
+        "primes",
+        "scale",
+        "end_to_end",
+    ):
         monkeypatch.setattr(parts, part, _named(part, claims if part == "encoding" else []))
 
 

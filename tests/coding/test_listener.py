@@ -84,7 +84,7 @@ def test_a_parcel_is_on_disk_when_it_is_acknowledged_and_the_bytes_are_those_of_
     assert sender.send(there.address, large) == len(large)  # again: acknowledged, kept once
     assert Spool(there.store).held == len(large)
     receiver = transport_of(there.address, there.store)
-    assert receiver.recv(RUN, 7, 5.0, expect=1) == [large]
+    assert receiver.store.list(RUN, 7) == [large]
     status, out, err = there.end()
     assert (status, err) == (0, "")
     assert out == f"listening for parcels on 127.0.0.1:{there.port}\n"

@@ -176,7 +176,7 @@ def test_one_key_has_a_share_of_the_store_and_no_more(start, keys: Path) -> None
     other.send(there.address, parcel(source=3, body=bytes(1400)))
     assert len(stored(there)) == 3
     # What the round's app takes makes room.
-    Spool(there.store).take(RUN, 7)
+    Spool(there.store).drop_before(RUN, 8)
     sender.send(there.address, parcel(body=b"x" * 1400))
     status, _, err = there.end()
     assert status == 0
@@ -197,7 +197,7 @@ def test_a_flood_of_small_parcels_under_one_key_leaves_room_for_others(start, ke
     other.send(there.address, parcel(source=3))
     assert len(stored(there)) == 5
     # What the round's app takes makes room.
-    Spool(there.store).take(RUN, 7)
+    Spool(there.store).drop_before(RUN, 8)
     sender.send(there.address, parcel(body=b"x"))
     status, _, err = there.end()
     assert status == 0

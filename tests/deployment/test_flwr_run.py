@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from page_reading import ROOT, commands
 
-from fedcomp.clients.edge.processes import processes_with
-from fedcomp.experiments.engines.processes import free_ports
+from fedcomp.experiments.engines.processes import free_ports, processes_with
 
 pytestmark = pytest.mark.engines
 
@@ -33,12 +32,7 @@ def test_e1_a_documented_run_gets_its_eight_nodes_from_flower(
         monkeypatch.setenv(f"FLWR_LOCAL_{name}_PORT", str(port))
     try:
         done = subprocess.run(
-            [str(programs / words[0]), *words[1:]],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
+            [str(programs / words[0]), *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
         )
     finally:
         for pid in processes_with("FLWR_HOME", str(flower_home)):

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from page_reading import ROOT
 
-from fedcomp.clients.edge.processes import processes_with
-from fedcomp.experiments.engines.processes import free_ports
+from fedcomp.experiments.engines.processes import free_ports, processes_with
 
 pytestmark = pytest.mark.engines
 

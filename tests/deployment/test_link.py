@@ -20,9 +20,8 @@ from link_site import Site
 from other_users import NOBODY, as_nobody
 from quick_nodes import quicken
 
-from fedcomp.clients.edge.processes import processes_with
 from fedcomp.experiments import engines
-from fedcomp.experiments.engines.processes import wait_for_port
+from fedcomp.experiments.engines.processes import processes_with, wait_for_port
 from fedcomp.experiments.engines.superlink import APP
 from fedcomp.experiments.program import main as fedcomp
 from fedcomp.experiments.security.certificates import create

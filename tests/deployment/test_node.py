@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fedcomp.clients.edge.processes import processes_with
-from fedcomp.experiments.engines.processes import free_ports
+from fedcomp.experiments.engines.processes import free_ports, processes_with
 from fedcomp.experiments.engines.superlink import TASK_POLL, Deployment
 from fedcomp.experiments.spec import RunSpec
 

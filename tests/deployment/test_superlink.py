@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from quick_nodes import quicken
 
-from fedcomp.clients.edge.processes import members
 from fedcomp.experiments import engines
 from fedcomp.experiments.engines import superlink
-from fedcomp.experiments.engines.processes import DeploymentError
+from fedcomp.experiments.engines.processes import DeploymentError, members
 from fedcomp.experiments.engines.superlink import APP, Deployment
 from fedcomp.experiments.spec import RunSpec
 

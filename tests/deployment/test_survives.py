@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 from quick_nodes import quicken
 
-from fedcomp.clients.edge.processes import processes_with
 from fedcomp.experiments import engines
 from fedcomp.experiments.engines import superlink
-from fedcomp.experiments.engines.processes import DeploymentError
+from fedcomp.experiments.engines.processes import DeploymentError, processes_with
 from fedcomp.experiments.engines.superlink import Deployment
 from fedcomp.experiments.server_app import CHECKPOINT_KEY, OUT_KEY
 from fedcomp.experiments.spec import ROUNDS_FILE, RoundRecord, RunResult, RunSpec

@@ -76,11 +76,6 @@ RUN_BY = {
 """Programs that a test of their own runs at tiny sizes; of the experiments those whose every cell is a deployment."""
 
 FEWER: dict[str, dict[str, Any]] = {
-    "fedcomp.experiments.catalog.sumcode": {
-        "FEDERATIONS": (5, 10),
-        "MASKED": (5, 10),
-        "CHECKED": {"share": 5, "mask": 5},
-    },
     "fedcomp.experiments.catalog.scalecom": {"FEDERATIONS": (2, 8)},
     "fedcomp.experiments.catalog.coded_dropout": {"LIVES": (12.0, 40.0), "SIZES": (2_000, 5_000)},
     "fedcomp.experiments.catalog.compressors": {"LOOKED": 2, "REPETITIONS": 1},

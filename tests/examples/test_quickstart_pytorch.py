@@ -30,10 +30,7 @@ def test_the_apps_differ_by_two_lines_and_their_imports():
                 removed.append(change[2:].strip())
             elif change.startswith("+ "):
                 added.append(change[2:].strip())
-    assert removed == [
-        "app = ClientApp()",
-        'strategy = FedAvg(fraction_evaluate=config["fraction-evaluate"])',
-    ]
+    assert removed == ["app = ClientApp()", 'strategy = FedAvg(fraction_evaluate=config["fraction-evaluate"])']
     imports = [line for line in added if line.startswith("import ")]
     assert [line for line in added if line not in imports] == [
         "app = ClientApp(mods=[fc.compression()])",

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from running_listener import wait_until
 
-from fedcomp.clients.edge.processes import members, processes_with
 from fedcomp.experiments.engines.processes import (
     Child,
     DeploymentError,
     free_ports,
+    members,
+    processes_with,
     sigterm_raises,
     tail,
     wait_for_port,

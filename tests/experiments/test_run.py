@@ -476,8 +476,8 @@ def test_a_small_quickstart_runs_from_a_shell(tmp_path: Path) -> None:
         assert row["failures"] == 0
     assert (safe["label"], safe_both["label"]) == ("EDEN, 1 bit", "EDEN, 1 bit, both ways")
     assert safe["uplink_payload_bytes"] == safe_both["uplink_payload_bytes"] < quantised["uplink_payload_bytes"]
-    assert lost["label"] == "top-k 1 % without feedback"
-    assert both["label"] == "top-k 1 % up, 5 % down"
+    assert lost["label"] == "top-k without feedback"
+    assert both["label"] == "top-k both ways"
     assert both["uplink_payload_bytes"] == kept["uplink_payload_bytes"], "the first model goes down whole"
     assert few["uplink_payload_bytes"] < kept["uplink_payload_bytes"] < quantised["uplink_payload_bytes"]
     assert "digits" in document["data"]

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_engine import FakeEngine
 
@@ -14,6 +15,7 @@ from fedcomp.codecs import ErrorFeedback, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.experiment import Curve, Experiment, Studied, read_claims
 from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.kit import Records
 from fedcomp.experiments.options import Option
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.tables import TUNING_SEED, Found, Training, findings, specs_of, without_messages
@@ -176,7 +178,8 @@ def test_claims_are_of_rows_and_of_the_study_and_skipped_where_that_says_why() -
     experiment = table_of(
         claims="""
             # A comment.
-            sparse | times fewer up     | >= 50 | gate: derived
+            sparse | times fewer up     | >= 50 | gate: derived: of a thousand
+                                                  ten are sent
             sparse | points lost        | <= -9 | goal: wishful
                    | kept, %            | == 3  | gate: of the study
             sparse | kept, %            | <= 1  | goal: of the study
@@ -189,7 +192,7 @@ def test_claims_are_of_rows_and_of_the_study_and_skipped_where_that_says_why() -
     out, _ = found_by(experiment)
     told = [(each.name, each.ok, each.gate, each.source) for each in out.claims]
     assert told[:4] == [
-        ("sparse: times fewer up", True, True, "derived"),
+        ("sparse: times fewer up", True, True, "derived: of a thousand ten are sent"),
         ("sparse: points lost", False, False, "wishful"),
         ("kept, %", True, True, "of the study"),
         ("sparse: kept, %", False, False, "of the study"),
@@ -207,6 +210,7 @@ def test_a_claim_of_a_number_that_there_is_not_fails() -> None:
     "line",
     [
         "sparse | points lost | <= 1",
+        "a line that goes on with nothing",
         "sparse | points lost | <= 1 | perhaps: a reason",
         "sparse | points lost | <= 1 | gate:",
         "sparse | points lost | <= 1 | gate",
@@ -286,6 +290,11 @@ def test_rows_of_the_runner_are_asked_alike() -> None:
     out = findings(experiment, config, results, Say())
     # Accuracies of the fake engine: 0.1 and a tenth for each round, of which the last five of five are taken.
     assert out.tables[0].rows == (("dense", 1.0, 30.0), ("sparse", 100.0, 30.0))
+    found = Found(experiment, config, results, Say())
+    found.groups = dict.fromkeys(results, Records([]))
+    assert found.of("sparse", "bytes of the model that differ") == 0
+    results["sparse"].arrays["weight"][1] = np.nan
+    assert found.of("sparse", "bytes of the model that differ") > 0
 
 
 def fifth(density: float) -> Pair:

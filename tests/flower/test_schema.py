@@ -14,7 +14,7 @@ from message_examples import CONFLICTS, EXAMPLES, content_of, damages, taken, wh
 
 from fedcomp.flower._private import adopt_identity, content_from_bytes, content_to_bytes
 from fedcomp.flower.payload import PayloadError
-from fedcomp.flower.schema import Document, Frames, OtherVersion, Schema, SchemaError
+from fedcomp.flower.schema import Document, OtherVersion, Schema, SchemaError
 from fedcomp.rules import Int, Many, Real, Text
 
 GOLDEN = json.loads(Path(__file__).with_name("messages.json").read_text())
@@ -121,13 +121,12 @@ class Toy(Schema, key="toy", separator="-"):
     in_: Annotated[tuple[float, ...], Many(Real(above=0.0, most=1.0), 3)] = ()
     spec: Annotated[dict[str, Any], Document(200)] = None  # type: ignore[assignment]
     zero: Annotated[int, Int(absent=0)] = 0
-    parts: Annotated[tuple[bytes, ...], Frames(3)] = ()
     text: Annotated[str, Text(3)] = ""
 
 
 def test_names_and_what_is_left_out() -> None:
     assert Toy(3, spec={}).values() == {"most-of": 3}
-    assert Toy(3, (0.5, 1.0), {"a": [1]}, 2, (b"x",), "x").values() == {
+    assert Toy(3, (0.5, 1.0), {"a": [1]}, 2, "x").values() == {
         "most-of": 3,
         "in": [0.5, 1.0],
         "spec": '{"a":[1]}',
@@ -161,16 +160,9 @@ def test_an_error_says_field_value_rule_and_remedy() -> None:
     )
 
 
-@pytest.mark.parametrize("what", [what for what, _ in damages(Toy(3), Toy.entries()[-2])])
-def test_frames_are_counted_and_numbered(what: str) -> None:
-    content = dict(damages(Toy(3), Toy.entries()[-2]))[what]
-    with pytest.raises(PayloadError, match=f"parts.*{'expected at most 3 frames' if what != 'not a frame' else ''}"):
-        Toy.take(content)
-
-
 def test_what_is_written_replaces_what_was_there() -> None:
     content = RecordDict()
-    for toy in (Toy(5, (1.0,), {"a": 1}, 1, (b"x", b"", b"y" * 70_000), "abc"), Toy(2, spec={}, parts=(b"z",))):
+    for toy in (Toy(5, (1.0,), {"a": 1}, 1, "abc"), Toy(2, spec={})):
         toy.put(content)
         assert Toy.take(content) == toy
 

@@ -12,7 +12,7 @@ from gossip_problems import Ran, nids, problem, ring_weights, run, slope, view_o
 from fedcomp.codecs import ChunkTop1
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.convex import Convex
-from fedcomp.gossip.base import Algorithm, GossipMessage, State, deliver
+from fedcomp.gossip.base import Algorithm, GossipMessage, State
 from fedcomp.gossip.cold import COLD
 from fedcomp.gossip.compressor import get_compressor
 from fedcomp.gossip.errors import MessageError, OutOfStep
@@ -160,21 +160,6 @@ def test_nodes_may_begin_apart_when_estimates_have_a_common_start(reference: Ran
     starts = list(Key(5, "starts").generator().standard_normal((SMALL.n, SMALL.d)))
     ran = small(COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20), 110, starts=starts)
     assert ran.errors[-1] < 1e-3
-
-
-def test_running_statistics_move_the_model_and_not_what_neighbours_were_told() -> None:
-    change, weights = np.arange(4.0), np.full((3, 3), 1.0 / 3.0)
-    for algorithm in (NIDS(lr=0.1), COLD(lr=0.1, compressor={"id": "identity"})):
-        opened = [algorithm.init(np.full(4, float(i)), Layout.flat(4), common=np.zeros(4)) for i in range(3)]
-        sent = [algorithm.send(state, lambda z: z, view_of(weights, i, 0)) for i, state in enumerate(opened)]
-        inbox = deliver({i: outbox for i, (_, outbox) in enumerate(sent)})[0]
-        plain = algorithm.receive(sent[0][0], inbox)
-        begun = algorithm.shift(algorithm.shift(sent[0][0], change), change)
-        assert np.array_equal(algorithm.model(begun), 2.0 * change)
-        moved = algorithm.receive(begun, inbox)
-        assert np.array_equal(moved["dual"], plain["dual"])
-        assert np.array_equal(moved["x"], plain["x"] + 2.0 * change)
-        assert np.array_equal(algorithm.shift(plain, change)["x"], plain["x"] + change)
 
 
 @pytest.mark.parametrize("size", [0, 1])

@@ -368,30 +368,6 @@ def test_the_sum_alone_gives_the_same_and_refuses_a_changed_graph(start: float, 
         open_estimates({}, begin, SPLIT, copies=False, edges=True)
 
 
-def test_no_state_is_ever_written_to() -> None:
-    sender, receiver = fresh(), fresh()
-    for k in range(3):
-        for state in (sender, receiver):
-            for array in state.values():
-                array.flags.writeable = False
-        sent = write(sender, k, resync=(1,) if k == 1 else ())
-        assert frozen(write(sender, k, resync=(1,) if k == 1 else ()).state) == frozen(sent.state)
-        receiver = absorb(receiver, [message(sent)], ("z",), TOP, complete=False).state
-        disagreement(sent.state, "z") if k else None
-        sender = sent.state
-        if k == 0:
-            sender = absorb(
-                sender, messages_of(1, broadcast(fresh(), {"z": draw("y")}, TOP, pair_view(1, 0)).outbox), ("z",), TOP
-            ).state
-    edges = fresh(edges=True)
-    for array in edges.values():
-        array.flags.writeable = False
-    after, multicast, _ = along_edge(edges, {"z": draw("x")}, TOP, pair_view(0, 0), 1)
-    for array in after.values():
-        array.flags.writeable = False
-    retract(after, messages_of(0, (multicast,)), ("z",), TOP)
-
-
 def test_messages_of_an_edge_that_come_back_are_undone_newest_first() -> None:
     state, receiver = fresh(edges=True), fresh(edges=True)
     sent, after = [], []

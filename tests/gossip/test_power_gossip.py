@@ -63,17 +63,6 @@ def opened(algorithm: PowerGossip, starts: Sequence[np.ndarray], layout: Layout)
     return [algorithm.init(start, layout) for start in starts]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rank", "warm"), [(1, True), (2, False), (3, True)])
-def test_7_14_power_gossip_preserves_the_mean(rank: int, warm: bool) -> None:
-    layout = layout_of((7, 5), (4, 3, 2), (6,))
-    starts = draws(6, layout.size)
-    algorithm = PowerGossip(rank=rank, warm_start=warm, rate=1.3)
-    states = gossip(algorithm, opened(algorithm, starts, layout), ring_views(6), 40)
-    assert np.abs(models(states).mean(axis=0) - np.mean(starts, axis=0)).max() < 1e-15
-    assert disagreement(states, np.stack(starts)) < 0.1
-
-
 def test_7_14_what_one_end_adds_the_other_subtracts_bit_for_bit() -> None:
     layout = layout_of((9, 4), (3,))
     for dtype in ("float32", "float64"):

@@ -11,12 +11,11 @@ from push_sum_runs import UNBALANCED, audible, by_matrices, disagreement, opened
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import GossipMessage, View, messages_of
 from fedcomp.gossip.compressor import Compressor, get_compressor
-from fedcomp.gossip.errors import OutOfStep
 from fedcomp.gossip.estimates import digests
-from fedcomp.gossip.packet import HEADER_BYTES, MessageFlag, peek
+from fedcomp.gossip.packet import HEADER_BYTES
 from fedcomp.gossip.sgp import SGP
 from fedcomp.gossip.sparse_push import SparsePush, automatic_gamma
-from fedcomp.gossip.topology import Complete, DirectedRing, Exponential, RandomDigraph, Topology, topology_of
+from fedcomp.gossip.topology import Complete, DirectedRing, Exponential, RandomDigraph, topology_of
 from fedcomp.layout import Layout, TensorSpec
 from fedcomp.rng import Key
 
@@ -165,57 +164,6 @@ def test_7_05_a_debit_that_nobody_gets_shows_in_the_sum_of_weights_only():
     assert disagreement(algorithm, states, np.mean(models, axis=0)) > 0.01  # they agree, but not on the mean
 
 
-def resting(graph: Topology, away: int, first: int, last: int):
-    """Views in which nobody sends to ``away`` from iteration ``first`` to before ``last``."""
-    whole, without = views_of(graph), views_of(graph, alive=set(range(graph.n)) - {away})
-    return lambda i, t: without(i, t) if first <= t < last and i != away else whole(i, t)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("estimates", "dtype"), [("edge", "float64"), ("broadcast", "float32")])
-def test_messages_that_come_back_late_bring_back_what_they_took(estimates, dtype):
-    """Two messages to a silent node come back when the others have gone on without it."""
-    graph = Exponential(8)
-    algorithm = SparsePush(density=0.1, gamma=0.15, estimates=estimates)
-    states = rounds(algorithm, opened(algorithm, starts(8, 20, dtype)), views_of(graph), range(20))
-    x, w = total(states)
-    kept: list[GossipMessage] = []
-
-    def hold(message, t):
-        if message.destination == 3 and t < 22:
-            kept.append(message)
-            return True
-        return False
-
-    class Late(SparsePush):
-        def take_back(self, state, messages):
-            return state
-
-    late = Late(**algorithm.get_config())
-    states = rounds(late, states, resting(graph, 3, 22, 99), range(20, 30), lose=hold)
-    assert abs(total(states)[1] - w) > 0.01
-    for i in states:
-        back = [message for message in kept if message.source == i]
-        if back:
-            assert len(back) == 2
-            with pytest.raises(OutOfStep, match="come back"):
-                algorithm.take_back(states[i], back[:1])
-            turned = algorithm.take_back(states[i], back[::-1])  # their numbers tell the order
-            states[i] = algorithm.take_back(states[i], back)
-            assert all(np.array_equal(turned[key], states[i][key]) for key in turned)
-    after, mass = total(states)
-    assert mass == pytest.approx(w, abs=1e-13)
-    np.testing.assert_allclose(after, x, rtol=0, atol=1e-12)
-    sender = 2
-    _, outbox = algorithm.send(states[sender], None, views_of(graph)(sender, 30))
-    flags = {
-        message.destination: peek(message.payload).flags & MessageFlag.RESYNC for message in messages_of(sender, outbox)
-    }
-    assert {to for to, whole in flags.items() if whole} == {3}
-    states = rounds(algorithm, states, views_of(graph), range(30, 32))  # and node 3 can read it
-    assert total(states)[1] == pytest.approx(w, abs=1e-13)
-
-
 def test_a_node_of_hardly_any_weight_only_receives():
     algorithm = SparsePush(density=0.1, gamma=1.0)
     view = View(0, 0, {1: 0.999}, {1: 0.5})
@@ -329,16 +277,6 @@ def test_gamma_follows_the_contraction():
     parts = Layout((TensorSpec("a", (16,), "float32", 0, 16), TensorSpec("b", (4,), "float32", 16, 4, 1.0)), (), "ab")
     state = SparsePush(density=0.25).init(np.ones(20, np.float32), parts)
     assert SparsePush(density=0.25).facts(state)["gamma"] == pytest.approx(automatic_gamma(top(0.25), 16))
-
-
-def test_small_tensors_travel_whole():
-    parts = Layout((TensorSpec("a", (16,), "float32", 0, 16), TensorSpec("b", (4,), "float32", 16, 4, 1.0)), (), "ab")
-    algorithm = SparsePush(density=1 / 16, gamma=0.1, lr=1.0)
-    state = algorithm.init(np.ones(20, np.float32), parts)
-    state, _ = algorithm.send(state, lambda z: np.arange(1, 21, dtype=np.float32), View(0, 0, {1: 0.5}, {}))
-    behind = algorithm.model(algorithm.init(np.ones(20, np.float32), parts)) - np.arange(1, 21) - state["h>1"]
-    assert np.count_nonzero(behind[:16]) == 15
-    assert not behind[16:].any()
 
 
 def test_broadcast_estimates_need_a_graph_that_stays():

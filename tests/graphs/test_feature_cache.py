@@ -55,16 +55,6 @@ def test_rows_come_back_bit_for_bit_in_any_order(dtype: type, d: int) -> None:
     assert len(cache) == NODES
 
 
-def test_rows_of_many_features_come_back() -> None:
-    for d in (256, 257, 70_000):
-        rows = np.zeros((3, d), np.float32)
-        rows[0, [0, d - 1]] = 1
-        rows[1, [1, d - 2]] = [2, 3]
-        cache = FeatureCache("all")
-        cache.put([4, 2, 9], rows)
-        assert cache.get([2, 4, 9]).tobytes() == rows[[1, 0, 2]].tobytes()
-
-
 def test_the_policy_none_keeps_nothing() -> None:
     cache = FeatureCache("none")
     cache.put(FULL, X[FULL])
@@ -72,21 +62,6 @@ def test_the_policy_none_keeps_nothing() -> None:
     with pytest.raises(MissingRows):
         cache.get([0])
     assert cache.get([]).shape == (0, 0)
-
-
-def test_the_least_recently_used_rows_go_first() -> None:
-    cache = FeatureCache("lru", 3 * ROW)
-    cache.put([0, 4, 8], X[[0, 4, 8]])
-    cache.get([0])
-    cache.put([12], X[[12]])
-    assert held(cache) == [8, 0, 12]
-    cache.put([8], X[[8]])
-    cache.put([16, 20], X[[16, 20]])
-    assert held(cache) == [8, 16, 20]
-    # More than fits: the last ones stay.
-    cache.put(FULL, X[FULL])
-    assert held(cache) == FULL[-3:].tolist()
-    assert cache.ids.tolist() == FULL[-3:].tolist()
 
 
 def test_a_row_larger_than_the_limit_is_not_kept_and_drives_nothing_out() -> None:
@@ -153,13 +128,6 @@ def test_state_survives_a_round_trip_bit_for_bit(policy: str) -> None:
     for cache in (first, second):
         cache.put(FULL, X[FULL])
     assert held(first) == held(second)
-
-
-def test_an_empty_cache_survives_too() -> None:
-    cache = FeatureCache.from_arrays(FeatureCache("all").to_arrays(), "all")
-    assert len(cache) == 0
-    cache.put([1], X[[1]])
-    assert cache.get([1]).tobytes() == X[[1]].tobytes()
 
 
 def test_rows_of_another_graph_or_codec_are_not_used() -> None:

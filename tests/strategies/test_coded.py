@@ -1,8 +1,4 @@
-"""Relayed updates and coded sums over Flower's messages: what stands inside, what is reported, who takes no part.
-
-What holds of the programs is tested on the driver in memory (tests/systems), and that this is the same in
-test_over_messages.py.
-"""
+"""Relayed updates, coded sums and modular sums over messages: what stands inside, who takes no part, what is said."""
 
 from __future__ import annotations
 
@@ -10,19 +6,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from coded_runs import after_sharing, before_sharing, bits, run, tapped
+from coded_runs import after_sharing, before_sharing, bits, run
 from flwr.app import Context, Message
 from flwr.serverapp.strategy import FedAdam, FedMedian
 from test_sparsifiers_drop_in import EXACT, OTHERS, ROUNDED
-from toy import client_app, fedavg, model
+from toy import SHAPES, client_app, fedavg, model, stack, update
 
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import QSGD, FixedPoint, Identity, RandomK, TopK
+from fedcomp.codecs import QSGD, FixedPoint, Identity, ModularSum, RandomK, TopK
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.systems import SYSTEMS
-from fedcomp.flower import asks
 from fedcomp.flower.faults import Delivery
-from fedcomp.flower.payload import POST
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
@@ -92,18 +89,6 @@ def test_evaluation_is_the_inner_strategys_own() -> None:
     assert result.train_metrics_clientapp == plain.train_metrics_clientapp
 
 
-def test_a_run_goes_on_from_its_saved_state() -> None:
-    for make in (lambda: relay(Compressed(fedavg(), TopK(0.1)), symbols=3), coded_sum):
-        whole, _ = run(make(), NODES, rounds=4)
-        strategy, grid = make(), tapped(NODES)
-        first = fit(strategy, grid, model(), 2, timeout=9.0)
-        again = make()
-        again.load_state_dict(strategy.state_dict())
-        result = fit(again, grid, first.arrays, 4, start_round=3, timeout=9.0)
-        assert bits(result) == bits(whole)
-        assert again.reports[3].rolled_back == again.reports[3].fresh == []
-
-
 # What is reported.
 
 
@@ -117,24 +102,6 @@ def test_a_report_says_what_was_planned_and_who_is_in() -> None:
     assert len(report.included) == 5
     assert len(report.excluded) == 1
     assert report.line().startswith("5 of 6 coded updates in ")
-
-
-def test_what_passes_the_server_is_sealed_and_counted() -> None:
-    strategy = relay(symbols=3)
-    _, grid = run(strategy, NODES)
-    posts = [data for reply in grid.answered("Shared") for data in asks.data_in(reply.content, POST).values()]
-    assert len(posts) == NODES * (NODES - 1)
-    assert not any(data[:2] == b"RL" for data in posts)
-    payload = grid.ledger.total("payload", direction="up")
-    assert payload >= sum(map(len, posts))
-
-
-def test_too_few_clients_skip_the_round_with_the_reason_in_the_report() -> None:
-    strategy = relay(symbols=7)
-    result, _ = run(strategy, 4)
-    assert bits(result) == b"".join(array.numpy().tobytes() for array in model().values())
-    assert "the round is skipped, the model is unchanged" in strategy.reports[1].notes[0]
-    assert len(strategy.reports[1].coded.excluded) == 4
 
 
 def test_a_sum_shows_weights_and_metrics_only_when_it_is_asked_for() -> None:
@@ -253,3 +220,61 @@ def test_every_system_inside_a_sum_shares_its_support_or_is_refused(name: str) -
     assert outer.system.fixed.codec.shared is True
     assert outer.system.fixed.codec.linear
     assert np.isfinite(outer.system.fixed.step)
+
+
+WEIGHT = 10 * NODES * (NODES + 1) // 2
+"""Of all clients together: the toy's have 10, 20, ... examples."""
+
+
+def pair(summands: int = WEIGHT, *, memory: bool = False, levels: int = 1024, **options: Any) -> Compressed:
+    codec = ModularSum(RandomK(1.0), clip=1024.0, levels=levels, summands=summands)
+    return Compressed(fedavg(**options), ErrorFeedback(codec) if memory else codec, feedback=memory)
+
+
+def test_the_pair_takes_every_clients_dither_off() -> None:
+    """Clients' own integers are on the grid of whole steps: what is left of an update is half a step at most."""
+    with InProcessGrid(client_app([compression()]), 3, seed=4) as grid:
+        found = stack(fit(pair(1, fraction_evaluate=0.0), MeteredGrid(grid), model(), 1).arrays)
+    with InProcessGrid(client_app([compression()]), 3, seed=4) as grid:
+        exact = stack(fit(fedavg(fraction_evaluate=0.0), MeteredGrid(grid), model(), 1).arrays)
+    error = found - exact
+    assert 0 < np.abs(error).max() <= 0.5 + 1e-4
+    # Weights 1, 2 and 3 of 6, each error uniform: what a server that forgot the dithers would not have.
+    assert error.var() == pytest.approx((1 + 4 + 9) / 36 / 12, rel=0.15)
+
+
+def test_memory_keeps_what_the_dither_left() -> None:
+    """Under error feedback nothing is lost: after many rounds the sum of all updates is there, within a step."""
+    with InProcessGrid(client_app([compression()]), 1, seed=4) as grid:
+        strategy = pair(1, memory=True, fraction_evaluate=0.0)
+        found = stack(fit(strategy, MeteredGrid(grid), model(), 20).arrays)
+        (node,) = grid.get_node_ids()
+        made = grid.context(node).state.array_records["toy.sum"]["sum"].numpy()
+    assert np.abs(found - made).max() <= 0.5 + 1e-2
+
+
+@pytest.mark.slow
+def test_a_sum_in_a_prime_field_takes_the_contributors_dithers_off() -> None:
+    """Of equal weights, since the server of a coded sum knows no single one."""
+    # Steps of which the toy's whole numbers are no multiples: of those the dither would be all of the error.
+    inner = pair(NODES, levels=100, fraction_evaluate=0.0)
+    coded = CodedFedAvg(inner, construction="sumcode", symbols=2, threshold=1, weighted=False)
+    there, _ = run(coded, NODES, rounds=1)
+    assert len(coded.reports[1].coded.included) == NODES
+    parts = [[update(1, c, shape, i).reshape(-1) for i, shape in enumerate(SHAPES.values())] for c in range(NODES)]
+    exact = np.mean([np.concatenate(part) for part in parts], axis=0)
+    # Without the dithers it would be twice as much, with others' three times.
+    assert (stack(there.arrays) - exact).var() == pytest.approx(10.24**2 / 12 / NODES, rel=0.2)
+
+
+def test_a_coded_sum_of_weights_that_nobody_knows_is_refused() -> None:
+    options = {"construction": "sumcode", "symbols": 2, "threshold": 1}
+    with pytest.raises(ConfigError, match="knows no single weight"):
+        CodedFedAvg(pair(), **options)
+    CodedFedAvg(Compressed(fedavg(), FixedPoint(RandomK(1.0), clip=1.0)), **options)
+
+
+def test_a_run_whose_sums_never_fit_ends_in_its_first_round() -> None:
+    coded = CodedFedAvg(pair(NODES - 1), construction="sumcode", symbols=2, threshold=1, weighted=False)
+    with pytest.raises(ConfigError, match=f"raise summands={NODES - 1} to {NODES}"):
+        run(coded, NODES, rounds=2)

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import toy
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdam, FedAvg, Krum, Result
 from gradient_toy import FEATURES, MASK, app_of, client_app, data, float32_step, full_batch, model
+from round_paths import NODES, quiet
 
 from fedcomp.codecs import Identity
 from fedcomp.coding.checked import CHECK, checked_bytes
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower import asks
-from fedcomp.flower.faults import Delivery
+from fedcomp.flower.faults import Delivery, ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import FRAME, NODE_RECORD
-from fedcomp.flower.rounds import drive, fit
+from fedcomp.flower.rounds import fit
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.systems.coded.gradients import Form
@@ -98,30 +100,6 @@ def test_whichever_s_clients_are_lost_the_mean_is_that_of_all(n: int, s: int, op
     assert np.max(np.abs(whole - wanted)) < bound
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["silent", "lost_reply", "raise", "offline", "corrupt", "late"])
-def test_every_kind_of_loss_is_a_loss(kind: str) -> None:
-    coded = strategy(1)
-    found = weights(run(5, coded, fault=losing([3], kind)))
-    assert np.allclose(found, full_batch(1, range(5))[0], rtol=0, atol=1e-12)
-    assert coded.reports[1].coded.received == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("n", "s"), [(6, 2), (5, 2)])
-def test_the_training_curve_is_that_of_full_batch_gradient_descent(n: int, s: int) -> None:
-    """Each round loses other clients; every step is compared, so that errors cannot cancel or hide."""
-    steps: list[np.ndarray] = []
-    patterns = list(itertools.combinations(range(n), s))
-    fault = lambda d: losing(patterns[(7 * d.round) % len(patterns)])(d)  # noqa: E731
-    with InProcessGrid(client_app(), n, fault=fault) as grid:
-        fit(strategy(s), MeteredGrid(grid), model(), 12, on_round=lambda _r, a, _o: steps.append(a["weight"].numpy()))
-    wanted = full_batch(12, range(n))
-    assert len(steps) == 12
-    for step, exact in zip(steps, wanted, strict=True):
-        assert np.max(np.abs(step - exact)) < 1e-9 * np.max(np.abs(exact))
-
-
 def test_wrong_ignoring_the_stragglers_data_leaves_the_curve() -> None:
     found = weights(run(6, toy.fedavg(fraction_evaluate=0.0), fault=losing([4, 5])))
     assert np.max(np.abs(found - full_batch(1, range(6))[0])) > 1e-2
@@ -143,14 +121,6 @@ def test_metrics_are_weighted_like_updates() -> None:
         metrics = run(5, strategy(2, **options), fault=losing([1, 4])).train_metrics_clientapp[1]
         assert metrics["loss"] == pytest.approx(sizes @ losses / sizes.sum(), rel=1e-4)
         assert metrics["twice"] == pytest.approx([1.0, sizes @ np.arange(5) / sizes.sum()])
-
-
-@pytest.mark.slow
-def test_a_coded_run_is_flowers_own_mean() -> None:
-    plain = run(5, toy.fedavg(fraction_evaluate=0.0), 3, client=client_app(mods=[]))
-    coded = run(5, strategy(2), 3, fault=losing([0, 2]))
-    assert np.allclose(weights(coded), weights(plain), rtol=0, atol=1e-12)
-    assert coded.train_metrics_clientapp[3]["loss"] == pytest.approx(plain.train_metrics_clientapp[3]["loss"])
 
 
 def test_an_adaptive_inner_strategy_steps_as_without_coding() -> None:
@@ -200,14 +170,6 @@ def test_what_comes_after_the_deadline_is_a_loss() -> None:
     assert coded.reports[1].coded.received == 3
 
 
-@pytest.mark.slow
-def test_a_stale_answer_of_a_straggler_is_not_taken_for_the_next_rounds() -> None:
-    times = [1.0, 1.0, 1.0, 1.0, 7.0]
-    with InProcessGrid(client_app(), 5, compute_seconds=lambda d: _training(d, times)) as grid:
-        found = weights(fit(strategy(1), MeteredGrid(grid), model(), 9))
-    assert np.allclose(found, full_batch(9, range(5))[-1], rtol=0, atol=1e-10)
-
-
 def _training(delivery: Delivery, times: list[float]) -> float:
     return times[delivery.partition] if delivery.message_type.startswith("train") else 0.0
 
@@ -224,13 +186,6 @@ def test_one_loss_too_many_skips_the_round_and_leaves_the_model() -> None:
     assert "2 of 5 devices did not answer (1, 2)" in coded.reports[1].notes[0]
     assert not report.included
     assert len(report.excluded) == 5
-
-
-def test_a_skipped_round_is_followed_by_ordinary_ones() -> None:
-    coded = strategy(1)
-    fault = lambda d: losing([1, 2] if d.round == 2 else [d.round])(d)  # noqa: E731
-    found = weights(run(5, coded, 3, fault=fault))
-    assert np.allclose(found, full_batch(2, range(5))[-1], rtol=0, atol=1e-12)
 
 
 def test_an_approximation_is_labelled_with_its_residual() -> None:
@@ -557,9 +512,30 @@ def test_a_resumed_strategy_still_knows_who_belongs_to_the_code() -> None:
     assert after.reports[2].coded.planned == 6
 
 
-def test_rounds_can_be_driven_by_hand() -> None:
-    coded = strategy(1)
-    with InProcessGrid(client_app(), 4) as grid:
-        arrays, metrics = drive(coded.round(1, model(), ConfigRecord(), grid), grid)
-    assert np.allclose(arrays["weight"].numpy(), full_batch(1, range(4))[0], rtol=0, atol=1e-12)
-    assert "loss" in metrics
+GRADIENT_CODES = {"fractional": "e9a3c2cf08fa5474", "cyclic": "ed9c0c752f75f8fe"}
+"""Of gradient codes, which need an app of their own; the cyclic one over a field, as LAPACK finds the other's."""
+
+
+def digest(result: Result) -> str:
+    made = b"".join(key.encode() + array.numpy().tobytes() for key, array in result.arrays.items())
+    return hashlib.sha256(made).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("scheme", GRADIENT_CODES)
+def test_the_model_of_a_gradient_code_is_what_it_was(scheme: str) -> None:
+    def train(msg, context):
+        partition = int(context.node_config["partition-id"])
+        trained = {name: Array(0.75 * array.numpy() + partition / 3) for name, array in msg.content["arrays"].items()}
+        metrics = MetricRecord({"num-examples": 2 * partition + 1, "loss": partition / 7})
+        return Message(RecordDict({"arrays": ArrayRecord(trained), "metrics": metrics}), reply_to=msg)
+
+    losses, arithmetic = (2, "float64") if scheme == "fractional" else (1, "gf31")
+    strategy = CodedFedAvg(
+        quiet(), construction="gradcode", scheme=scheme, losses=losses, arithmetic=arithmetic, limit=512.0
+    )
+    lost = {(2, 1): "lost_reply", (3, 0): "duplicate_reply", (3, 4): "raise", (4, 3): "silent"}
+    arrays = ArrayRecord({"weight": Array(np.arange(24, dtype=np.float32).reshape(4, 6)), "steps": Array(np.ones(3))})
+    with InProcessGrid(app_of(train), NODES + 1, seed=4, fault=ScriptedFaults(lost)) as grid:
+        result = strategy.start(grid, arrays, num_rounds=4, timeout=9.0)
+    assert [strategy.reports[r].coded.received for r in (1, 2, 3, 4)] == [6, 5, 5, 5]
+    assert digest(result) == GRADIENT_CODES[scheme]

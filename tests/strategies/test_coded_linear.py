@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
@@ -14,9 +12,7 @@ from toy import with_halves
 from fedcomp.clients.app import app as generic_app
 from fedcomp.clients.compressed import compression
 from fedcomp.errors import ConfigError, FedcompError, NoUsableReply
-from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import Delivery, Fault, RandomFaults
-from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
@@ -274,31 +270,6 @@ def test_float32_vectors_are_not_solved_for_what_float64_ones_are() -> None:
         )
         assert moves(strategy) == [moved] * 2
     assert "IllConditioned" in strategy.reports[1].linear.skipped
-
-
-@pytest.mark.slow
-def test_a_resumed_run_gives_the_same_bits(tmp_path: Path) -> None:
-    faults = RandomFaults(Key(3, "losses"), {"silent": 0.1}, message_types=["query"])
-
-    def make() -> tuple[CodedLinearGD, MeteredGrid]:
-        return CodedLinearGD(partitions=4, parities=4, code="gaussian", lr=0.5), metered(8, fault=faults)
-
-    strategy, grid = make()
-    whole = fit(strategy, grid, model(), 8)
-    reports = strategy.reports
-    strategy, grid = make()
-    half = fit(strategy, grid, model(), 4)
-    path = tmp_path / "checkpoint"
-    checkpoint.save(path, server_round=4, arrays=half.arrays, strategy=strategy, grid=grid)
-    strategy, grid = make()
-    found = checkpoint.load(path)
-    found.apply(strategy, grid)
-    rest = fit(strategy, grid, found.arrays, 8, start_round=5)
-    assert vector(rest.arrays).tobytes() == vector(whole.arrays).tobytes()
-    assert strategy.reports == reports
-    other = CodedLinearGD(partitions=4, parities=4, code="mds")
-    with pytest.raises(FedcompError, match="saved with"):
-        other.load_state_dict(strategy.state_dict())
 
 
 @pytest.mark.parametrize(

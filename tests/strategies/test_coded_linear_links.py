@@ -68,30 +68,6 @@ def test_set_up_bytes_are_those_handed_over_through_the_hub(code: str) -> None:
     assert grid.ledger.total("payload", round=2, message_type=PHASE1, direction="up") == 10 * (14 * 8 + 4)
 
 
-@pytest.mark.slow
-def test_partitions_that_go_from_peer_to_peer_give_the_same_bits_and_pass_no_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    handed: list[int] = []
-    put = Spool.put
-
-    def counted(self: Spool, kept):
-        handed.append(len(kept.to_bytes()))
-        return put(self, kept)
-
-    monkeypatch.setattr(Spool, "put", counted)
-    results = {}
-    for transport in ("hub", "peers"):
-        strategy = CodedLinearGD(partitions=6, parities=4, code="balanced", transport=transport)
-        grid = Weighed(InProcessGrid(client(), 10, seed=4), TrafficLedger())
-        results[transport] = vector(run(strategy, grid, 3).arrays).tobytes()
-    assert results["hub"] == results["peers"]
-    assert grid.weighed == {"down": 0, "up": 0}
-    assert strategy.reports[1].linear.setup_bytes == {"peer": sum(handed)}
-    assert strategy.reports[1].linear.transfers == len(handed) == 12
-    assert sum(handed) == sum(parcel(j) for j, _ in strategy.plan.transfers)
-
-
 def test_parcels_that_came_again_do_not_stay(tmp_path: Path) -> None:
     """The answer to the build gets lost: the next round has everything sent once more to a device that is ready."""
     seen: list[int] = []

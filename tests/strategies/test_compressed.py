@@ -21,7 +21,7 @@ from flwr.serverapp.strategy import (
     Krum,
     MultiKrum,
 )
-from toy import client_app, fedavg, model, put_sent_frame, sent_frame, stack, update
+from toy import client_app, fedavg, model, stack, update
 
 from fedcomp.clients import programs
 from fedcomp.clients.compressed import compression
@@ -195,12 +195,6 @@ def test_by_default_the_dense_rest_is_at_most_a_tenth_of_a_frame(codec: Codec, d
     assert small.reports[1].frame_bytes > strategy.reports[1].frame_bytes
 
 
-def test_weights_are_num_examples() -> None:
-    result, _ = run(Compressed(fedavg(), TopK(density=1.0)), rounds=1)
-    expected = sum(update(1, p, (40, 30)).astype(np.float64) * (p + 1) for p in range(4)) / 10
-    np.testing.assert_allclose(result.arrays["weight"].numpy(), expected, rtol=1e-6, atol=1e-4)
-
-
 @pytest.mark.slow
 def test_a_custom_metrics_function_sees_every_reply_once() -> None:
     seen: list[int] = []
@@ -213,21 +207,6 @@ def test_a_custom_metrics_function_sees_every_reply_once() -> None:
     result, _ = run(Compressed(fedavg(train_metrics_aggr_fn=collect), TopK(density=0.1)), rounds=2)
     assert seen == [4, 4]
     assert dict(result.train_metrics_clientapp[1]) == {"replies": 4}
-
-
-@pytest.mark.slow
-def test_clients_without_the_mod_are_averaged_and_reported() -> None:
-    """A mixed fleet: half of the nodes run a plain app."""
-    plain, modded = client_app(), client_app([compression()])
-
-    def either(msg: Message, context: Context) -> Message:
-        return (plain if int(context.node_config["partition-id"]) % 2 else modded)(msg, context)
-
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=1.0))
-    result, _ = run(strategy, either)
-    everyone, _ = run(fedavg(fraction_evaluate=0.0), client_app())
-    assert [(r.plain, r.compressed) for r in strategy.reports.values()] == [(2, 2)] * 3
-    np.testing.assert_allclose(stack(result.arrays), stack(everyone.arrays), rtol=1e-5, atol=1e-2)
 
 
 def test_a_codec_the_client_does_not_accept_is_answered_densely_and_reported() -> None:
@@ -276,28 +255,6 @@ def test_non_finite_updates_are_refused_at_the_sender(bad: float) -> None:
     assert np.isfinite(stack(result.arrays)).all()
 
 
-def test_zero_updates_are_fine() -> None:
-    app = ClientApp(mods=[compression()])
-
-    @app.train()
-    def train(msg: Message, context: Context) -> Message:
-        content = RecordDict({"arrays": msg.content["arrays"], "m": MetricRecord({"num-examples": 3})})
-        return Message(content, reply_to=msg)
-
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
-    result, _ = run(strategy, app, initial=model(1.5))
-    assert same(result.arrays, model(1.5))
-    assert all(r.compressed == 4 for r in strategy.reports.values())
-
-
-def test_replies_that_all_have_weight_zero_are_no_use() -> None:
-    """Flower's own mean divides by zero."""
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
-    with pytest.raises(NoUsableReply, match="weight 0"):
-        run(strategy, client_app([compression()], examples=0))
-    assert len(strategy.reports[1].refused) == 4
-
-
 def test_one_client_and_zero_rounds() -> None:
     strategy = Compressed(fedavg(), TopK(density=0.1), downlink=TopK(density=0.1))
     result, _ = run(strategy, nodes=1, rounds=2)
@@ -328,31 +285,6 @@ def test_wrong_construction_is_refused_with_a_reason() -> None:
         Compressed(FedAvg, TopK(density=0.1))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="topk"):
         Compressed(fedavg(), {"id": "topq", "density": 0.1})
-
-
-@pytest.mark.slow
-def test_shuffled_replies_change_nothing() -> None:
-    """Flower spec, test 4: arrival order never changes a result."""
-    results = [
-        run(Compressed(fedavg(), QSGD(levels=4)), shuffle_replies=shuffle)[0].arrays for shuffle in (True, False)
-    ]
-    assert same(*results)
-
-
-def test_the_round_of_a_dead_fleet_changes_nothing() -> None:
-    """All nodes fail in a later round: the run goes on, and the strategy with it when they return."""
-
-    def dead_in_round_two(msg: Message, context: Context) -> Message:
-        config: ConfigRecord = next(iter(msg.content.config_records.values()))
-        if config["server-round"] == 2:
-            raise RuntimeError("no power")
-        return app(msg, context)
-
-    app = client_app([compression()])
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
-    run(strategy, dead_in_round_two, rounds=3)
-    assert len(strategy.reports[2].refused) == 4
-    assert [r.used for r in strategy.reports.values()] == [4, 0, 4]
 
 
 def peak_of_aggregation(strategy: Compressed, nodes: int, size: int = 200_000) -> int:
@@ -414,37 +346,6 @@ def test_an_unknown_codec_is_answered_densely_and_reported_with_the_nearest_name
     run(strategy, altered(lambda config: config.__setitem__("fedcomp.system", asked)), rounds=1)
     assert strategy.reports[1].plain == 4
     assert all("topk" in reason for reason in strategy.reports[1].unsupported.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("damage", "error"),
-    [
-        (lambda frame: frame[:4] + b"\x02" + frame[5:], "UnsupportedVersion"),
-        (lambda frame: b"GCW1" + frame[4:], "BadMagic"),
-        (lambda frame: frame[:-9], "ChecksumMismatch"),
-        (lambda frame: frame[:7], "Truncated"),
-        (lambda frame: frame[:20] + bytes([frame[20] ^ 1]) + frame[21:], "ChecksumMismatch"),
-    ],
-)
-def test_a_damaged_frame_costs_its_own_update_only(damage, error: str) -> None:
-    """The others are averaged as if the damaged one had not been there, and the reason names what was wrong."""
-    good = client_app([compression()])
-
-    def call(msg: Message, context: Context) -> Message:
-        reply = good(msg, context)
-        if context.node_config["partition-id"] == 2:
-            put_sent_frame(reply.content, damage(sent_frame(reply.content)))
-        return reply
-
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=1.0))
-    result, _ = run(strategy, call, rounds=1)
-    report = strategy.reports[1]
-    assert report.compressed == 3
-    assert [reason.split(":")[0] for reason in report.refused.values()] == [error]
-    weights = {0: 1, 1: 2, 3: 4}
-    expected = sum(update(1, p, (40, 30)).astype(np.float64) * w for p, w in weights.items()) / 7
-    np.testing.assert_allclose(result.arrays["weight"].numpy(), expected, rtol=1e-5, atol=1e-3)
 
 
 def test_a_policy_of_ones_own_travels_to_the_clients() -> None:

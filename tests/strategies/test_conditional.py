@@ -17,7 +17,6 @@ from fedcomp.clients.conditional import conditional
 from fedcomp.codecs import Identity, TopK, chain
 from fedcomp.drift.schedule import ScheduleSettings
 from fedcomp.errors import ConfigError
-from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
@@ -35,7 +34,6 @@ SETTLED = ScheduleSettings(window=2, low=0.1, consecutive=1, patience=0)
 EMPTY = 560
 """Bytes of a reply of this type without a record, on a deployment's connection: ids, metadata, the tree of objects."""
 
-TRAINS = fedavg(fraction_evaluate=0.0)
 
 Loss = Callable[[int, int], float]
 
@@ -141,13 +139,6 @@ def test_nobody_is_quiet_for_longer_than_allowed(query: bool) -> None:
     assert all(len(said(strategy, number).due) == 3 for number in (first + 2, first + 5) if number <= 9)
 
 
-def test_max_skip_zero_asks_everybody_always() -> None:
-    strategy = made(max_skip=0)
-    run(strategy, app(still), rounds=4)
-    assert [strategy.reports[number].used for number in range(1, 5)] == [3] * 4
-    assert [said(strategy, number).queried for number in range(1, 5)] == [0] * 4
-
-
 @pytest.mark.parametrize("query", [True, False])
 def test_a_compressed_downlink_stays_in_step(query: bool) -> None:
     """Quiet nodes that were sent the model keep it; those that were not are brought up to date when they speak."""
@@ -182,18 +173,6 @@ def test_clients_whose_apps_bring_nothing_train_in_every_round_and_are_named(que
     assert len(said(strategy, 3).unaware) == 3
 
 
-def test_a_loss_counts_once_where_nothing_remembers_the_reply() -> None:
-    """Codecs without memory do not store replies: the app answers twice, and the window must not fill twice as fast."""
-
-    def hit(delivery: Delivery) -> str | None:
-        return "duplicate" if delivery.round == 1 else None
-
-    settings = ScheduleSettings(window=3, low=0.1, consecutive=1, patience=0)
-    strategy = made(Compressed(fedavg(fraction_evaluate=0.0), Identity()), query=False)
-    run(strategy, app(still, settings=settings), rounds=3, fault=hit)
-    assert [strategy.reports[number].used for number in (1, 2, 3)] == [3, 3, 0]
-
-
 def test_quiet_nodes_are_not_sent_again_what_they_hold() -> None:
     """Their answer says which version they have; a model that does not change then costs nothing."""
     inner = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.2), downlink=TopK(density=0.3))
@@ -223,21 +202,6 @@ def test_what_cannot_be_conditional_is_refused_with_the_reason(inner: Any, match
 def test_settings_out_of_range_are_refused(options: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         made(**options)
-
-
-def test_a_loop_of_the_inner_strategys_own_drives_conditional_rounds() -> None:
-    class Own(FedAvg):
-        def start(self, *args: Any, **kwargs: Any) -> Any:
-            self.began = True
-            return super().start(*args, **kwargs)
-
-    inner = Own(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0)
-    strategy = made(Compressed(inner, TopK(density=0.2)))
-    with InProcessGrid(app(odd_move), 3, seed=4) as grid:
-        found = stack(strategy.start(grid, model(), num_rounds=4).arrays)
-    assert inner.began
-    assert len(said(strategy, 4).quiet) == 2
-    assert found.tobytes() == run(made(), app(odd_move), rounds=4)[0].tobytes()
 
 
 def test_what_programs_do_not_send_yet_is_refused_by_name() -> None:

@@ -21,7 +21,6 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.layout import Layout, SmallDense
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.mechanism import GridGaussian
-from fedcomp.privacy.sampling import Sampling
 from fedcomp.rng import Key
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
@@ -133,16 +132,6 @@ def test_a_compressed_downlink_carries_what_was_released() -> None:
     # The first two models are sent whole, a mere difference follows.
     down = [grid.ledger.total("wire", round=r, direction="down") for r in (1, 2, 3)]
     assert down[2] < down[0] / 2
-
-
-def test_a_sampled_round_without_anybody_is_released_through_the_pair() -> None:
-    sampling = Sampling("poisson", rate=1e-9)
-    strategy = DpFedAvg(inner(), clip=1e-9, **{**BASIC, "noise_multiplier": 1.0}, sampling=sampling)
-    pair = Compressed(strategy, TopK(density=0.3))
-    result = pair.start(federation([compression(), private()], 3), model(), num_rounds=2, timeout=9)
-    assert np.count_nonzero(stack(result.arrays)) > 1000
-    assert [event.rate for event in strategy.privacy.events] == [1e-9] * 2
-    assert [report.asked for report in pair.reports.values()] == [0, 0]
 
 
 def test_reports_of_private_rounds_tell_less() -> None:

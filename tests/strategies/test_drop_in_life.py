@@ -15,7 +15,6 @@ from flwr.serverapp.strategy import (
     FedTrimmedAvg,
     Krum,
     MultiKrum,
-    Strategy,
     strategy_utils,
 )
 from toy import client_app, fedavg, model, stack, with_halves
@@ -26,7 +25,6 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower import grid as grids
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.nodes import GridError
-from fedcomp.flower.payload import payload_bytes
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.overlap import PipelinedStrategy
 
@@ -119,22 +117,6 @@ def test_a_hook_that_is_to_see_votes_one_by_one_is_refused() -> None:
         Compressed(inner, SignSGD(step=0.01))
 
 
-def test_decoded_replies_say_what_came() -> None:
-    """A strategy that counts traffic in its own aggregate_train is handed decoded models."""
-
-    class Tracker(FedAvg):
-        def aggregate_train(self, server_round, replies):
-            replies = list(replies)
-            self.decoded = sum(map(payload_bytes, replies))
-            self.came = sum(message.content["fedcomp"]["payload-bytes"] for message in replies)
-            return super().aggregate_train(server_round, replies)
-
-    strategy = Compressed(Tracker(fraction_evaluate=0.0), TopK(density=0.05))
-    with InProcessGrid(client_app([compression()]), 4, seed=3) as grid:
-        strategy.start(grid, model(), num_rounds=1)
-    assert strategy.came == strategy.reports[1].payload_bytes < strategy.decoded / 5
-
-
 def test_models_in_evaluation_replies_are_named_with_their_bytes() -> None:
     app = client_app([compression()])
     evaluating = with_halves([compression()])
@@ -156,24 +138,6 @@ def test_models_in_evaluation_replies_are_named_with_their_bytes() -> None:
     assert "['arrays']" in note
     assert f"{sent:,} bytes" in note
     assert strategy.reports[1].payload_bytes < sent / 5
-
-
-@pytest.mark.parametrize("down", [None, TopK(density=0.2)])
-@pytest.mark.parametrize("same_nodes", [False, True])
-def test_a_second_training_is_that_of_a_new_object(down: TopK | None, same_nodes: bool) -> None:
-    def run(strategy: Strategy, grid: InProcessGrid) -> np.ndarray:
-        return stack(strategy.start(grid, model(), num_rounds=3).arrays)
-
-    def grid() -> InProcessGrid:
-        return InProcessGrid(client_app([compression()]), 4, seed=3)
-
-    fresh = run(Compressed(fedavg(), TopK(density=0.1), down), grid())
-    strategy, first = Compressed(fedavg(), TopK(density=0.1), down), grid()
-    run(strategy, first)
-    again = run(strategy, first if same_nodes else grid())
-    np.testing.assert_array_equal(again, fresh)
-    assert [strategy.reports[r].used for r in (1, 2, 3)] == [4, 4, 4]
-    assert not any(strategy.reports[r].refused for r in (1, 2, 3))
 
 
 def test_a_training_goes_on_where_it_ended() -> None:

@@ -19,7 +19,6 @@ from fedcomp.clients.forward import forward_gradients
 from fedcomp.clients.private.topagg import votes_only
 from fedcomp.codecs import RandomProjection, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
-from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.records import to_arrays, to_record
@@ -29,11 +28,8 @@ from fedcomp.forward.evaluate import Objective, slopes
 from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.conditional import Conditional
 from fedcomp.strategies.forward import ForwardGradients, Slopes
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
-from fedcomp.strategies.private.record_dp import RecordDp
-from fedcomp.systems.private.record import DpSgdPlan
 
 P = 600
 NODES = 3
@@ -206,38 +202,6 @@ def test_shared_directions_are_fewer() -> None:
     assert np.abs(left).max() < 1e-5
 
 
-def test_nodes_that_were_away_catch_up() -> None:
-    """2.6: one client is absent for five rounds: nobody is sent the whole model again, and nobody is out of step."""
-
-    def fault(delivery: Delivery) -> str | None:
-        return "offline" if delivery.partition == 1 and 10 <= delivery.round < 15 else None
-
-    strategy = made(directions=4)
-    with InProcessGrid(app(), NODES, seed=4, fault=fault) as inner:
-        grid = MeteredGrid(inner)
-        whole = to_arrays(fit(strategy, grid, start(), 20).arrays)
-        for r in range(2, 21):
-            assert grid.ledger.total("payload", round=r, direction="down") < 4 * P
-        assert [r for r, report in strategy.reports.items() if report.refused] == list(range(10, 15))
-        assert not any("resync" in why for report in strategy.reports.values() for why in report.refused.values())
-        assert [r for r, report in strategy.reports.items() if report.used < NODES] == list(range(10, 15))
-        assert np.isfinite(whole["w"]).all()
-    expected = by_hand(20, 4, 0.5, lambda r: (0, 2) if 10 <= r < 15 else range(NODES))
-    np.testing.assert_array_equal(whole["w"], expected["w"])
-
-
-def test_a_slope_that_is_no_number_is_left_out() -> None:
-    """It overflows along b₀: b₀ stays where it is, all else moves as ever, and the report counts it."""
-    strategy = made(scope="layer")
-    found, _ = run(strategy, app(broken=True), rounds=1)
-    assert strategy.reports[1].section(Slopes).left_out == NODES
-    assert found["b"][0] == 0.0
-    assert (found["b"][1:] > 0).all()
-    # One direction for all has no slope without it.
-    with pytest.raises(NoUsableReply):
-        run(made(), app(broken=True), rounds=1)
-
-
 def test_differences_do_without_derivatives() -> None:
     exact, _ = run(made(), rounds=3)
     near, _ = run(made(), app(oracle="differences"), rounds=3)
@@ -265,22 +229,6 @@ def test_apps_without_the_half_are_refused_and_named(caplog: Any) -> None:
     assert all("lacks forward_gradients()" in reason for reason in strategy.reports[1].refused.values())
 
 
-def test_other_messages_pass_through_the_half() -> None:
-    seen = []
-    plain = ClientApp()
-
-    @plain.train()
-    def train(msg: Message, context: Context) -> Message:
-        seen.append(sorted(msg.content))
-        msg.content["metrics"] = MetricRecord({"num-examples": 1})
-        return Message(msg.content, reply_to=msg)
-
-    made_app = client(plain, forward_gradients(point))
-    found, _ = run(Compressed(fedavg(fraction_evaluate=0.0), TopK(0.1)), made_app, 1)
-    assert len(seen) == NODES
-    assert not found["w"].any()
-
-
 def test_tensors_that_nobody_trains_are_refused() -> None:
     class Frozen(Point):
         def __init__(self, size: int = P) -> None:
@@ -306,12 +254,6 @@ def test_what_the_strategy_refuses() -> None:
         ForwardGradients(Compressed(fedavg(), TopK(0.1)))
 
 
-def test_slopes_are_no_training_with_noise_on_records() -> None:
-    plan = DpSgdPlan(noise_multiplier=2.0, rate=0.4, steps=1, delta=1e-3)
-    with pytest.raises(ConfigError, match="has no hooks"):
-        RecordDp(ForwardGradients(fedavg(fraction_evaluate=0.0), 8), plan, records=100)
-
-
 def test_guards_of_a_node_stand_outside() -> None:
     """Else the half would answer before a guard has seen the message."""
     half = forward_gradients(point)
@@ -329,9 +271,3 @@ def test_the_log_says_beforehand_what_a_round_costs(caplog: Any) -> None:
         run(made(), rounds=2)
     assert caplog.text.count("3 clients evaluate 16 directions of 604 parameters each; the server draws 2.9e+04") == 1
     assert "64 bytes of numbers up, 2416 of model" in caplog.text
-
-
-def test_conditional_rounds_around_it_are_refused() -> None:
-    """Its clients answer by themselves: the half that may be quiet never sees a message."""
-    with pytest.raises(ConfigError, match="has no hooks"):
-        Conditional(made())

@@ -1,8 +1,9 @@
-"""Owners that are away, die, come back or are doubted: a round goes on, does not wait, and says what it missed."""
+"""Owners that are away, die or break: a round goes on and says what it missed; and what may stand around a run."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -10,31 +11,48 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp.strategy import FedAdam
 from graph_federation import (
     ENOUGH,
+    LR,
     PARTS,
+    Meddler,
     averaging,
     bits,
     client,
+    gradients_on_one_machine,
     graph,
     grid,
     initial,
+    learner,
     record,
     reports,
     run,
     strategy,
+    total,
 )
 from plain_grid import PlainGrid
+from toy import with_halves
 
-from fedcomp.flower.faults import Delivery, RandomFaults
+from fedcomp.asks import Said
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.gcn import Learner, graph_owner
+from fedcomp.codecs import TopK, chain
+from fedcomp.errors import ConfigError
+from fedcomp.flower.asks import data_in, find_ask
+from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import FRAME, round_of
 from fedcomp.flower.rounds import fit
 from fedcomp.graphs.base import GraphPart
-from fedcomp.rng import Key
+from fedcomp.privacy.local import Privatise
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gcn.strategy import SkewedGCN
-from fedcomp.systems.graphs.words import TRAIN_TYPE
+from fedcomp.strategies.guard import Norms
+from fedcomp.systems.graphs.words import EVALUATE_TYPE, TRAIN_TYPE, Fetch, Plan
 
 TIMEOUT = 5.0
 
@@ -132,32 +150,6 @@ def test_7_14_a_dead_node_that_is_listed_costs_one_deadline_a_round_and_its_succ
 # Messages that are lost, late or doubled.
 
 
-@pytest.mark.slow
-def test_what_arrives_twice_counts_once() -> None:
-    options = {"cache": "all", "mode": "measured"}
-    parts, found = graph(), {}
-    for kind in ("none", "duplicate", "duplicate_reply"):
-        of = strategy(**options)
-        model = run(of, grid(parts, fault=lambda delivery, kind=kind: kind), 2)
-        found[kind] = bits(model), [report.to_json() for report in reports(of)]
-    assert found["none"] == found["duplicate"] == found["duplicate_reply"]
-
-
-@pytest.mark.slow
-def test_a_run_in_which_a_fifth_of_all_messages_fails_goes_on() -> None:
-    kinds = {"lost_reply": 0.05, "late": 0.04, "raise": 0.04, "offline": 0.04, "silent": 0.03}
-    parts = graph()
-    of = everything(inner=averaging(evaluate=True), cache="all", n=12, batch_size=6)
-    over = grid(parts, fault=RandomFaults(Key(5, "gcn"), kinds), error_state="keep")
-    found = run(of, over, 5)
-    assert all(np.isfinite(value).all() for value in found.values())
-    assert any(r.absent for r in reports(of))
-    assert 5 < sum(r.train.clients for r in reports(of)) < 5 * PARTS
-    for report in reports(of):
-        assert report.train.trips <= 4 + 2 * PARTS
-        assert report.train.clients + len(report.lost.keys() | report.absent.keys()) >= PARTS
-
-
 # Who sits where.
 
 
@@ -187,61 +179,6 @@ def test_a_second_node_of_a_part_is_not_seated_while_the_first_one_answers_and_t
     assert [r.train.clients for r in reports(of)] == [PARTS, PARTS, PARTS - 1, PARTS, PARTS]
 
 
-def test_d1_of_two_nodes_that_say_from_the_start_they_hold_a_part_none_is_seated() -> None:
-    """Before, the one whose id came first was."""
-    of = everything()
-    within = blind(graph(), PARTS + 1)
-    fit(of, PlainGrid(within), record(initial()), 2, timeout=60.0, train_config=ConfigRecord({"seed": 3}))
-    claims = [text for text in of.reports[1].refused.values() if "none of them is used" in text]
-    assert len(claims) == 2
-    assert [r.absent for r in reports(of)] == [{1: "no node of this part is there"}] * 2
-    assert [r.train.clients for r in reports(of)] == [PARTS - 1] * 2
-
-
-@pytest.mark.slow
-def test_a_newcomer_takes_the_place_of_a_dead_process_once_that_is_silent() -> None:
-    """The dead one is still listed, and nobody has a reason to doubt it before it leaves a question unanswered."""
-    parts = graph()
-    within = InProcessGrid(
-        client(parts),
-        PARTS,
-        seed=2,
-        node_config=lambda partition: {"partition-id": partition % PARTS},
-        fault=dead(1, 2, 3),
-    )
-    of = everything()
-
-    def join(number: int, *_: Any) -> None:
-        if number == 1:
-            within.add_node(PARTS + 1)
-
-    fit(
-        of, PlainGrid(within), record(initial()), 3, timeout=60.0, train_config=ConfigRecord({"seed": 3}), on_round=join
-    )
-    assert list(of.reports[2].gcn.absent) == [1]
-    assert (of.reports[3].gcn.absent, of.reports[3].gcn.train.clients) == ({}, PARTS)
-    assert of.reports[3].gcn.train.rows_sent == of.reports[1].gcn.train.rows_sent
-
-
-@pytest.mark.slow
-def test_a_newcomer_with_a_part_of_another_graph_is_refused_and_the_run_goes_on() -> None:
-    parts, of = graph(), everything()
-    over = grid(parts)
-
-    def swap(number: int, *_: Any) -> None:
-        if number == 1:
-            over.remove_node(2)
-            parts[2] = graph(seed=4)[2]
-            over.add_node(2)
-
-    run(of, over, 3, on_round=swap)
-    (reason,) = of.reports[2].refused.values()
-    assert "this run is of a graph of 48 nodes in 4 parts" in reason
-    assert not of.reports[3].refused
-    assert [r.train.clients for r in reports(of)] == [PARTS, PARTS - 1, PARTS - 1]
-    assert of.reports[3].gcn.absent == {2: "no node of this part is there"}
-
-
 def test_a_part_without_training_nodes_serves_its_rows_and_is_not_asked_to_train() -> None:
     parts = graph()
     parts[1] = replace(parts[1], train=np.zeros(0, np.int64))
@@ -253,3 +190,153 @@ def test_a_part_without_training_nodes_serves_its_rows_and_is_not_asked_to_train
     assert report.train.rows_sent[1] > 0
     assert report.train.clients == PARTS - 1
     assert over.ledger.total("messages", message_type=TRAIN_TYPE, direction="down") == PARTS - 1
+
+
+FEW = 3
+"""Owners of the runs below."""
+
+
+def test_an_owner_that_breaks_over_its_rows_or_its_plan_is_there_all_the_same() -> None:
+    """It trains without its rows, or hands out rows without training."""
+    for kind, absent, lost in ((Fetch, [1], []), (Plan, [], [1])):
+        app = Meddler(client(graph()))
+
+        def breaks(message: Message, context: Any, kind: type[Said] = kind) -> None:
+            head = find_ask(message.content)
+            if head is not None and head.say == kind.__name__:
+                raise RuntimeError("broken")
+
+        app.before[1, 1, "query"] = breaks
+        of = strategy(n=ENOUGH)
+        run(of, grid(graph(), app), 1)
+        assert (list(of.reports[1].gcn.absent), list(of.reports[1].gcn.lost)) == (absent, lost)
+        assert of.reports[1].gcn.train.clients == PARTS - len(lost)
+
+
+@pytest.mark.slow
+def test_a_run_after_another_on_the_same_nodes_finds_their_caches_and_nothing_else() -> None:
+    """Resumed runs, too, meet nodes that have a state and others that are new."""
+    parts = graph(parts=FEW, nodes=24)
+    options = {"n": ENOUGH, "batch_size": 0, "cache": "all"}
+    over = grid(parts, nodes=FEW)
+    model = run(strategy(**options), over, 2)
+    second = strategy(**options)
+    assert bits(run(second, over, 1)) == bits(run(strategy(**options), grid(parts), 1))
+    assert total(second, "rows_fetched") == 0 < total(second, "remote_inputs")
+    # The nodes of an interrupted run have been replaced when it goes on: they are asked again who they are.
+    before = strategy(**options, mode="measured")
+    begun = run(before, over, 1)
+    after = strategy(**options, mode="measured")
+    after.load_state_dict(before.state_dict())
+    for part in range(FEW):
+        over.remove_node(part)
+        over.add_node(part)
+    assert bits(run(after, over, 2, first=2, start=begun)) == bits(model)
+    assert after.reports[2].gcn.train.clients == FEW
+    assert after.reports[2].gcn.train.setup_bytes == before.reports[1].gcn.train.setup_bytes > 0
+
+
+# Epochs.
+
+
+@pytest.mark.slow
+def test_the_adaptive_scale_is_searched_once_an_epoch() -> None:
+    """Of 48 nodes of 4 owners each learns from 10: batches of 4 make an epoch of three rounds."""
+    of = strategy(mode="adaptive", n=ENOUGH, batch_size=4)
+    over, scales = grid(graph()), []
+    run(of, over, 2, on_round=lambda *_: scales.append(set(of.scales.values())))
+    # Resumed within an epoch.
+    again = strategy(mode="adaptive", n=ENOUGH, batch_size=4)
+    again.load_state_dict(of.state_dict())
+    run(again, over, 4, first=3, on_round=lambda *_: scales.append(set(again.scales.values())))
+    assert scales == [{1.0}, {1.0}, {2.0}, {2.0}]
+
+
+# What stands inside and outside.
+
+
+@pytest.mark.slow
+def test_7_06_a_server_adam_steps_as_on_one_machine() -> None:
+    """Its pseudo-gradient is the learning rate times the gradient on the union of the batches."""
+    rates = {"eta": 0.05, "eta_l": LR, "beta_1": 0.9, "beta_2": 0.99, "tau": 1e-3}
+    least = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
+    found = run(strategy(FedAdam(fraction_evaluate=0.0, **rates, **least), n=ENOUGH), grid(graph()), 3)
+    model = initial()
+    first, second = ({name: np.zeros_like(value) for name, value in model.items()} for _ in range(2))
+    for number in (1, 2, 3):
+        for name, gradient in gradients_on_one_machine(model, number, 6).items():
+            delta = -LR * gradient
+            first[name] = 0.9 * first[name] + 0.1 * delta
+            second[name] = 0.99 * second[name] + 0.01 * delta**2
+            bias = np.sqrt(1 - 0.99 ** (number + 1)) / (1 - 0.9 ** (number + 1))
+            model[name] = model[name] + 0.05 * bias * first[name] / (np.sqrt(second[name]) + 1e-3)
+    for name, value in model.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-10)
+
+
+def test_codecs_that_make_updates_private_and_coded_rounds_are_refused_around_rows_in_the_clear() -> None:
+    codec = chain(Privatise(clip=1.0, noise_multiplier=1.0), TopK(density=0.5))
+    with pytest.raises(ConfigError, match="feature rows leave them in the clear"):
+        SkewedGCN(Compressed(averaging(), codec, feedback=False))
+    with pytest.raises(ConfigError, match="CodedFedAvg writes its rounds as exchanges"):
+        SkewedGCN(CodedFedAvg(averaging(), construction="relay"))
+    for outer in (CodedFedAvg, lambda inner: Compressed(inner, TopK(density=0.5))):
+        with pytest.raises(ConfigError, match="SkewedGCN writes its rounds as exchanges"):
+            outer(strategy())
+
+
+@pytest.mark.slow
+def test_labels_travel_nowhere_and_rows_only_from_their_owner_to_those_who_use_them() -> None:
+    parts = graph(parts=FEW, nodes=24)
+    seen: list[tuple[str, int, RecordDict]] = []
+
+    class Tap:
+        def __call__(self, message: Message, context: Any) -> Message:
+            # As it came: halves take what is theirs out of it.
+            came, kind = RecordDict(dict(message.content)), message.metadata.message_type
+            reply = app(message, context)
+            for content in (came, reply.content):
+                seen.append((kind, int(context.node_config["partition-id"]), content))
+            return reply
+
+    app = client(parts)
+    of = strategy(averaging(evaluate=True), mode="measured", n=6)
+    run(of, grid(parts, Tap()), 2)
+    owner_of = {row.tobytes(): part.index for part in parts for row in part.features}
+    labels = [part.labels.tobytes()[: 8 * 4] for part in parts]
+    places: Counter[str] = Counter()
+    for kind, node, content in seen:
+        named = data_in(content, FRAME)
+        blob = b"".join(named.values()) + repr(content).encode()
+        assert not any(some in blob for some in labels)
+        for name, data in named.items():
+            for row, owner in owner_of.items():
+                if row in data:
+                    places[kind] += 1
+                    at = int(name.rsplit("/", 1)[1])
+                    assert name.startswith("rows/")
+                    assert (owner == node != at) if kind == "query" else (owner == at != node)
+    assert set(places) == {"query", TRAIN_TYPE, EVALUATE_TYPE}
+
+
+@pytest.mark.slow
+def test_a_guard_refuses_and_names_an_absurd_model_around_flowers_own_strategy() -> None:
+    """Without one its norm is in the report, as in every system."""
+    parts = [replace(part, features=part.features.astype(np.float32)) for part in graph()]
+    start = {name: value.astype(np.float32) for name, value in initial().items()}
+
+    def steep(message: Message, context: Any) -> Learner:
+        far = (round_of(message), context.node_config["partition-id"]) == (2, 1)
+        return replace(learner(message, context), rates={"lr": 1e20 if far else LR})
+
+    app = with_halves([graph_owner(lambda message, c: parts[c.node_config["partition-id"]], steep), compression()])
+    for guard in (Norms(), None):
+        of = strategy(n=ENOUGH, guard=guard, codec="dense-f32")
+        run(of, grid(parts, app), 2, start=start)
+        report = of.reports[2]
+        node = max(report.norms, key=lambda node: report.norms[node])
+        assert report.norms[node] > 1e6
+        assert ("times the usual" in report.refused.get(node, "")) == (guard is not None)
+        assert report.used == PARTS - (guard is not None)
+    with pytest.raises(ConfigError, match="give it the guard, not SkewedGCN"):
+        strategy(Compressed(averaging(), TopK(density=0.5), feedback=False), guard=Norms())

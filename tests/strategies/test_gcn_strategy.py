@@ -116,20 +116,6 @@ def test_7_07_one_client_fetches_nothing_and_the_trips_are_saved() -> None:
     assert all(total(of, name) == 0 for name in ("rows_fetched", "feature_bytes_link", "id_bytes", "remote_inputs"))
 
 
-@pytest.mark.slow
-def test_7_07_with_a_cache_of_all_no_row_is_asked_for_twice() -> None:
-    of, over = strategy(n=ENOUGH, batch_size=0, cache="all"), grid(graph())
-    model = run(of, over, 2)
-    first, later = reports(of)
-    assert [r.train.trips for r in (first, later)] == [4, 2]
-    assert first.train.rows_fetched > 0
-    assert later.train.rows_fetched == later.train.feature_bytes_link == later.train.id_bytes == 0
-    assert later.train.remote_inputs == first.train.remote_inputs
-    nothing = strategy(n=ENOUGH, batch_size=0)
-    assert bits(run(nothing, grid(graph()), 2)) == bits(model)
-    assert total(nothing, "rows_fetched") == 2 * total(of, "rows_fetched")
-
-
 # 10: what is reported is what was sent.
 
 
@@ -167,27 +153,6 @@ def test_7_10_bytes_are_those_of_the_payloads_and_a_link_costs_twice_what_travel
 
 
 @pytest.mark.slow
-def test_7_10_rows_sent_are_rows_received_and_with_dedupe_fewer_are_sent() -> None:
-    plain = strategy(n=ENOUGH, batch_size=0)
-    apart, once = grid(graph()), grid(graph())
-    model = run(plain, apart, 1)
-    for report in reports(plain):
-        sent, received = report.train.rows_sent, report.train.rows_received
-        assert sum(sent.values()) == sum(received.values()) == report.train.rows_fetched > 0
-        assert sorted(sent) == sorted(received) == list(range(PARTS))
-    shared = strategy(n=ENOUGH, batch_size=0, dedupe=True)
-    assert bits(run(shared, once, 1)) == bits(model)
-    for one, two in zip(reports(shared), reports(plain), strict=True):
-        # The requesters get what they got, byte for byte; the owners send a row once.
-        assert one.train.rows_received == two.train.rows_received
-        assert one.train.rows_fetched == sum(one.train.rows_sent.values()) < two.train.rows_fetched
-        down = [r.train.feature_bytes_link - r.train.feature_bytes_logical for r in (one, two)]
-        assert down[0] == down[1] == two.train.feature_bytes_logical > one.train.feature_bytes_logical
-    uplink = [of.ledger.total("wire", message_type=QUERY, direction="up") for of in (once, apart)]
-    assert uplink[0] < uplink[1]
-
-
-@pytest.mark.slow
 def test_7_10_the_metrics_have_the_agreed_names_and_those_of_the_inner_strategy() -> None:
     of = strategy(averaging(evaluate=True))
     seen: dict[int, Any] = {}
@@ -206,49 +171,7 @@ def test_7_10_the_metrics_have_the_agreed_names_and_those_of_the_inner_strategy(
     assert evaluated["gcn.evaluate_remote_inputs"] > trained["gcn.remote_inputs"]
 
 
-@pytest.mark.slow
-def test_sampled_evaluation_uses_fewer_rows_than_full() -> None:
-    options = {"n": 8, "mode": "fixed"}
-    full = strategy(averaging(evaluate=True), **options)
-    sampled = strategy(averaging(evaluate=True), evaluate="sampled", **options)
-    for of in (full, sampled):
-        run(of, grid(graph()), 1)
-    assert 0 < total(sampled, "rows_fetched", "evaluate") < total(full, "rows_fetched", "evaluate")
-
-
 # What owners know of the edges.
-
-
-@pytest.mark.slow
-def test_halo_makes_the_plans_of_full_structure_and_what_it_costs_is_reported() -> None:
-    full, halo = strategy(), strategy(structure="halo")
-    over = grid(graph(structure="halo"))
-    assert bits(run(halo, over, 2)) == bits(run(full, grid(graph()), 2))
-    for one, two in zip(reports(halo), reports(full), strict=True):
-        assert one.train.structure_bytes > 0 == two.train.structure_bytes
-        assert one.train.trips == two.train.trips + 2  # the adjacency rows, and the plan again
-        for name in ("rows_fetched", "feature_bytes_link", "id_bytes", "remote_inputs", "local_mass", "scale"):
-            assert getattr(one.train, name) == getattr(two.train, name)
-    counted = sum(total(halo, name) for name in ("structure_bytes", "id_bytes", "feature_bytes_logical"))
-    assert over.ledger.total("payload", message_type=QUERY) == counted
-    with pytest.raises(ConfigError, match="structure 'full' of the graph, this strategy was made for 'halo'"):
-        run(strategy(structure="halo"), grid(graph()), 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("structure", ["full", "halo"])
-def test_norms_are_fetched_once_and_counted(structure: str) -> None:
-    parts = graph(structure=structure)
-    of, over = strategy(mode="measured", structure=structure), grid(parts)
-    run(of, over, 2)
-    first, *later = reports(of)
-    assert first.train.setup_bytes > 0
-    assert not any(report.train.setup_bytes for report in later)
-    # Asked for after the first question for a plan, which comes again with them.
-    assert first.train.trips == later[0].train.trips + 3
-    plain = strategy(structure=structure)
-    run(plain, grid(parts), 1)
-    assert 1.0 < first.train.scale != plain.reports[1].gcn.train.scale
 
 
 @pytest.mark.slow

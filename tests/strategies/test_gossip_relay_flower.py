@@ -23,7 +23,7 @@ from fedcomp.gossip.topology import Complete
 from fedcomp.gossip_simulation import FaultPlan
 from fedcomp.rng import Key
 from fedcomp.strategies.gossip.strategy import GossipRelay
-from fedcomp.systems.gossip import Gossip, own_of, state_of
+from fedcomp.systems.gossip import Gossip, own_of
 
 
 def run(relay: GossipRelay, over: MeteredGrid, rounds: int = ROUNDS):
@@ -94,24 +94,6 @@ def test_7_16_push_sum_with_the_same_faults_agrees_to_the_bit(name: str) -> None
     assert relay.reports[12].gossip.observed["sum_w"] == pytest.approx(NODES, abs=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "error_state"), [("choco", "discard"), ("beer", "keep")])
-def test_7_16_faults_leave_no_trace_in_a_synchronous_run(name: str, error_state: str) -> None:
-    rates = {"silent": 0.08, "lost_reply": 0.08, "duplicate": 0.08, "raise": 0.08, "offline": 0.05, "late": 0.05}
-    faults = RandomFaults(Key(1, "faults"), rates | {"duplicate_reply": 0.05}, message_types=("train",))
-    relay, over = strategy(name, patience=20), grid(fault=faults, error_state=error_state)
-    run(relay, over, rounds=8)
-    alone = central(made(name), iterations=8)
-    report = relay.events
-    assert report.repeated > 3
-    assert not report.gone
-    assert sum(report.exchanges for report in relay.reports.sections("gossip").values()) > 8 + 1
-    assert states(over) == states_of(alone)
-    # What is sent again costs the star, not the algorithm.
-    assert relay.traffic.edge_bytes == alone.traffic.edge_bytes
-    assert relay.traffic.down.bytes > alone.traffic.down.bytes
-
-
 def test_7_17_what_a_run_costs_beside_its_messages() -> None:
     relay, over = strategy("choco"), grid()
     run(relay, over)
@@ -154,27 +136,6 @@ def test_7_17_edge_bytes_by_phase_are_the_messages_the_nodes_wrote_each_counted_
         )
     assert relay.traffic.edge["train"].bytes > 0
     assert (relay.traffic.edge["dense"].bytes > 0) == (name == "sparse-push")
-
-
-@pytest.mark.slow
-def test_observing_changes_nothing_and_is_counted_apart() -> None:
-    seldom, often = (strategy("sparse-push", observe_every=every) for every in (100, 1))
-    first, second = grid(), grid()
-    run(seldom, first)
-    run(often, second)
-    assert states(first) == states(second)
-    assert seldom.traffic == often.traffic
-    for direction in ("up", "down"):
-        of = [g.ledger.total("wire", direction=direction, message_type="train") for g in (first, second)]
-        assert of[0] == pytest.approx(of[1], abs=64)  # session and run ids have no fixed length
-    assert [bool(report.observed) for report in often.reports.sections("gossip").values()] == [True] * ROUNDS
-    assert [bool(report.observed) for report in seldom.reports.sections("gossip").values()] == [False] * (
-        ROUNDS - 1
-    ) + [True]
-    figures = often.reports[ROUNDS].gossip.observed
-    assert figures["loss_min"] <= figures["loss_mean"] <= figures["loss_max"]
-    assert figures["batches_mean"] == ROUNDS
-    assert figures["observed"] == NODES
 
 
 SYSTEM = Gossip({"name": "sgp"}, Complete(2))
@@ -238,76 +199,6 @@ def test_the_server_forwards_what_it_cannot_read_and_the_receiver_complains(name
     assert any("messages of node 1" in reason for reason in needed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sparse-push", "sgp"])
-def test_a_message_damaged_on_its_way_goes_back_to_its_sender(name: str) -> None:
-    app = Tampering(server_round=3, way="down")
-    relay = strategy(name, observe_every=1)
-    run(relay, grid(app), rounds=8)
-    assert len(app.noise) == len(relay.reports[3].gossip.events["needed"]) > 0
-    assert relay.reports[3].gossip.traffic["undelivered"] > 0
-    assert [report.observed["sum_w"] for report in relay.reports.sections("gossip").values()] == pytest.approx(
-        [NODES] * 8, abs=1e-12
-    )
-    assert not relay.events.gone
-
-
-@pytest.mark.slow
-def test_a_node_that_lost_its_state_joins_with_whole_estimates() -> None:
-    relay, over = strategy("sparse-push", observe_every=1, topology="complete"), grid()
-    lost: list[float] = []
-
-    def after(server_round: int, arrays: object, outcome: object) -> None:
-        if server_round == 6:
-            lost.append(float(state_of(kept(over, 2))["w"]))
-            over.wipe(2)
-
-    with over.inner:
-        fit(relay, over, model(), 20, on_round=after)
-    assert [("memory is lost" in e) for e in relay.reports[7].gossip.events["gone"]] == [True]
-    assert relay.reports[8].gossip.events["joined"] == ["vertex 2: with a new state"]
-    assert relay.reports[9].gossip.traffic["edge.resync"] > 0
-    # What it had is gone, and nothing else: shares that were under way to it went back.
-    left = NODES - lost[0]
-    assert [relay.reports[r].gossip.observed["sum_w"] for r in (10, 15, 20)] == pytest.approx([left] * 3, abs=1e-12)
-    assert len(relay.reports[20].gossip.members) == NODES
-
-
-@pytest.mark.slow
-def test_a_vertex_comes_back_as_another_node() -> None:
-    """Synchronous: the others begin a new epoch without it, and one more with it."""
-    relay, over = strategy("choco", patience=2), grid()
-
-    def after(server_round: int, arrays: object, outcome: object) -> None:
-        if server_round == 3:
-            over.remove_node(1)
-        if server_round == 6:
-            over.add_node(1)
-
-    with over.inner:
-        fit(relay, over, model(), 10, on_round=after)
-    assert "no answer to 2 requests" in relay.reports[4].gossip.events["gone"][0]
-    assert relay.reports[6].gossip.members == [0, 2, 3]
-    assert relay.reports[10].gossip.members == [0, 1, 2, 3]
-    assert (relay.reports[3].gossip.epoch, relay.reports[6].gossip.epoch, relay.reports[10].gossip.epoch) == (0, 1, 2)
-    begun = sum(section.start for section in relay.reports.sections("gossip").values())
-    assert begun == (NODES + 1) * sum(len(array.data) for array in model().values())
-
-
-@pytest.mark.slow
-def test_who_is_given_up_and_reached_again_is_let_in_again() -> None:
-    def deliver(delivery: Delivery) -> str:
-        return "silent" if delivery.partition == 3 and 2 <= delivery.round <= 5 else "none"
-
-    relay, over = strategy("sgp", patience=2, observe_every=1), grid(fault=deliver)
-    run(relay, over, rounds=10)
-    assert relay.reports[3].gossip.members == [0, 1, 2]
-    assert relay.reports[10].gossip.members == [0, 1, 2, 3]
-    weights = [relay.reports[r].gossip.observed["sum_w"] for r in (8, 10)]
-    assert weights == pytest.approx([weights[0]] * 2, abs=1e-12)
-    assert 2.0 < weights[0] < 4.0
-
-
 class Blind(InProcessGrid):
     """Knows no more of its nodes than a deployment does: what they say."""
 
@@ -334,19 +225,6 @@ def test_a_second_node_of_a_vertex_waits_until_the_first_is_silent() -> None:
     assert "memory is lost" in relay.reports[5].gossip.events["gone"][0]
     assert relay.reports[9].gossip.members == [0, 1, 2, 3]
     assert relay.reports[9].gossip.observed["observed"] == NODES
-
-
-def test_d1_of_two_nodes_that_claim_a_vertex_from_the_start_none_is_seated(caplog) -> None:
-    """Before, the one whose id came first was, and which of two devices trained was a matter of chance."""
-    inner = Blind(client(), NODES + 1, seed=2, node_config=lambda p: {"partition-id": min(p, 3)})
-    relay = strategy("sparse-push", nodes=NODES, observe_every=1)
-    with inner, caplog.at_level("WARNING", "flwr.fedcomp"):
-        fit(relay, MeteredGrid(inner), model(), 3, timeout=9)
-    claims = relay.reports[1].gossip.events["unknown"]
-    assert ["none of them is used" in claim for claim in claims] == [True]
-    assert relay.reports[1].gossip.members == [0, 1, 2]
-    assert relay.reports[3].gossip.observed["observed"] == NODES - 1
-    assert any("2 nodes declare partition 3" in record.getMessage() for record in caplog.records)
 
 
 def test_a_vertex_outside_the_graph_takes_no_part() -> None:
@@ -414,23 +292,6 @@ def test_a_stored_run_goes_on_to_the_same_bits_and_bytes(name: str, tmp_path) ->
         assert after.ledger.by("round", "payload", direction=direction) == over.ledger.by(
             "round", "payload", direction=direction
         )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sparse-push", "choco"])
-def test_a_finished_run_may_be_extended(name: str) -> None:
-    relay, over = strategy(name), grid()
-    with over.inner:
-        fit(relay, over, model(), 3)
-        assert not relay.mailbox.asked
-        fit(relay, over, model(), 6, start_round=4)
-    longer, other = strategy(name), grid()
-    run(longer, other, rounds=6)
-    # Only that the messages of round 3 were delivered early tells the two apart.
-    assert [relay.reports[r].gossip.iteration for r in (3, 4, 6)] == [3, 4, 6]
-    assert states(over) == states(other)
-    for counter in ("edge", "node", "up", "down"):
-        assert getattr(relay.traffic, counter) == getattr(longer.traffic, counter)
 
 
 def test_a_state_of_another_run_is_refused() -> None:

@@ -307,7 +307,7 @@ def test_d4_a_reply_that_holds_too_much_is_refused_unread(path: str, name: str, 
         read.append(len(content) + sum(len(record) for record in content.values()))
         return weight_of(content, key)
 
-    monkeypatch.setattr("fedcomp.strategies.server.weight_of", watched)
+    monkeypatch.setattr("fedcomp.strategies.inbox.weight_of", watched)
     run(strategy, evil, app=app, rounds=1)
     (reason,) = strategy.reports[1].refused.values()
     assert said in reason

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from private_runs import forged
-from toy import client_app, fedavg, model, put_sent_frame, update
+from toy import client_app, fedavg, put_sent_frame, update
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
@@ -24,7 +23,6 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import FRAME
-from fedcomp.flower.privacy import Private, find_private
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout, Update
 from fedcomp.privacy.lsg import LowRankPlan
@@ -283,37 +281,6 @@ def tensors(*given: wire.Tensor) -> Callable[[RecordDict], None]:
 
 
 COUNT = math.ceil(0.5 * PLAN.short)
-NAN = np.full(COUNT, np.nan, np.float32)
-BAD = {
-    "an update beyond the clip norm": values(np.full(COUNT, 1.001 * CLIP / math.sqrt(COUNT), np.float32)),
-    "a huge update": values(np.full(COUNT, 3e38, np.float32)),
-    "NaN": values(NAN),
-    "infinity": values(np.where(np.arange(COUNT) == 5, np.inf, 0).astype(np.float32)),
-    "one value more": values(np.zeros(COUNT + 1, np.float32)),
-    "all coordinates": values(np.zeros(PLAN.short, np.float32)),
-    "sparse": tensors(wire.sparse((COUNT,), np.arange(3), np.ones(3, np.float32))),
-    "doubles": tensors(wire.dense(np.zeros(COUNT))),
-    "two tensors": tensors(*[wire.dense(np.zeros(COUNT, np.float32))] * 2),
-    "no tensor": tensors(),
-}
-
-
-@pytest.fixture(scope="module")
-def without() -> tuple[np.ndarray, list]:
-    chosen = strategy(noise_multiplier=1.0)
-    moved, *_ = run(chosen, fault=lambda d: "silent" if d.partition == CULPRIT else None)
-    return moved, chosen.privacy.events
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BAD)
-def test_a_forged_update_costs_nobody_but_its_sender(name: str, without: tuple[np.ndarray, list]) -> None:
-    chosen = strategy(noise_multiplier=1.0)
-    moved, *_ = run(chosen, client=forged(app(), BAD[name], CULPRIT))
-    assert len(chosen.reports[1].refused) == 1
-    np.testing.assert_array_equal(moved, without[0])
-    assert chosen.privacy.events == without[1]
-    assert len(chosen.privacy.participations) == NODES, "who was asked took part"
 
 
 def test_an_update_that_is_not_finite_is_answered_with_an_error_that_tells_nothing() -> None:
@@ -380,25 +347,6 @@ def test_a_resumed_run_is_the_run_and_other_settings_are_refused(options: dict) 
     for changed in ({"rank": 4}, {"keep": 0.4}, {"clip": 1.0}, {"whole_tensors": "w*"}):
         with pytest.raises(StateError):
             strategy(**{**settings, **changed}).load_state_dict(first.state_dict())
-
-
-@pytest.mark.slow
-def test_the_budget_ends_the_run_and_the_statement_says_what_is_kept() -> None:
-    chosen = strategy(noise_multiplier=8.0, budget=0.5)
-    run(chosen, rounds=40)
-    assert isinstance(find_private(chosen), Private)
-    made = len(chosen.reports)
-    assert 0 < made < 40
-    assert chosen.privacy.epsilon() <= 0.5
-    assert "budget" in chosen.over(made + 1)
-    prose = chosen.statement().prose()
-    for words in ("carriers of rank 5", "0.5 of them kept by a public seed", "INSECURE"):
-        assert words in prose
-
-
-def test_buffers_keep_the_servers_values() -> None:
-    _, result, _ = run(strategy(noise_multiplier=1.0), rounds=2, initial=model(counter=True))
-    assert int(result.arrays["num_batches_tracked"].numpy()) == 0
 
 
 @pytest.mark.parametrize(

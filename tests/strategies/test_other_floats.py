@@ -236,15 +236,6 @@ def app_in_bfloat16(seen: set[str], *, modded: bool = True) -> ClientApp:
     return fc.client(found) if modded else found
 
 
-def test_an_array_of_bfloat16_is_written_as_ml_dtypes_and_numpy_write_it() -> None:
-    # Array(np.array([1.25, -0.25], ml_dtypes.bfloat16)), ml_dtypes 0.5.4, numpy 2.4.
-    head = b"{'descr': '<V2', 'fortran_order': False, 'shape': (2,), }"
-    written = b"\x93NUMPY\x01\x00v\x00" + head.ljust(117) + b"\n" + bytes.fromhex("a03f80be")
-    given = np.array([1.25, -0.25], np.float32)
-    assert in_bfloat16(given).data == written
-    np.testing.assert_array_equal(to_arrays(ArrayRecord({"w": in_bfloat16(given)}))["w"], given)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n == "coded sum" else n for n in SYSTEMS])
 def test_models_in_bfloat16_train_in_float32_and_small_means_add_up(name: str) -> None:

@@ -271,21 +271,6 @@ def test_a_reply_that_waits_for_later_pushes_is_late_too() -> None:
     assert sum(strategy.reports[r].overlap.late for r in (1, 2, 3, 4)) == 1  # type: ignore[attr-defined]
 
 
-def test_all_replies_lost_leave_the_model_and_the_version() -> None:
-    faults = {(4, p): "lost_reply" for p in range(4)}
-    strategy = pipe(timeout=5.0)
-    run(strategy, 5, fault=ScriptedFaults(faults))  # type: ignore[arg-type]
-    assert strategy.steps == 4
-    assert [strategy.reports[4].used, strategy.reports[4].lost] == [0, 2]
-
-
-def test_an_error_reply_is_left_out_and_said() -> None:
-    strategy = pipe(width=2)
-    run(strategy, 6, fault=ScriptedFaults({(3, 0): "raise"}))
-    assert strategy.reports[3].used == 1
-    assert "injected fault" in next(iter(strategy.reports[3].refused.values()))
-
-
 def test_clients_evaluate_on_a_drained_pipe() -> None:
     strategy = PipelinedStrategy(
         FedAvg(min_train_nodes=1, min_available_nodes=1, min_evaluate_nodes=1), evaluate_every=3

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from flwr.app import ConfigRecord, Context, Message
 from flwr.serverapp.strategy import FedMedian
-from toy import client_app, fedavg, model, stack, with_halves
+from toy import client_app, fedavg, model, stack
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
@@ -251,13 +251,6 @@ def test_b1_a_private_round_that_everyone_takes_part_in_counts(shown: Shown) -> 
     assert shown.lines("round 1: 4 asked, 4 used")
 
 
-def test_b1_rounds_on_a_shared_support_have_their_line_too(shown: Shown) -> None:
-    app = client_app([compression()])
-    run(SharedSupport(ScaleCom(density=0.05)), app, rounds=2)
-    assert len(shown.lines("SharedSupport, round ")) == 2
-    assert shown.lines("SharedSupport, round 1: 4 asked, 4 used, ")
-
-
 def test_b1_bytes_and_ratio_of_a_shared_support_are_those_of_both_exchanges(shown: Shown) -> None:
     ledger = TrafficLedger()
     strategy = SharedSupport(ScaleCom(density=0.05), fraction_evaluate=0.0)
@@ -268,14 +261,3 @@ def test_b1_bytes_and_ratio_of_a_shared_support_are_those_of_both_exchanges(show
     assert shown.lines(
         f"4 used, training replies {report.payload_bytes:,} bytes, {report.ratio:.3g}x fewer than models"
     )
-
-
-def test_b1_a_first_round_on_a_shared_support_without_a_usable_reply_ends_the_run() -> None:
-    app = with_halves([compression()])
-
-    @app.train()
-    def train(msg: Message, context: Context) -> Message:
-        raise RuntimeError("the disk is full")
-
-    with pytest.raises(NoUsableReply, match=r"4 x .*the disk is full"):
-        run(SharedSupport(ScaleCom(density=0.05)), app, rounds=2)

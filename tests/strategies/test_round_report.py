@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -119,17 +118,6 @@ def test_a_memory_ratio_is_reported_by_node(value: float) -> None:
     run(strategy, declare(value))
     assert value in strategy.reports[2].memory.values()
     assert not strategy.reports[2].notes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, True, "0.5", [0.5]], ids=repr)
-def test_a_ratio_that_is_none_costs_its_own_update(value) -> None:
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
-    run(strategy, declare(value))
-    for report in strategy.reports.values():
-        (reason,) = report.refused.values()
-        assert "memory" in reason
-        assert report.used == 3
 
 
 def test_reports_survive_json() -> None:

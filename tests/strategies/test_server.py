@@ -13,7 +13,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
 from flwr.serverapp.strategy import FedAvg, FedMedian, Strategy
 from message_examples import all_damages
 from plain_grid import PlainGrid
-from program_runs import owed
 from toy import client_app, model, stack, update
 
 from fedcomp.clients import memory as kept
@@ -21,20 +20,18 @@ from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Codec, ErrorFeedback, GradiVeQ, Identity, PowerSGD, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError, NoUsableReply, StateError
 from fedcomp.flower import asks, checkpoint
-from fedcomp.flower.faults import Delivery, RandomFaults
+from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import EXACT, FRAME, NODE_RECORD, frames, payload_bytes, put_frame, take_frame
 from fedcomp.flower.records import to_arrays, to_record
-from fedcomp.flower.rounds import drive, exchanges_of, fit
+from fedcomp.flower.rounds import fit
 from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.local import Local
-from fedcomp.program import Step
-from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.server import Running, Server
+from fedcomp.strategies.server import Server
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
 from fedcomp.systems.shared_support import SharedSupport
@@ -51,15 +48,6 @@ SYSTEMS: dict[str, Callable[[], Server]] = {
     "shared support": lambda: Server(SharedSupport(ScaleCom(0.05)), FedAvg(**QUIET), downlink=ScaleCom(0.05)),
     "shared basis": lambda: Server(SharedBasis(PowerSGD(rank=2)), FedAvg(**QUIET), downlink=PowerSGD(rank=2)),
 }
-
-
-class Saving(FedAvg):
-    """A strategy with a loop of its own."""
-
-    def start(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().start(*args, **kwargs)
-        self.saved = sorted(result.arrays)
-        return result
 
 
 def grid_of(*halves: Any, nodes: int = NODES, **engine: Any) -> MeteredGrid:
@@ -94,55 +82,6 @@ def test_the_driver_in_memory_is_flowers_bit_for_bit() -> None:
 
 
 # Faults.
-
-
-class Watched(Server):
-    """Adds up, by node, what is in the model."""
-
-    delivered: dict[int, np.ndarray]
-    steps = 0
-
-    def _take(self, x: Running, now: Any, step: Step | None) -> Any:
-        codec, given = x.given
-        out = super()._take(x, now, step)
-        if step is not None and out[0] is not None:
-            self.steps += 1
-            for each in given:
-                self.delivered[each.node] = self.delivered.get(each.node, 0.0) + codec.decode(each.frame, LAYOUT)
-        return out
-
-
-@pytest.mark.parametrize("which", [pytest.param(name, marks=pytest.mark.long) for name in list(SYSTEMS)[:3]])
-def test_what_is_made_is_delivered_or_remembered_under_six_faults(which: str) -> None:
-    """Updates are integers, so that sums are exact; each kind of fault meets one message in ten or twelve."""
-    plan = {"lost_reply": 0.1, "silent": 0.08, "duplicate": 0.08, "duplicate_reply": 0.05, "raise": 0.08, "late": 0.08}
-    made = SYSTEMS[which]()
-    server = Watched(made.system, FedAvg(**QUIET), downlink=made.downlink)
-    server.delivered = {}
-    grid = grid_of(nodes=5, fault=RandomFaults(Key(9, "server"), plan))
-    rounds = 40
-
-    def without_model(number: int) -> None:
-        # From a model of zeros all clients start with integers.
-        outcome = drive(exchanges_of(server, number, model(), ConfigRecord(), ConfigRecord(), grid), grid, timeout=9)
-        assert outcome is not None
-
-    for number in range(1, rounds + 1):
-        grid.round = number
-        without_model(number)
-    assert server.steps > rounds // 2
-    dense = LAYOUT.compressed_size
-    for address in grid.get_node_ids():
-        context = grid.inner.context(address)
-        node = int(context.node_config["partition-id"])
-        total = context.state["toy.sum"]["sum"].numpy()
-        vector = LAYOUT.flatten(dict(zip(("weight", "bias"), np.split(total, [1200]), strict=True)) | _shaped(total))
-        rest = vector - owed(server, context, address, LAYOUT) - server.delivered[node]
-        assert not rest[:dense].any()
-
-
-def _shaped(total: np.ndarray) -> dict[str, np.ndarray]:
-    return {"weight": total[:1200].reshape(40, 30), "bias": total[1200:]}
 
 
 @pytest.mark.parametrize("which", [pytest.param(n, marks=() if n == "pair" else pytest.mark.long) for n in SYSTEMS])
@@ -267,16 +206,6 @@ def test_a_client_that_trained_without_weight_or_in_another_form_is_refused() ->
         assert bits(play(server, grid_of(lying(about), compression()), 1)) == bits(of_honest(2))
 
 
-def test_weights_of_zero_leave_the_model_and_every_memory() -> None:
-    def about(reply: Message) -> None:
-        reply.content["metrics"] = MetricRecord({**reply.content["metrics"], "num-examples": 0})
-
-    server = Server(Pair(SPARSE), FedAvg(**QUIET))
-    with pytest.raises(NoUsableReply, match="weight 0, as all others of the round"):
-        play(server, grid_of(*(lying(about, node=n) for n in range(NODES)), compression()), 1)
-    assert not any(peer.consumed for peer in server.roster.peers.values())
-
-
 def test_clients_without_the_half_are_named_and_a_run_that_learns_nothing_ends() -> None:
     why = "the client answered with a model: its app cannot take part in SharedSupport"
     with pytest.raises(NoUsableReply, match=f"4 x {why}"):
@@ -380,29 +309,6 @@ def test_on_a_grid_that_knows_no_partitions_their_own_word_gives_the_same_bits()
         assert bits(play(SYSTEMS[which](), MeteredGrid(plain, TrafficLedger()))) == bits(
             play(SYSTEMS[which](), grid_of())
         )
-
-
-def test_of_two_nodes_with_one_partition_the_one_that_held_it_is_used() -> None:
-    class Blind(InProcessGrid):
-        def partition_of(self, node_id: int) -> None:
-            return None
-
-    def grid() -> Blind:
-        return Blind(client_app([compression()]), 3, seed=4, node_config=lambda p: {"partition-id": min(p, 2)})
-
-    server, blind = Server(Pair(SPARSE), FedAvg(**QUIET)), grid()
-    first = play(server, MeteredGrid(blind, TrafficLedger()), 1)
-    twin = blind.add_node(3)
-    assert twin not in server.roster.peers
-    play(server, MeteredGrid(blind, TrafficLedger()), 2, start_round=2, arrays=first)
-    assert server.reports[2].used == 3
-    assert "2 nodes declare partition 2" in server.reports[2].refused[twin]
-    # And where nobody held it before, neither is.
-    fresh, both = Server(Pair(SPARSE), FedAvg(**QUIET)), grid()
-    both.add_node(3)
-    play(fresh, MeteredGrid(both, TrafficLedger()), 1)
-    assert fresh.reports[1].used == 2
-    assert len(fresh.reports[1].refused) == 2
 
 
 # What a node holds.

@@ -19,7 +19,6 @@ from fedcomp.clients.half import ClientHalf
 from fedcomp.codecs import Codec, Factors, TopK
 from fedcomp.factors.capture import capture, chain_of
 from fedcomp.factors.collect import current
-from fedcomp.flower.faults import RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
@@ -132,19 +131,6 @@ def test_2_weights_that_are_not_the_numbers_of_examples_are_another_training() -
     assert np.linalg.norm(run(even, client_app=wrapped) - expected) > 1e-3 * np.linalg.norm(expected)
 
 
-def test_a_round_is_a_pooled_step_of_those_that_answered() -> None:
-    """Whoever is lost is left out with its examples, and nobody else's weight is wrong."""
-    strategy = pair()
-    found = run(strategy, rounds=1, fault=RandomFaults(Key(2, "faults"), {"lost_reply": 0.4}))
-    present = [SIZES.index(int(weight)) for weight in strategy.reports[1].weights.values()]
-    assert 0 < len(present) < 3
-    expected = network()
-    parts = [examples(partition, 1) for partition in present]
-    descend(expected, *(torch.cat([part[i] for part in parts]) for i in (0, 1)))
-    wanted = stack(record_of(expected))
-    assert np.linalg.norm(found - wanted) <= 1e-5 * np.linalg.norm(wanted - stack(record_of(network())))
-
-
 @pytest.mark.parametrize("mode", ["dad", "edad"])
 def test_a_client_that_has_not_agreed_shows_nothing(mode: str) -> None:
     found = run(strategy := pair(mode=mode), client_app=app(visible=False))
@@ -224,21 +210,6 @@ def test_any_strategy_may_be_inside(inner: type[Strategy]) -> None:
     assert np.linalg.norm(found - expected) <= 1e-3 * np.linalg.norm(expected)
 
 
-def test_what_goes_down_may_be_reduced_and_replicas_stay_equal() -> None:
-    """The server compresses what its model changed, whatever made the step; digests prove the replicas."""
-    options = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
-    for inner in (fedavg(fraction_evaluate=0.0), FedAdam(**options)):
-        strategy = pair(inner, downlink=Factors(rank=4))
-        run(strategy, rounds=12)
-        last = strategy.reports[12]
-        assert last.used == 3
-        assert not last.refused
-        known = strategy.down.broadcast
-        assert known is not None
-        assert {peer.version for peer in strategy.roster.peers.values()} == {known.version}
-        assert len(known._steps[-1].frame) < 0.7 * 4 * strategy.layout.size
-
-
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers so wide that the rows of all clients together are shorter than they."""
@@ -257,20 +228,6 @@ def last_step(strategy: Compressed) -> dict[str, tuple[int, ...]]:
     assert {peer.version for peer in strategy.roster.peers.values()} == {known.version}
     bundle = codec("dad").open(known._steps[-1].frame, layout)
     return {t.name: tensor.shape for t, tensor in zip(layout.tensors, bundle.tensors, strict=True)}
-
-
-@pytest.mark.usefixtures("wide")
-def test_what_goes_down_may_be_the_factors_of_all_clients_put_beside_each_other() -> None:
-    """As exact as whole models, in fewer bytes; a bias follows from its layer's."""
-    whole = run(pair())
-    strategy = pair(downlink=Factors(mode="dad", **KNOWN))
-    found = run(strategy)
-    assert np.linalg.norm(found - whole) <= 1e-6 * np.linalg.norm(whole)
-    shapes = last_step(strategy)
-    assert shapes["2.weight"] == (sum(SIZES), 270)
-    assert shapes["2.bias"] == (0,)
-    # Of the last layer the matrix is shorter, and travels whole.
-    assert shapes["4.weight"] == (480,)
 
 
 @pytest.mark.usefixtures("wide")

@@ -11,24 +11,20 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from toy import client_app, fedavg, model, stack, with_halves
+from toy import client_app, model, stack, with_halves
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import ScaleCom, TopK
+from fedcomp.codecs import ScaleCom
 from fedcomp.codecs.scalecom import support_id_of
 from fedcomp.flower.faults import FaultPlan
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import TrafficLedger
-from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import FRAME, put_frame, take_frame
 from fedcomp.flower.rounds import drive
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
-from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.cohort import CohortSettings
 from fedcomp.strategies.shared_support import SharedSupport
-
-LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()})
 
 Change = Callable[[Message, Message, Context], None]
 Client = Callable[[Message, Context], Message]
@@ -158,44 +154,17 @@ def test_nodes_of_two_servers_lose_rounds_but_no_run_ends() -> None:
 
 def test_a_round_waits_until_enough_nodes_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Flower's own strategies do; the nodes of this grid come one per look."""
-    from fedcomp.strategies import cohort
-
     looks: list[int] = []
 
     class Slow:
         def get_node_ids(self) -> list[int]:
             looks.append(1)
-            return list(range(10, 10 + len(looks)))
+            return list(range(10 + len(looks), 10, -1))
 
-    monkeypatch.setattr(cohort, "_POLL_SECONDS", 0.0)
-    found = cohort.draw_cohort(
-        Slow(), Key(1, "cohort/train", 3), fraction=0.5, least=1, available=6, partitions={15: 0, 10: 1}
-    )
+    monkeypatch.setattr("fedcomp.strategies.nodes._POLL_SECONDS", 0.0)
+    half = CohortSettings(fraction_train=0.5, min_available_nodes=6)
+    found = half.draw("train", Slow(), Key(1, "cohort/train", 3))  # type: ignore[arg-type]
     assert len(looks) == 6
     assert len(found) == 3
-    everyone = cohort.draw_cohort(
-        Slow(), Key(1, "cohort/train", 3), fraction=1.0, least=1, available=1, partitions={15: 0, 10: 1}
-    )
-    assert everyone == [15, 10, 11, 12, 13, 14, 16]
-
-
-@pytest.mark.parametrize("weight", [0.0, 1e-60])
-def test_a_mask_survives_a_client_of_weight_zero_in_the_drop_in_pair(weight: float) -> None:
-    """-inf times a weight of 0 is no number; the model's own constant is."""
-    app = ClientApp(mods=[compression()])
-
-    @app.train()
-    def train(msg: Message, context: Context) -> Message:
-        arrays = {k: Array(v.numpy()) for k, v in msg.content["arrays"].items()}
-        examples = 10.0 if context.node_config["partition-id"] else weight
-        content = RecordDict({"arrays": ArrayRecord(arrays), "m": MetricRecord({"num-examples": examples})})
-        return Message(content, reply_to=msg)
-
-    mask = np.array([0.0, -np.inf, 0.0], np.float32)
-    initial = ArrayRecord({"weight": Array(np.ones(2000, np.float32)), "mask": Array(mask)})
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.1))
-    result = strategy.start(
-        MeteredGrid(InProcessGrid(app, 2, seed=1), TrafficLedger()), initial, num_rounds=2, timeout=9
-    )
-    assert [r.compressed for r in strategy.reports.values()] == [2, 2]
-    np.testing.assert_array_equal(result.arrays["mask"].numpy(), mask)
+    everyone = CohortSettings().draw("train", Slow(), Key(1, "cohort/train", 3))  # type: ignore[arg-type]
+    assert everyone == [11, 12, 13, 14, 15, 16, 17]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message
 from test_conservation import Sum, memory_of, residual
-from toy import client_app, fedavg, model, put_sent_frame, sent_frame, stack, update
+from toy import client_app, fedavg, model, put_sent_frame, stack
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
@@ -48,7 +48,7 @@ from fedcomp.flower.faults import RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.layout import NONE_DENSE, Layout, SmallDense, Update
+from fedcomp.layout import SmallDense
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.systems.pair import Pair
@@ -207,64 +207,6 @@ def test_a_client_that_does_not_roll_back_is_noticed(codec: Codec, monkeypatch) 
     monkeypatch.setattr(Pair, "rollback", lambda self, memory, frame, layout: memory)
     missing, largest, _ = account(codec)
     assert np.abs(missing).max() > 100 * 3 * ROUNDS * 2.0**-24 * largest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("codec", [*EXACT, *ROUNDED, *OTHERS], ids=repr)
-def test_the_model_is_the_mean_of_what_was_delivered(codec: Codec) -> None:
-    """Around FedAvg, against the definition: per round Σ weight · decode(frame) of those whose reply was consumed."""
-    made: dict[tuple[int, int], bytes] = {}
-    honest = client_app([compression()])
-
-    def app(msg: Message, context: Context) -> Message:
-        reply = honest(msg, context)
-        if not reply.has_error():
-            round_ = int(next(iter(msg.content.config_records.values()))["server-round"])
-            frame = sent_frame(reply.content)
-            # A message that arrives twice is answered with the same bytes, by memory or by the key's randomness.
-            assert made.setdefault((round_, int(context.node_config["partition-id"])), frame) == frame
-        return reply
-
-    consumed: dict[int, list[int]] = {}
-
-    def collect(records: list[RecordDict], key: str) -> MetricRecord:
-        consumed[len(strategy.reports)] = [int(r["metrics"]["partition"]) for r in records]
-        return MetricRecord({"n": len(records)})
-
-    plan = RandomFaults(Key(17, "faults"), FAULTS, pushes=1)
-    grid = InProcessGrid(app, NODES, seed=5, fault=plan)
-    strategy = Compressed(fedavg(fraction_evaluate=0.0, train_metrics_aggr_fn=collect), codec, seed=3)
-    arrays = model()
-    layout = Layout.of({k: v.numpy() for k, v in arrays.items()}, NONE_DENSE)
-    expected = layout.flatten({k: v.numpy() for k, v in arrays.items()})
-    for round_ in range(1, 11):
-        before = {k: v.numpy() for k, v in arrays.items()}
-        replies = grid.send_and_receive(strategy.configure_train(round_, arrays, ConfigRecord(), grid), timeout=9)
-        arrays = strategy.aggregate_train(round_, replies)[0] or arrays
-        who = consumed.get(round_, [])
-        total = np.full(layout.size, -0.0, np.float32)
-        for p in who:
-            frame = made[round_, p]
-            if not strategy.codec.remembers:
-                # Without memory a frame is a function of the update and the key alone: made anew, it is the same.
-                after = {k: v + update(round_, p, v.shape, i) for i, (k, v) in enumerate(before.items())}
-                step = Update(layout.flatten(after) - layout.flatten(before), layout)
-                assert strategy.codec.encode(step, {}, Key(3, "uplink", round_, p))[0] == frame
-            total += np.float32((p + 1) / sum(q + 1 for q in who)) * strategy.codec.decode(frame, layout)
-        # Decoded one by one, frames of a domain have left it already; the server adds first, which rounds otherwise.
-        turned = any(word in repr(codec) for word in ("Domain", "FFT"))
-        if who:
-            if not turned:
-                strategy.codec.conclude(Update(total, layout))
-            expected = expected + total
-        found = layout.flatten({k: v.numpy() for k, v in arrays.items()})
-        if turned:
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
-        else:
-            np.testing.assert_array_equal(found, expected)
-    assert sum(len(who) for who in consumed.values()) == sum(r.compressed for r in strategy.reports.values())
-    assert 20 < sum(map(len, consumed.values())) < 36, "some replies are lost, most are not"
-    assert np.abs(stack(arrays)).max() > 1.0
 
 
 def test_a_client_cannot_go_on_with_the_first_rounds_density() -> None:

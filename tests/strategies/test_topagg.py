@@ -1,27 +1,32 @@
-"""TopAgg as a strategy: what the model becomes, what the promise rests on, and with what it composes."""
+"""TopAgg as a strategy: what the model becomes, what the promise rests on, and hostile voters."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message
-from flwr.serverapp.strategy import FedAdam, FedMedian
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.serverapp.strategy import FedMedian
+from private_runs import forged
 from topagg_runs import BALLOT, HALVES, LR, NODES, SIZE, app, ballots, flat, inner, learnt, run, shifted, strategy
-from toy import client_app, fedavg, model
+from toy import client_app, fedavg, put_sent_frame
 
+from fedcomp import wire
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import SignSGD, TopK
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower.privacy import find_private
 from fedcomp.layout import Layout, Update
-from fedcomp.privacy.sampling import Sampling
+from fedcomp.privacy.errors import Unbounded
+from fedcomp.privacy.mechanism import PrivateSum
 from fedcomp.privacy.votes import TopkSign, entropy_bits, topk_stochastic_sign
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.topagg import TopAgg
+from fedcomp.wire.fuzz import seal
 
 FULL = TopkSign(k=SIZE, stochastic=False)
 
@@ -115,25 +120,6 @@ def test_noise_has_the_scale_that_is_accounted_for(adjacency: str) -> None:
     assert {event.releases for event in events} == {1}
 
 
-def test_a_client_lost_mid_round_costs_nothing_but_its_vote() -> None:
-    """Same noise, same event, and the sum of the others bit for bit."""
-    settings = {"noise_multiplier": 2.0, "server_lr": 1.0}
-    whole, alone = strategy(**settings), strategy(**settings)
-    everyone, *_ = run(whole)
-    others, *_ = run(alone, fault=lambda d: "lost_reply" if d.partition == 3 else None)
-    np.testing.assert_array_equal((everyone - others) * NODES, ballots(1)[3])
-    assert whole.inner.privacy.events == alone.inner.privacy.events
-    assert whole.inner.privacy.epsilon() == alone.inner.privacy.epsilon()
-    assert alone.reports[1].lost == 1
-
-
-def test_an_empty_round_releases_noise_and_costs_as_much() -> None:
-    chosen = strategy(noise_multiplier=2.0)
-    moved, *_ = run(chosen, fault=lambda d: "silent")
-    assert np.count_nonzero(moved) > SIZE / 2
-    assert chosen.inner.privacy.releases == 1
-
-
 def test_layers_vote_as_the_policy_says() -> None:
     """Per-layer k: the total bounds the norm, and each tensor has its own share, small ones that would go dense too."""
     ballot = TopkSign(k=57, scope="layer")
@@ -150,46 +136,6 @@ def test_layers_vote_as_the_policy_says() -> None:
             key = Key(7, "uplink", 1, p, layer)
             votes[part] += topk_stochastic_sign(learnt(1, p)[part], share, uniforms=key)
     np.testing.assert_array_equal(moved, LR * votes / NODES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("downlink", [None, TopK(0.2)], ids=repr)
-def test_any_downlink_codec_goes_with_it(downlink) -> None:
-    chosen = strategy(noise_multiplier=1.0, downlink=downlink)
-    moved, _, grid = run(chosen, rounds=3)
-    assert np.isfinite(moved).all()
-    assert [report.compressed for report in chosen.reports.values()] == [NODES] * 3
-    assert not any(report.refused for report in chosen.reports.values())
-    down = grid.ledger.summary()["payload_down"]
-    assert (down < 2.5 * 4 * SIZE * NODES) == (downlink is not None)
-    # A compressed downlink leaves the clients another model, the server the true one.
-    reference, *_ = run(strategy(noise_multiplier=1.0), rounds=3)
-    assert moved.tobytes() == reference.tobytes()
-
-
-def test_an_adaptive_inner_strategy_steps_from_the_noisy_mean() -> None:
-    chosen = Compressed(
-        TopAgg(
-            FedAdam(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1, eta=0.01),
-            BALLOT,
-            server_lr=1.0,
-            noise_multiplier=1.0,
-            population=NODES,
-            delta=1e-3,
-            insecure_deterministic=True,
-        ),
-        BALLOT,
-    )
-    moved, *_ = run(chosen, rounds=2)
-    assert np.count_nonzero(moved) > 0.95 * SIZE
-    assert np.abs(moved).max() < 0.2
-
-
-def test_buffers_keep_the_servers_values() -> None:
-    chosen = strategy(noise_multiplier=1.0)
-    _, result, _ = run(chosen, rounds=2, initial=model(counter=True))
-    assert int(result.arrays["num_batches_tracked"].numpy()) == 0
-    assert result.arrays["num_batches_tracked"].numpy().dtype == np.int64
 
 
 def test_frames_of_a_run_are_within_five_per_cent_of_the_entropy() -> None:
@@ -264,14 +210,6 @@ def test_a_codec_with_more_votes_than_the_ballot_is_refused_reply_by_reply() -> 
     assert not moved.any()
 
 
-def test_a_capped_client_votes_no_more_than_it_may() -> None:
-    chosen = strategy(noise_multiplier=1.0, sampling=Sampling("capped", cap=2))
-    run(chosen, rounds=4)
-    assert set(chosen.inner.privacy.participations.values()) == {2}
-    assert [chosen.reports[r].asked for r in (1, 2)] == [NODES, NODES]
-    assert not chosen.reports[3].asked
-
-
 def test_a_plain_weighted_mean_learns_the_mean_vote() -> None:
     """Outside of privacy: the votes' mean is the update, and the server's learning rate gives it a length."""
     app_equal = client_app([compression(), equal_weights])
@@ -299,3 +237,128 @@ def test_a_zero_update_abstains_and_a_broken_one_is_an_absent_vote() -> None:
         moved, *_ = run(chosen, client=client_app([*HALVES, spoilt(value)]))
         np.testing.assert_array_equal(moved * NODES, LR * others)
         assert len(chosen.reports[1].refused) == refused
+
+
+CULPRIT = 3
+K = BALLOT.k
+SETTINGS = {"noise_multiplier": 2.0, "server_lr": 1.0}
+Evil = Callable[[RecordDict], RecordDict | None]
+
+
+def forger(evil: Evil) -> Callable[[Message, Context], Message]:
+    """Return the app with one client whose reply ``evil`` changes."""
+    return forged(app(), evil, CULPRIT)
+
+
+def frame(*tensors: wire.Tensor) -> Evil:
+    def evil(content: RecordDict) -> None:
+        put_sent_frame(content, wire.encode(list(tensors)))
+
+    return evil
+
+
+def signs(count: int) -> wire.UnitSign:
+    return wire.UnitSign(np.zeros(count, np.bool_))
+
+
+def listed(values: wire.Values, size: int = SIZE, indices: np.ndarray | None = None) -> wire.Tensor:
+    return wire.sparse((size,), np.arange(values.k) if indices is None else indices, values)
+
+
+def twice_the_same_index(content: RecordDict) -> None:
+    """Fixed-width indices 4, 4 instead of 4, 5, sealed again: one coordinate would count twice."""
+    tensor = wire.sparse((SIZE,), np.array([4, 5]), signs(2), index="raw")
+    sent = wire.encode([tensor])[:-4].replace(b"\x04\0\0\0\x05\0\0\0", b"\x04\0\0\0\x04\0\0\0")
+    put_sent_frame(content, seal(sent))
+
+
+def overflowing(content: RecordDict) -> RecordDict:
+    """Reply as a client without the mods, with doubles that the model's floats cannot hold."""
+    tensors = {"weight": np.zeros((40, 30)), "bias": np.full(12, 1e300)}
+    return RecordDict({"arrays": ArrayRecord({name: Array(values) for name, values in tensors.items()})})
+
+
+BAD: dict[str, Evil] = {
+    "k + 1 votes": frame(listed(signs(K + 1))),
+    "all coordinates": frame(listed(signs(SIZE))),
+    "all coordinates, dense": frame(wire.Tensor(signs(SIZE), (SIZE,))),
+    "values of 2": frame(listed(wire.Raw(np.full(K, 2, np.float32)))),
+    "a scale of 1000": frame(listed(wire.SignScale(np.zeros(K, np.bool_), np.float32([1000.0])))),
+    "a scale of 1": frame(listed(wire.SignScale(np.zeros(K, np.bool_), np.float32([1.0])))),
+    "ternary levels": frame(listed(wire.Ternary(np.ones(K), 3.0))),
+    "NaN": frame(listed(wire.Raw(np.full(K, np.nan, np.float32)))),
+    "infinity": frame(listed(wire.Raw(np.full(K, np.inf, np.float32)))),
+    "one element more": frame(listed(signs(K), SIZE + 1)),
+    "a matrix": frame(wire.sparse((SIZE, 1), np.arange(K), signs(K))),
+    "two tensors": frame(listed(signs(K)), listed(signs(K))),
+    "no tensor": frame(),
+    "coefficients": frame(wire.Tensor(signs(K), (SIZE,), kind=wire.COEFFICIENTS)),
+    "a seeded support": frame(wire.seeded((SIZE,), 5, K, signs(K))),
+    "a dense rest beside the votes": frame(listed(signs(K)), wire.dense(np.ones(12, np.float32))),
+    "the same index twice": twice_the_same_index,
+    "a dense model that overflows": overflowing,
+}
+
+
+@pytest.fixture(scope="module")
+def without() -> tuple[np.ndarray, list]:
+    """The model of a round whose culprit never answers, and what it costs."""
+    chosen = strategy(**SETTINGS)
+    moved, *_ = run(chosen, fault=lambda d: "silent" if d.partition == CULPRIT else None)
+    return moved, chosen.inner.privacy.events
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BAD)
+def test_1_11_h_a_forged_vote_costs_nobody_but_its_sender(name: str, without: tuple[np.ndarray, list]) -> None:
+    """Refused and reported; event, noise and the sum of the others are bit for bit those of its absence."""
+    chosen = strategy(**SETTINGS)
+    moved, *_ = run(chosen, client=forger(BAD[name]))
+    report, ledger = chosen.reports[1], chosen.inner.privacy
+    assert len(report.refused) == 1
+    assert report.compressed == NODES - 1
+    assert moved.tobytes() == without[0].tobytes()
+    assert ledger.events == without[1]
+    assert [event.noise_multiplier for event in ledger.events] == [2.0]
+    assert len(ledger.participations) == NODES, "who was asked took part"
+
+
+def test_1_11_h_a_layer_cannot_vote_for_another() -> None:
+    """Per-layer k: the total would be within the bound, but a tensor has more than its own share."""
+    ballot = TopkSign(k=K, scope="layer")
+    options = {**SETTINGS, "policy": lambda *_: None}
+    layout_shares: list[int] = []
+
+    def evil(content: RecordDict) -> None:
+        shares = [ballot.count(s) for s in ballot.stretches(chosen.layout)]
+        layout_shares.extend(shares)
+        first, second = shares[0] - 1, shares[1] + 1
+        tensors = [listed(signs(first), 1200), listed(signs(second), 30)]
+        put_sent_frame(content, wire.encode(tensors))
+
+    chosen, absent = strategy(ballot, **options), strategy(ballot, **options)
+    moved, *_ = run(chosen, client=forger(evil))
+    other, *_ = run(absent, fault=lambda d: "silent" if d.partition == CULPRIT else None)
+    assert sum(layout_shares) == K
+    assert len(chosen.reports[1].refused) == 1
+    assert moved.tobytes() == other.tobytes()
+
+
+def test_no_vector_that_is_no_vote_passes_the_strategy() -> None:
+    """The mechanism's own door, without any codec before it: floats that look like votes, and those that do not."""
+    private = strategy(pair=False, noise_multiplier=1.0)
+    layout = Layout.flat(SIZE)
+    votes = np.zeros(SIZE, np.float32)
+    votes[:K] = np.sign(learnt(1, 0)[:K] + 0.5)
+    total = PrivateSum(private.mechanism(layout, 1), (SIZE,))
+    total.add(1, private.contribution(votes, layout, 1))
+    for at, value in ((0, 2.0), (0, 0.5), (0, np.nan), (0, np.inf), (0, -128.0), (0, 256.0), (0, 1e9), (K, 1.0)):
+        forged = votes.copy()
+        forged[at] = value
+        with pytest.raises(Unbounded):
+            total.add(2, private.contribution(forged, layout, 1))
+    with pytest.raises(Unbounded, match="already"):
+        total.add(1, private.contribution(votes, layout, 1))
+    with pytest.raises(Unbounded):
+        total.add(3, private.contribution(votes[:-1], layout, 1))
+    assert total.participants == [1]

@@ -249,7 +249,7 @@ def test_an_ask_of_another_list_plan_or_kind_is_refused_before_the_app_trains() 
         ask._replace(blobs={"peers": ask.blobs["peers"][36:]}),
         ask._replace(blobs={"peers": ask.blobs["peers"] * 2}),
         ask._replace(kind="query"),
-        ask._replace(say=Share("mds", 300, 300, 0, 0, 1)),
+        ask._replace(say=Share("mds", 100, 200, 100, 0, 1)),
         ask._replace(say=Share("rlnc", said.symbols, said.shards, 1, 0, said.longest)),
         ask._replace(say=Shared(1, bytes(8), b"")),
     ):

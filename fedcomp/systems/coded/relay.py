@@ -27,7 +27,7 @@ from fedcomp.codecs import Codec, State
 from fedcomp.coding.code import CodeName
 from fedcomp.coding.errors import CodingError, NotDecodable
 from fedcomp.coding.packet import DIGEST_BYTES, Packet
-from fedcomp.coding.relay import Collector, Commitment, RelayPlan, check, choose, packet_hash
+from fedcomp.coding.relay import MOST_SYMBOLS, Collector, Commitment, RelayPlan, check, choose, packet_hash
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.layout import Layout
 from fedcomp.program import (
@@ -60,9 +60,9 @@ class Share(Said):
     """Train, and share: what the packets are."""
 
     code: Annotated[str, OneOf("rlnc", "mds")]
-    symbols: Annotated[int, Int(1, 1024)]
+    symbols: Annotated[int, Int(1, MOST_SYMBOLS)]
     shards: Annotated[int, Int(1, MOST)]
-    threshold: Annotated[int, Int(0, 1024)]
+    threshold: Annotated[int, Int(0, MOST_SYMBOLS)]
     seed: Annotated[int, Int(-LARGEST - 1)]
     longest: Annotated[int, Int(1)]
 

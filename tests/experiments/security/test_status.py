@@ -31,10 +31,10 @@ def test_a_key_is_known_as_flowers_nodes_say_it(tmp_path):
     from cryptography.hazmat.primitives import serialization
 
     folder = create(tmp_path, ["localhost"], 2)
-    assert (
-        FLEET_HTTP_PUBLIC_KEY_HEADER.encode(),
-        FLWR_PACKAGE_VERSION_METADATA_KEY.encode(),
-    ) == (KEY_HEADER, VERSION_HEADER)
+    assert (FLEET_HTTP_PUBLIC_KEY_HEADER.encode(), FLWR_PACKAGE_VERSION_METADATA_KEY.encode()) == (
+        KEY_HEADER,
+        VERSION_HEADER,
+    )
     public = serialization.load_ssh_public_key((folder.nodes / "node-1.pub").read_bytes())
     assert names_of(folder)[base64.b64encode(public_key_to_bytes(public)).decode()] == "node-1"
 

@@ -1,0 +1,307 @@
+"""Gradient coding: rounds among stragglers, on a simulated clock, and what their models and times come to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.experiments.findings import Table, different_bytes, mean
+from fedcomp.experiments.kit import Record, Records, curves, table
+from fedcomp.experiments.spec import RunResult
+from fedcomp.experiments.tables import Found, Studied, Training
+from fedcomp.rng import Key
+
+DENSE: Final = "FedAvg"
+# With ten clients 1 + 1 divides their number and 3 + 1 does not: fractional repetition and the cyclic code are both
+# run.
+LOSSES: Final = (0, 1, 3)
+# From tails under which a mean hardly exists to tails so light that nobody straggles.
+TAILS: Final = (1.05, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
+"""Tail indices of the plot: P(slower than x) = x^-index."""
+
+DRAWN, FIXED = "redrawn every round", "the same in all rounds"
+SPEEDS: Final = (DRAWN, FIXED)
+
+
+def coded(losses: int) -> str:
+    """Return the label of the row that tolerates so many losses."""
+    return f"gradient code, s = {losses}"
+
+
+def over_field(losses: int) -> str:
+    """Return the label of the row over GF(2^31 - 1)."""
+    return f"over GF(2^31 - 1), s = {losses}"
+
+
+def ignoring(losses: int) -> str:
+    """Return the name of the scheme that does without the slowest."""
+    return f"ignore the {losses} slowest"
+
+
+def schemes(clients: int) -> dict[str, dict[str, Any]]:
+    """Return the settings of what is run among stragglers, by name."""
+    # The same strategy with s = 0 waits for all, so that only the code differs.
+    out: dict[str, dict[str, Any]] = {"wait for all": {"losses": 0}}
+    out |= {coded(s): {"losses": s} for s in LOSSES[1:]}
+    # A server that ignores stragglers is the code without redundancy that ends a round at a quorum.
+    out |= {ignoring(s): {"losses": 0, "approximate": True, "quorum": max(1, clients - s)} for s in LOSSES[1:]}
+    out[over_field(LOSSES[-1])] = {"losses": LOSSES[-1], "arithmetic": "gf31"}
+    return out
+
+
+def study(found: Found) -> Studied:
+    """Run every scheme among stragglers of both kinds; compute the times without backlog for other tails."""
+    config, results, most = found.config, found.results, LOSSES[-1]
+    training = Training.of(found.experiment, config)
+    runs = found.sweep(among_stragglers, {"speeds": SPEEDS, "name": list(schemes(config.clients))}, training=training)
+    wait = [_seconds(runs, coded(most), speeds) for speeds in SPEEDS]
+    off = max(_off_model(runs.one(name=coded(most), speeds=speeds), results) for speeds in SPEEDS)
+    return Studied(
+        {
+            **_exactness(results, runs),
+            **_times(runs),
+            "off": f"{off:.0e}",
+            "least wait": min(wait),
+            "most wait": max(wait),
+        },
+        tables=[*(_stragglers(found, speeds, runs.where(speeds=speeds)) for speeds in SPEEDS), _bytes(results)],
+        figures=[
+            *(
+                curves(
+                    f"Test loss over simulated time, stragglers {speeds}",
+                    # Over the field the curve would cover that of the same code in floats.
+                    [run for run in runs.where(speeds=speeds) if run.name != over_field(most)],
+                    lambda run: np.cumsum(run.seconds).tolist(),
+                    "loss",
+                    "name",
+                    x_label="simulated seconds",
+                    y_label="test loss",
+                    log_y=True,
+                )
+                for speeds in SPEEDS
+            ),
+            curves(
+                "Seconds of a round against the stragglers' tail",
+                LOSSES,
+                lambda s: TAILS,
+                lambda s: [expected_seconds(config.clients, s, tail) for tail in TAILS],
+                coded,
+                x_label="index of the Pareto tail",
+                y_label="mean seconds of a round",
+                log_x=True,
+                log_y=True,
+                caption="Computed: the mean time until the sum is determined, with s + 1 times the work, when no "
+                "device is still busy with the round before. Where tails are light, coding costs more than it gains.",
+            ),
+        ],
+    )
+
+
+def slowdown(seed: int, speeds: str, tail: float) -> Callable[[int, int], float]:
+    """Return ``(round, partition) -> seconds per partition``, at least 1, with a Pareto tail of index ``tail``."""
+
+    def seconds(server_round: int, partition: int) -> float:
+        # By partition and, if speeds are redrawn, round: every scheme meets the same stragglers.
+        key = Key(seed, "stragglers", server_round if speeds == DRAWN else 0, partition)
+        # Inverse of the Pareto distribution function; 1 - u is never 0.
+        return float((1.0 - key.uniform(1)[0]) ** (-1.0 / tail))
+
+    return seconds
+
+
+def among_stragglers(speeds: str, name: str, *, training: Training) -> dict[str, Any]:
+    """Run one scheme with real messages on the engine in this process, whose clock is simulated.
+
+    Returns
+    -------
+    dict
+        Per round the seconds, those there were if all restarted, the test loss, the accuracy and the answers that came
+        in time; the final weights; and the largest difference between the clock and what :func:`replay` computes from
+        the drawn times alone.
+    """
+    from dataclasses import replace
+
+    from fedcomp.clients.app import app  # brings torch and Flower
+    from fedcomp.experiments.serve import serve
+    from fedcomp.flower.grid import InProcessGrid
+
+    config = training.config
+    settings = schemes(config.clients)[name]
+    seconds = slowdown(config.seed, speeds, float(config.settings["tail"]))
+    # A device computes s + 1 partitions before it can answer.
+    work = int(settings["losses"]) + 1
+    spec = replace(training.spec(coded(0), **settings), engine="inprocess")
+    marks: list[float] = []
+
+    def computing(delivery: Any) -> float:
+        trains = delivery.message_type.partition(".")[0] == "train"
+        # Queries and evaluations take no time: the seconds of a round are those of training.
+        return work * seconds(delivery.round, delivery.partition) if trains else 0.0
+
+    with InProcessGrid(app, config.clients, seed=config.seed, compute_seconds=computing) as grid:
+        result = serve(spec, grid, on_round=lambda _record: marks.append(grid.clock))
+    # A second way to the same seconds, without messages: the claims compare them.
+    expected = replay(config.clients, config.rounds, settings, seconds)
+    laps = np.diff(marks)
+    return {
+        "seconds": laps.tolist(),
+        "restarted": replay(config.clients, config.rounds, settings, seconds, restart=True).tolist(),
+        "off": float(np.max(np.abs(laps - expected), initial=0.0)),
+        "loss": [record.loss for record in result.rounds[1:]],
+        "accuracy": [record.accuracy for record in result.rounds[1:]],
+        "answers": [record.metrics["coded.received"] for record in result.rounds[1:]],
+        "weights": _flat(result.arrays).tolist(),
+    }
+
+
+def replay(
+    clients: int,
+    rounds: int,
+    settings: Mapping[str, Any],
+    seconds: Callable[[int, int], float],
+    *,
+    restart: bool = False,
+) -> NDArray[np.float64]:
+    """Return the seconds of every round from the drawn times.
+
+    Who is still busy with an older round begins later, unless all ``restart`` every round.
+    """
+    losses, quorum = int(settings["losses"]), int(settings.get("quorum", 0))
+    clock, free, out = 0.0, np.zeros(clients), []
+    for server_round in range(1, rounds + 1):
+        drawn = np.array([seconds(server_round, partition) for partition in range(clients)])
+        free = (clock if restart else np.maximum(free, clock)) + (losses + 1) * drawn
+        if quorum:
+            over = float(np.sort(free)[quorum - 1])
+        elif clients % (losses + 1) == 0:
+            # Fractional repetition is done with the first answer of every group.
+            over = float(free.reshape(-1, losses + 1).min(axis=1).max())
+        else:
+            over = float(np.sort(free)[clients - losses - 1])
+        out.append(over - clock)
+        clock = over
+    return np.array(out)
+
+
+def expected_seconds(clients: int, losses: int, tail: float) -> float:
+    """Return the mean seconds of a round in which all devices restart, with Pareto times of index ``tail``.
+
+    The k-th smallest of n such times has the mean G(n + 1) G(n - k + 1 - 1/a) / (G(n - k + 1) G(n + 1 - 1/a)) (G: the
+    gamma function; recalled, and checked against draws in the tests). Of fractional repetition a group's first answer
+    counts, which has the index (s + 1) a, and the slowest group ends the round.
+    """
+    n, rank, index = clients, clients - losses, tail
+    if clients % (losses + 1) == 0:
+        n = rank = clients // (losses + 1)
+        index = tail * (losses + 1)
+    x = 1.0 / index
+    # By logarithms: the gamma function overflows at 171.
+    logs = math.lgamma(n + 1) + math.lgamma(n - rank + 1 - x) - math.lgamma(n - rank + 1) - math.lgamma(n + 1 - x)
+    return (losses + 1) * math.exp(logs)
+
+
+def _flat(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
+    return np.concatenate([np.asarray(array, np.float64).reshape(-1) for array in arrays.values()])
+
+
+def _distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    """Return the largest difference, relative to the largest number."""
+    return float(np.max(np.abs(a - b))) / max(float(np.max(np.abs(b))), 1e-300)
+
+
+def _off_model(run: Record, results: Mapping[str, RunResult]) -> float:
+    return _distance(np.array(run.weights), _flat(results[coded(0)].arrays))
+
+
+def _exactness(results: Mapping[str, RunResult], runs: Records) -> dict[Any, float]:
+    """The curve is that of gradient descent on all data, step by step, and no byte is saved."""
+    most, field_whole = LOSSES[-1], results[over_field(0)]
+    losses = np.array([record.loss for record in results[coded(0)].rounds[1:]])
+    # As float32, which models are: a run's weights were widened to be kept as JSON.
+    reference = {"all": _flat(field_whole.arrays).astype(np.float32)}
+    bits = different_bytes(field_whole.arrays, results[over_field(most)].arrays)
+    bits += sum(
+        different_bytes({"all": np.array(run.weights, np.float32)}, reference)
+        for run in runs.where(name=over_field(most))
+    )
+    found: dict[Any, float] = {}
+    for run in (runs.one(name=coded(s), speeds=speeds) for s in LOSSES[1:] for speeds in SPEEDS):
+        found[run.name, f"stragglers {run.speeds}: off in weights"] = _off_model(run, results)
+        off = float(np.max(np.abs(np.array(run.loss) - losses) / losses))
+        found[run.name, f"stragglers {run.speeds}: off in a round's loss"] = off
+    return found | {
+        (over_field(most), "bytes of models that differ from those with s = 0"): bits,
+        "off Flower's FedAvg": _distance(_flat(results[coded(0)].arrays), _flat(results[DENSE].arrays)),
+        "clock off the times computed from the draws, seconds": max(runs.each("off")),
+        (coded(most), "uplink payload over that with s = 0"): (
+            results[coded(most)].uplink_payload_bytes / max(1, results[coded(0)].uplink_payload_bytes)
+        ),
+    }
+
+
+def _seconds(runs: Records, name: str, speeds: str, column: str = "seconds") -> float:
+    """Return the seconds of a scheme's rounds over those of waiting for all."""
+    one, whole = (mean(runs.one(name=which, speeds=speeds)[column]) for which in (name, "wait for all"))
+    return one / whole
+
+
+def _times(runs: Records) -> dict[Any, float]:
+    """Rounds end sooner under heavy tails."""
+    most = LOSSES[-1]
+    # Where the same devices stay slow: redrawn stragglers leave out other data in every round, which averages out.
+    ignored, kept = (runs.one(name=name, speeds=FIXED).loss[-1] for name in (ignoring(most), coded(most)))
+    found: dict[Any, float] = {(ignoring(most), f"stragglers {FIXED}: test loss over that of the code"): ignored / kept}
+    for name in map(coded, LOSSES[1:]):
+        for speeds in SPEEDS:
+            found[name, f"stragglers {speeds}: seconds over waiting for all"] = _seconds(runs, name, speeds)
+        stopped = _seconds(runs, name, DRAWN, "restarted")
+        found[name, f"stragglers {DRAWN}, which stop: seconds over waiting for all"] = stopped
+    return found
+
+
+def _stragglers(found: Found, speeds: str, runs: Records) -> Table:
+    config = found.config
+    columns: dict[str, Any] = {
+        "scheme": "name",
+        "partitions per device": lambda run: schemes(config.clients)[run.name]["losses"] + 1,
+        "seconds per round": lambda run: mean(run.seconds),
+        "slowest round": lambda run: max(run.seconds),
+        "if stragglers stopped": lambda run: mean(run.restarted),
+        "answers": lambda run: mean(run.answers),
+        "test loss": lambda run: run.loss[-1],
+        "accuracy, %": lambda run: 100.0 * run.accuracy[-1],
+    }
+    return table(
+        f"Stragglers {speeds}",
+        columns,
+        runs,
+        f"{config.clients} devices, {config.rounds} rounds, real messages, simulated seconds. A partition takes a "
+        f"device 1 s times a Pareto number of index {float(config.settings['tail']):g}, {speeds}. A device that is "
+        "late goes on with its old round before it begins the new one; the column beside it is computed from the same "
+        "numbers for devices that drop it and restart.",
+    )
+
+
+def _bytes(results: Mapping[str, RunResult]) -> Table:
+    def each(result: RunResult, count: int) -> float:
+        # Round 0 is the evaluation of the initial model.
+        return count / (max(1, len(result.rounds) - 1) * result.spec.clients) / 1000
+
+    columns: dict[str, Any] = {
+        "row": lambda result: result.spec.label,
+        "up, payload kB": lambda result: each(result, result.uplink_payload_bytes),
+        "up, wire kB": lambda result: each(result, result.uplink_wire_bytes),
+        "down, payload kB": lambda result: each(result, result.downlink_payload_bytes),
+    }
+    return table(
+        "Bytes per client and round",
+        columns,
+        [results[label] for label in (DENSE, *(coded(s) for s in LOSSES), over_field(LOSSES[-1]))],
+        "Nobody is slow. An answer is one row of numbers, however many partitions are in it: float64 takes twice "
+        "FedAvg's float32, GF(2^31 - 1) as much as it. Coding saves nothing. What has to lie on the devices "
+        "beforehand, s partitions of other devices' data each, is not in the table.",
+    )
