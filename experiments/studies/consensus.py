@@ -284,7 +284,7 @@ def study(found: Found) -> Studied:
         {
             "dense: largest difference from the products of the matrices": products,
             **_of_theory(dense, rates, [*dense.values(), *compressed.values(), *matrices.values()], n),
-            **_of_compression(compressed, matrices),
+            **_of_compression(compressed, matrices, n),
             **_of_variants(variants),
         },
         tables=[
@@ -369,12 +369,12 @@ def _of_theory(
     }
 
 
-def _of_compression(compressed: Mapping[Cell, Track], matrices: Mapping[str, Track]) -> dict[Any, float]:
+def _of_compression(compressed: Mapping[Cell, Track], matrices: Mapping[str, Track], n: int) -> dict[Any, float]:
     """Return what converges under compression and what does not."""
     out: dict[Any, float] = {}
-    # Of those with the experiment's number of nodes, which come first.
-    for (label, graph, _), track in reversed(compressed.items()):
-        out[f"{label}, {graph}", "rate"], out[f"{label}, {graph}", "last error"] = track.rate, track.final
+    for (label, graph, nodes), track in compressed.items():
+        if nodes == n:
+            out[f"{label}, {graph}", "rate"], out[f"{label}, {graph}", "last error"] = track.rate, track.final
     return {
         **out,
         (SQUEEZE, "last error at the best gamma"): _squeezed(compressed),
