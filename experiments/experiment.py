@@ -52,7 +52,7 @@ class Studied:
     tables, figures, tasks : sequence
         As of :class:`~fedcomp.experiments.findings.Findings`.
     skipped : mapping
-        Quantities that were not measured, and why.
+        Quantities that were not measured, and why; by name, or by ``(row, name)``.
     statements : mapping
         Privacy statements by row.
     """
@@ -61,7 +61,7 @@ class Studied:
     tables: Sequence[Table] = ()
     figures: Sequence[Figure] = ()
     tasks: Sequence[Mapping[str, Any]] = ()
-    skipped: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[Any, str] = field(default_factory=dict)
     statements: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -509,7 +509,8 @@ def claims_of(found: Found) -> list[Claim]:
     made = []
     for line in read_claims(written(found) if callable(written) else written):
         name = f"{line.row}: {line.quantity}" if line.row else line.quantity
-        skipped = found.studied.skipped.get(line.quantity, "")
+        given = found.studied.skipped
+        skipped = given.get((line.row, line.quantity), given.get(line.quantity, ""))
         value = math.nan if skipped else found.number(line.row, line.quantity)
         try:
             bound = filled(line.bound, found)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fedcomp.experiments.catalog.factors import TUNING_SEED
 from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean
 from fedcomp.experiments.kit import claim, curves, table
 from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.tables import TUNING_SEED
 from fedcomp.rules import Flag, Int, Real
 
 SYNCHRONOUS: Final = "synchronous"

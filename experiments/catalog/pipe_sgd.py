@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
-from fedcomp.experiments.catalog.factors import TUNING_SEED
 from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean
 from fedcomp.experiments.kit import Sweep, claim, curves, repetitions, table
 from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.tables import TUNING_SEED
 from fedcomp.rules import Flag, Int, Real
 
 WIDTHS: Final = (1, 2, 3)

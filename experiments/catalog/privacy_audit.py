@@ -2,441 +2,56 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
-
-from fedcomp.experiments.experiment import Experiment, no_rows
-from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Table, largest
-from fedcomp.experiments.kit import claim, curves, table
-from fedcomp.experiments.options import Config, Option
-from fedcomp.experiments.spec import RunResult
-from fedcomp.rng import Key
+from fedcomp.experiments.experiment import Experiment
+from fedcomp.experiments.options import Option
+from fedcomp.experiments.studies.privacy_audit import study
 from fedcomp.rules import Int, Real
-
-if TYPE_CHECKING:
-    from fedcomp.experiments.audits.tiers import Verdict
-
-OPTIONS = {
-    "runs": Option(300, Int(50), "runs of every attack, as many with the canary as without"),
-    "noise_runs": Option(30, Int(5), "runs whose noise is measured"),
-    "canaries": Option(1000, Int(100), "canaries of the audits in one run"),
-    "guesses": Option(100, Int(10), "guesses of the audits in one run"),
-    "confidence": Option(0.99, Real(least=0.5, most=0.9999), "of the lower bounds on mu"),
-    "clip_rounds": Option(60, Int(5), "rounds of the clip norms' trajectories"),
-    "float_draws": Option(100_000, Int(1000), "noisy values whose last bits are looked at"),
-}
-
-# The claim itself, a tenth and a fifth more than claimed, and the factors by which mistakes of sensitivity or adjacency
-# are wrong.
-POWERS: Final = (1.0, 1.1, 1.2, math.sqrt(2.0), 2.0)
-TRIALS: Final = (500, 2000, 5000, 20000)
-# Below, near and far above the right clip norm: a rule that works reaches 1 from each of them.
-STARTS: Final = (0.1, 0.9, 1.2, 5.0)
-"""First clip norms of clients whose updates have a median norm of 1."""
-
-TIERS: Final = ("A", "B", "C", "E", "F")
-
-RUNS: Final = ("votes", "clipped vectors", "no noise")
-"""Sums of which one run is audited; the noise of the last was forgotten."""
-
-Audit = list[dict[str, Any]]
-"""Verdicts, as plain data."""
-
-
-def audit(config: Config, make: Callable[[], Any]) -> Audit:
-    """Return the verdicts of tiers A, B, C, E and F on a subject."""
-    from fedcomp.experiments.audits.tiers import tier_a, tier_b, tier_c, tier_e, tier_f
-
-    subject, seed, said = make(), config.seed, config.settings
-    found = [tier_a(subject), *tier_b(subject, runs=int(said["noise_runs"]), seed=seed)]
-    found.append(tier_c(subject, runs=int(said["runs"]), seed=seed, confidence=float(said["confidence"])))
-    # A few runs are enough: a single output off the grid refutes the claim, and each has many coordinates.
-    found += [tier_e(subject, runs=5, seed=seed), tier_f(subject, seed=seed)]
-    return _plain(found)
-
-
-def _plain(verdicts: list[Verdict]) -> Audit:
-    return [asdict(verdict) for verdict in verdicts]
-
-
-def last_bits(draws: int, seed: int) -> dict[str, list[float]]:
-    """Return the shares of noisy values 0 and 1 that are not a multiple of the last bit of a number next to 1.
-
-    Unit noise; float32 has multiples of 2^-24 there, float64 of 2^-53.
-    """
-    from fedcomp.privacy.audit import off_grid
-    from fedcomp.privacy.entropy import SeededEntropy
-    from fedcomp.privacy.mechanism import GridGaussian
-
-    out: dict[str, list[float]] = {}
-    # The same noise for both values: what differs is what the addition rounds.
-    unit = Key(seed, "audit floats").generator().standard_normal(draws)
-    for name, step in (("float32", 2.0**-24), ("float64", 2.0**-53)):
-        noise_of = unit.astype(name)
-        out[f"{name} noise on {name}"] = [off_grid(np.array(value, name) + noise_of, step) for value in (0.0, 1.0)]
-    # Float noise on a grid reveals as much as floats do: only integer noise stays on the grid.
-    for noise, name in (("gaussian", "float noise on the grid"), ("discrete_gaussian", "integer noise on the grid")):
-        mechanism = GridGaussian(noise_multiplier=1.0, clip=1.0, size=1, noise=noise)
-        out[name] = [
-            off_grid(
-                mechanism.perturb(
-                    np.full(draws, value, np.int64),
-                    SeededEntropy(Key(seed, "audit floats", value), insecure_deterministic=True),
-                ),
-                2.0**-53,
-            )
-            # In grid steps: 0, and the clip norm, which is 1.
-            for value in (0, int(mechanism.bound))
-        ]
-    return out
-
-
-def flower_findings(rounds: int) -> dict[str, Any]:
-    """Return what the wrappers of the installed Flower do, as plain data."""
-    import flwr
-
-    from fedcomp.experiments.audits import flower_flaws as flaws
-    from fedcomp.experiments.audits.mutants import tracked
-    from fedcomp.strategies.private.dp_fedavg import DpFedAvg
-
-    floats, integers, dtype = flaws.integer_buffers()
-    all_clipped, none_clipped = flaws.adaptive_noise()
-    return {
-        "version": flwr.__version__,
-        "clips": {f"{start:g}": flaws.clip_norms(start, rounds) for start in STARTS},
-        # From the same first clip norms as Flower's.
-        "ours": {f"{start:g}": tracked(DpFedAvg, start=start, rounds=rounds) for start in STARTS},
-        "zero": flaws.zero_update(),
-        "integer": flaws.integer_update(),
-        "nan": flaws.not_finite(math.nan),
-        "inf": flaws.not_finite(math.inf),
-        "moved": [floats, integers],
-        "dtype": dtype,
-        "missing": flaws.missing_replies(),
-        "heavy": flaws.heavy_client(),
-        "adaptive": [all_clipped, none_clipped],
-        "metric": flaws.leaked_metric(),
-        "bits": list(flaws.last_bits()),
-        "local": {f"{e:g}/{t}": flaws.local_epsilon(e, t) for e in (1.0, 10.0) for t in (1, 10)},
-    }
-
-
-def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
-    """Audit every system, every mutant and the installed Flower."""
-    from fedcomp.experiments.audits import cases, mutants, systems
-
-    def cell(name: str, make: Callable[[], Any]) -> Any:
-        say(name)
-        return say.cell(name, make)
-
-    canaries, draws = int(config.settings["canaries"]), int(config.settings["float_draws"])
-    guesses = min(int(config.settings["guesses"]), canaries)
-    makers = {**cases.SUBJECTS, **systems.SUBJECTS}
-    audits = {name: cell(f"audit/{name}", partial(audit, config, make)) for name, make in makers.items()}
-
-    def whole_run(kind: str) -> Audit:
-        return _plain([mutants.whole_run(kind, canaries, guesses, seed=config.seed)])
-
-    def both(mutant: mutants.Mutant) -> dict[str, Audit]:
-        return {"original": _plain(mutant.original()), "mutated": _plain(mutant.mutated())}
-
-    runs = {kind: cell(f"one run/{kind}", partial(whole_run, kind)) for kind in RUNS}
-    wrong = {
-        name: {"wrong": one.wrong, "tier": one.tier, **cell(f"mutant/{name}", partial(both, one))}
-        for name, one in mutants.MUTANTS.items()
-    }
-    floats = cell("last bits", partial(last_bits, draws, config.seed))
-    flower = cell("Flower", partial(flower_findings, int(config.settings["clip_rounds"])))
-    powers, likely = power_of()
-    # Not the run without noise, which is there to be refuted.
-    refuted = sum(
-        not verdict["ok"] for one in (*audits.values(), runs["votes"], runs["clipped vectors"]) for verdict in one
-    )
-    caught = sum(_caught(mutant) for mutant in wrong.values())
-    return Findings(
-        tables=[
-            _audit_table(audits, int(config.settings["runs"])),
-            _run_table(runs),
-            _mutant_table(wrong),
-            powers,
-            _float_table(floats, flower),
-            _flower_table(flower),
-        ],
-        figures=[likely, _clip_figure(flower)],
-        claims=claims(audits, runs, wrong, floats, flower),
-        answer=f"{refuted} attacks refute what a system says of itself; {caught} of {len(wrong)} wrong variants are "
-        "caught.",
-    )
-
-
-def power_of() -> tuple[Table, Curves]:
-    """Return how probable it is that a claim of mu = 1 is refuted, by what is true and how often the attack is run."""
-    from fedcomp.privacy.audit import power
-
-    columns: dict[str, Any] = {"runs": int, "mean bound at 1": lambda trials: power(1.0, 1.0, trials)[1]}
-    for mu in POWERS:
-        columns[f"alarms at {mu:.2f}"] = lambda trials, mu=mu: power(mu, 1.0, trials)[0]
-    caption = "Computed: both kinds of error are binomial. A claim of mu = 1 at a confidence of 99 %, by the true mu."
-    grid = [1.0 + 0.02 * i for i in range(51)]
-    return table("Power of the canary audit", columns, TRIALS, caption), curves(
-        "How likely a claim of mu = 1 is refuted",
-        TRIALS,
-        lambda trials: grid,
-        lambda trials: [power(mu, 1.0, trials)[0] for mu in grid],
-        lambda trials: f"{trials} runs",
-        x_label="true mu",
-        y_label="probability of an alarm",
-    )
-
-
-def _by_tier(audit: Audit, tier: str) -> Audit:
-    return [verdict for verdict in audit if verdict["tier"] == tier]
-
-
-def _verdict(audit: Audit) -> str:
-    return "stands" if all(verdict["ok"] for verdict in audit) else "REFUTED"
-
-
-def _audit_table(audits: Mapping[str, Audit], runs: int) -> Table:
-    def first(name: str, tier: str) -> dict[str, Any]:
-        return _by_tier(audits[name], tier)[0]
-
-    def noise(name: str) -> float:
-        ratios = [float(verdict["found"]) for verdict in _by_tier(audits[name], "B")]
-        # By the logarithm: half the noise is as wrong as twice the noise.
-        return max(ratios, key=lambda ratio: abs(math.log(ratio)))
-
-    columns: dict[str, Any] = {
-        "system": str,
-        "A: distance": lambda name: first(name, "A")["found"] / first(name, "A")["claimed"],
-        "B: noise": noise,
-        "C: mu >=": lambda name: first(name, "C")["found"],
-        "mu": lambda name: first(name, "C")["claimed"],
-        "E: off grid": lambda name: first(name, "E")["found"],
-        "F: alike": lambda name: first(name, "F")["found"],
-        "verdict": lambda name: _verdict(audits[name]),
-    }
-    return table(
-        "Audited systems",
-        columns,
-        audits,
-        "A: largest distance of two neighbouring sums, over what the event says. B: noise over the claim, the worst of "
-        f"all tensors. C: lower bound on mu from {runs} runs in each world, and mu by the ledger's epsilon. E: share "
-        "of outputs off the public grid. F: largest correlation of two rounds' noise. That a claim stands does not "
-        "prove it.",
-    )
-
-
-def _run_table(runs: Mapping[str, Audit]) -> Table:
-    columns: dict[str, Any] = {"sum": str}
-    headings = {"canaries": "trials", "guesses": "part", "epsilon claimed": "claimed", "epsilon >=": "found"}
-    columns |= {heading: (lambda kind, name=name: runs[kind][0][name]) for heading, name in headings.items()}
-    columns["verdict"] = lambda kind: _verdict(runs[kind])
-    return table(
-        "D: one run with many canaries",
-        columns,
-        runs,
-        "Fair coins decide which canaries are in (Steinke, Nasr, Jagielski 2023). 100 guesses, all of them right, "
-        "show an epsilon of 3.47 and no more: an alarm for gross mistakes. The last row is meant to be refuted.",
-    )
-
-
-def _caught(mutant: Mapping[str, Any]) -> bool:
-    return all(v["ok"] for v in mutant["original"]) and not all(v["ok"] for v in mutant["mutated"])
-
-
-def _mutant_table(mutants: Mapping[str, Mapping[str, Any]]) -> Table:
-    rows: list[list[Any]] = []
-    for name, mutant in mutants.items():
-        # The verdict that fails, or else the first.
-        wrong = min(mutant["mutated"], key=lambda verdict: verdict["ok"])
-        right = next((v for v in mutant["original"] if v["part"] == wrong["part"]), mutant["original"][0])
-        shown = [wrong["measure"], wrong["claimed"], right["found"], wrong["found"]]
-        rows.append([name, mutant["wrong"], mutant["tier"], *shown, _caught(mutant)])
-    return Table(
-        "Mutants",
-        ("mutant", "what is wrong", "tier", "measure", "claimed", "original", "mutant", "caught"),
-        rows,
-        "One thing changed in a class of the project each, audited beside the original on the same data. Caught: the "
-        "tier refutes the mutant and not the original.",
-    )
-
-
-def _float_table(floats: Mapping[str, list[float]], flower: Mapping[str, Any]) -> Table:
-    shares = list(floats.items())
-    # After the plain floats, and before our grids.
-    shares.insert(2, (f"Flower {flower['version']}, fixed clipping", flower["bits"]))
-    return Table(
-        "What the last bits reveal",
-        ("noise", "value 0", "value 1", "difference"),
-        [[name, zero, one, zero - one] for name, (zero, one) in shares],
-        "Share of outputs that are not a multiple of the last bit of a number next to 1 (Mironov 2012), one coordinate "
-        "with unit noise. Whoever sees such an output knows that the value was 0.",
-    )
-
-
-def _flower_table(flower: Mapping[str, Any]) -> Table:
-    low, high = flower["adaptive"]
-    ends = {start: clips[-1] for start, clips in flower["clips"].items()}
-    ours = [clips[-1] for clips in flower["ours"].values()]
-    rounds = len(next(iter(flower["clips"].values()))) - 1
-    rows: list[list[Any]] = [
-        [f"adaptive clip norm after {rounds} rounds, from {start}", end, f"1 (ours {min(ours):.2f} to {max(ours):.2f})"]
-        for start, end in ends.items()
-    ]
-    rows += [
-        ["adaptive clipping: noise over what the clips need, all clipped", low, "1"],
-        ["adaptive clipping: the same, none clipped", high, "1"],
-        ["noise over what the mean needs, 5 of 20 replied", flower["missing"], "1"],
-        ["one client's weight over the noise, 1000 of 1090 examples", flower["heavy"], "1"],
-        ["a round with one unchanged model ends with", flower["zero"] or "a model", "a model"],
-        ["a round with an integer buffer that changed ends with", flower["integer"] or "a model", "a model"],
-        ["share of the mean that is NaN after one client's NaN", flower["nan"], "0"],
-        ["the same after one client's infinity", flower["inf"], "0"],
-        ["local noise: share of floats it moved", flower["moved"][0], "1"],
-        ["local noise: share of integers it moved", flower["moved"][1], "integers are not sent"],
-        ["integer buffers after server noise are", flower["dtype"], "int64"],
-        ["share of the clients' mean loss that is released as it is", flower["metric"], "0"],
-    ]
-    for key, epsilon in flower["local"].items():
-        named, _, times = key.partition("/")
-        rows.append([f"LocalDpMod, epsilon {named}, {times} messages: true epsilon", epsilon, named])
-    return Table(
-        f"Flower {flower['version']}",
-        ("measured on its own wrappers", "found", "right would be"),
-        rows,
-        "Replies made by hand, handed to the wrappers. Their noise comes from numpy's global generator, so the last "
-        "digits vary. LocalDpMod: delta 1e-5, sensitivity set to the clip norm.",
-    )
-
-
-def _clip_figure(flower: Mapping[str, Any]) -> Curves:
-    trajectories = [
-        (f"{whose}, from {start}", clips)
-        for whose, found in ((f"Flower {flower['version']}", flower["clips"]), ("ours", flower["ours"]))
-        for start, clips in found.items()
-    ]
-    return curves(
-        "Adaptive clip norm, updates of median norm 1",
-        trajectories,
-        lambda line: range(len(line[1])),
-        lambda line: line[1],
-        lambda line: line[0],
-        x_label="round",
-        y_label="clip norm",
-        log_y=True,
-        caption="No noise; 20 clients, the median is aimed at.",
-    )
-
-
-def claims(
-    audits: Mapping[str, Audit],
-    runs: Mapping[str, Audit],
-    mutants: Mapping[str, Mapping[str, Any]],
-    floats: Mapping[str, list[float]],
-    flower: Mapping[str, Any],
-) -> list[Claim]:
-    """Nothing is refuted, every mutant is caught, the last bits reveal nothing; and what the installed Flower does."""
-    from fedcomp.privacy.audit import power
-
-    ours = "integer noise on the grid"
-    promise = "every system's own claim"
-    installed = f"measured on Flower {flower['version']}; another version may have mended it"
-
-    def refuted(verdicts: Audit) -> float:
-        # No verdicts at all are no pass: NaN fails the claim.
-        return sum(not verdict["ok"] for verdict in verdicts) if verdicts else math.nan
-
-    # Reported only: what another package does is not this one's to gate on, and its next version may mend it.
-    def of_flower(name: str, value: float, bound: str) -> Claim:
-        return claim(name, value, bound, installed, gate=False)
-
-    ends = [clips[-1] for clips in flower["clips"].values()]
-    return [
-        *(
-            claim(
-                f"tier {tier}: verdicts against a system",
-                refuted([verdict for found in audits.values() for verdict in _by_tier(found, tier)]),
-                "== 0",
-                promise,
-            )
-            for tier in TIERS
-        ),
-        claim(
-            "tier D: one-run audits against a system",
-            refuted([*runs["votes"], *runs["clipped vectors"]]),
-            "== 0",
-            promise,
-        ),
-        claim("tier D: noise that was forgotten is noticed", refuted(runs["no noise"]), "== 1", "goal"),
-        claim(
-            "tier C: weakest attack's bound over mu",
-            # An attack that finds nothing would let every mutant through: each has to come within a factor of five of
-            # the truth.
-            min(v["found"] / v["claimed"] for found in audits.values() for v in _by_tier(found, "C")),
-            ">= 0.2",
-            "an attack that sees nothing refutes nothing",
-        ),
-        claim(
-            "mutants not told from their originals",
-            sum(not _caught(mutant) for mutant in mutants.values()),
-            "== 0",
-            "goal: every one is caught",
-        ),
-        # So that the claim above cannot hold for lack of mutants.
-        claim("mutants tried", len(mutants), ">= 19", "15 published mistakes and four more"),
-        claim(
-            "2000 runs: probability that sqrt(2) for 1 is noticed",
-            power(math.sqrt(2.0), 1.0, 2000)[0],
-            ">= 0.99",
-            "computed",
-        ),
-        claim(
-            "integer noise: outputs that tell 0 from 1", largest(floats[ours]), "== 0", "derived: all lie on one grid"
-        ),
-        claim(
-            "float noise: outputs that tell 0 from 1",
-            min(zero - one for name, (zero, one) in floats.items() if name != ours),
-            ">= 0.2",
-            "measured: a quarter of them",
-        ),
-        claim(
-            "our adaptive clip norm, factor from the median",
-            largest(max(clips[-1], 1.0 / clips[-1]) for clips in flower["ours"].values()),
-            "<= 1.1",
-            "the published rule",
-        ),
-        of_flower(
-            "Flower: adaptive clip norm, smallest factor from the median", min(max(e, 1.0 / e) for e in ends), ">= 10.0"
-        ),
-        of_flower("Flower: share of integers that local noise moved", flower["moved"][1], "== 0"),
-        of_flower("Flower: one client's NaN is in the mean", flower["nan"], "> 0"),
-        of_flower("Flower: an unchanged model ends the round", float(bool(flower["zero"])), "== 1"),
-    ]
-
 
 EXPERIMENT = Experiment(
     name="privacy_audit",
     question="Does any private system give away more than it says, and would we notice if it did?",
-    rows=no_rows,
-    measure=measure,
-    options=OPTIONS,
-    rounds=0,
-    clients=1,
-    minutes=0.75,
-    quick=(
-        "runs=60",
-        "noise_runs=5",
-        "canaries=150",
-        "guesses=40",
-        "clip_rounds=8",
-        "float_draws=2000",
+    study=study,
+    options={
+        "runs": Option(300, Int(50), "runs of every attack, as many with the canary as without"),
+        "noise_runs": Option(30, Int(5), "runs whose noise is measured"),
+        "canaries": Option(1000, Int(100), "canaries of the audits in one run"),
+        "guesses": Option(100, Int(10), "guesses of the audits in one run"),
+        "confidence": Option(0.99, Real(least=0.5, most=0.9999), "of the lower bounds on mu"),
+        "clip_rounds": Option(60, Int(5), "rounds of the clip norms' trajectories"),
+        "float_draws": Option(100_000, Int(1000), "noisy values whose last bits are looked at"),
+    },
+    claims="""
+        tier A | verdicts against a system | == 0 | gate: every system's own claim
+        tier B | verdicts against a system | == 0 | gate: every system's own claim
+        tier C | verdicts against a system | == 0 | gate: every system's own claim
+        tier E | verdicts against a system | == 0 | gate: every system's own claim
+        tier F | verdicts against a system | == 0 | gate: every system's own claim
+        tier D | verdicts against a system | == 0 | gate: every system's own claim
+        tier D | forgotten noise is noticed | == 1 | gate: goal
+        tier C | weakest attack's bound over mu | >= 0.2 | gate: an attack that sees nothing refutes nothing
+        | mutants not told from their originals | == 0 | gate: goal: every one is caught
+        # So that the claim above cannot hold for lack of mutants.
+        | mutants tried | >= 19 | gate: 15 published mistakes and four more
+        | probability that 2000 runs notice sqrt(2) for 1 | >= 0.99 | gate: computed
+        integer noise | outputs that tell 0 from 1 | == 0 | gate: derived: all lie on one grid
+        float noise | outputs that tell 0 from 1 | >= 0.2 | gate: measured: a quarter of them
+        | our adaptive clip norm, factor from the median | <= 1.1 | gate: the published rule
+        # What another package does is not this one's to gate on.
+        Flower | adaptive clip norm, smallest factor from the median | >= 10.0 | goal: measured on the \
+installed Flower, whose version the tables name; another may have mended it
+        Flower | share of integers that local noise moved | == 0 | goal: measured on the installed Flower, \
+whose version the tables name; another may have mended it
+        Flower | share of the mean that one client's NaN makes NaN | > 0 | goal: measured on the installed \
+Flower, whose version the tables name; another may have mended it
+        Flower | an unchanged model ends the round | == 1 | goal: measured on the installed Flower, whose \
+version the tables name; another may have mended it
+    """,
+    answer=(
+        "{attacks that refute} attacks refute what a system says of itself; {mutants caught} of {mutants tried} wrong "
+        "variants are caught."
     ),
+    minutes=0.75,
+    quick=("runs=60", "noise_runs=5", "canaries=150", "guesses=40", "clip_rounds=8", "float_draws=2000"),
     engines=("inprocess",),
     notes=(
         "Every system runs on the code a training runs, thousands of times, in two worlds that differ by one unit. An "

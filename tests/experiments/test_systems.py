@@ -49,7 +49,7 @@ def codec_of(name: str):
     return next(each.codec for each in places if hasattr(each, "codec"))
 
 
-# Coded gradient descent needs a linear task: tests/experiments/test_coded_training_experiment.py runs it. Private
+# Coded gradient descent needs a linear task: tests/experiments/test_coded_training_study.py runs it. Private
 # systems say less of a round, and are in test_private_systems.py.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, system in SYSTEMS.items() if not system.needs and not system.private])

@@ -1,0 +1,473 @@
+"""Coded training: traffic of encoding matrices, chances to decode, and descent on coded data beside uncoded descent.
+
+The reconstruction of Lin et al. 2019 (arXiv:1910.10283, of which only the abstract was read) in
+:mod:`fedcomp.coding.datacode`. No figure for traffic is given without the decode probability beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.coding.datacode import CodedStep, DataPlan, data_plan, encode_rows
+from fedcomp.coding.datapacket import pack_partition
+from fedcomp.coding.decodability import decode_rate, guaranteed_losses, mds_probability, replication_probability
+from fedcomp.coding.errors import NotDecodable
+from fedcomp.coding.linearloss import residuals
+from fedcomp.coding.parcels import HEADER_BYTES
+from fedcomp.coding.sealing import OVERHEAD
+from fedcomp.coding.stream import SplitMix64, derive
+from fedcomp.experiments.findings import Table
+from fedcomp.experiments.kit import Records, curves, table
+from fedcomp.experiments.options import Config
+from fedcomp.experiments.spec import RunResult
+from fedcomp.experiments.tables import Found, Rows, Studied
+from fedcomp.flower.links import Letter
+from fedcomp.systems.coded.linear import PARTITION
+
+Doubles = NDArray[np.float64]
+
+TASK: Final = "digits-zero"
+LOSS_RATES: Final = (0.0, 0.1, 0.2, 0.3)
+MODELS: Final[Mapping[str, str]] = {"logistic": "logistic", "svm": "hinge"}
+"""Option of the task, and the loss it stands for."""
+
+UNCODED: Final = "uncoded, FedAvg"
+MDS: Final = "MDS"
+HALF: Final = "MDS, half the parities"
+BINARY: Final = "RLNC, binary"
+GAUSSIAN: Final = "RLNC, Gaussian"
+BALANCED: Final = "balanced, Gaussian"
+COPIES: Final = "replication"
+NONE: Final = "no code"
+SVM: Final = "balanced, Gaussian, SVM"
+
+SCHEMES: Final[Mapping[str, tuple[str, float]]] = {
+    MDS: ("mds", 1.0),
+    BINARY: ("binary", 1.0),
+    GAUSSIAN: ("gaussian", 1.0),
+    BALANCED: ("balanced", 1.0),
+    # The rival at equal traffic: half as many parities, all of them dense.
+    HALF: ("mds", 0.5),
+    COPIES: ("replication", 1.0),
+    # What is lost without any redundancy: every device has to answer.
+    NONE: ("mds", 0.0),
+}
+"""Label: the code, and its parities as a share of the setting's."""
+
+SPARSE: Final = (BINARY, GAUSSIAN, BALANCED)
+SIMULATED: Final = ("binary", "gaussian", "balanced")
+"""Codes whose decode probabilities have no formula here."""
+
+
+def partitions(config: Config) -> int:
+    """Return k."""
+    return max(1, config.clients - int(config.settings["parities"]))
+
+
+def plan_of(config: Config, label: str, seed: int) -> DataPlan:
+    """Return a scheme's plan as a row draws it."""
+    code, share = SCHEMES[label]
+    k, density = partitions(config), float(config.settings["density"])
+    # Half of an odd number of parities is rounded down.
+    return data_plan(code, k + int(share * int(config.settings["parities"])), k, density=density, seed=seed)
+
+
+def rows(config: Config) -> Rows:
+    """Uncoded averaging of full-batch steps; every code once; the SVM with one of them. Nothing is lost here."""
+    k, r = partitions(config), int(config.settings["parities"])
+
+    def coded(code: str, parities: int) -> str:
+        shape = f"clients={k + parities} parities={parities} density={{density}}"
+        return f"coded-linear code={code} {shape} transport=peers"
+
+    return {
+        # A batch larger than any partition makes each local step full-batch: FedAvg is then gradient descent.
+        UNCODED: f"fedavg clients={k} batch_size=100000",
+        # Without parities there is no transfer to measure: that case is computed without a row.
+        **{label: coded(code, int(share * r)) for label, (code, share) in SCHEMES.items() if label != NONE},
+        SVM: f"{coded('balanced', r)} task.model=svm",
+    }
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """Partitions, test rows and initial model of one linear task; constant columns included except in ``x``."""
+
+    x: list[Doubles]
+    y: list[Doubles]
+    test: tuple[Doubles, Doubles]
+    start: Doubles
+    loss: str
+    lr: float
+    l2: float
+
+    @classmethod
+    def of(cls, config: Config, model: str) -> LinearProblem:
+        """Return the problem the rows have, with float64 data."""
+        from fedcomp.tasks import get_task
+        from fedcomp.tasks.arrays import to_arrays
+        from fedcomp.tasks.linear import linear_rows
+
+        l2 = float(config.settings["task.l2"])
+        task = get_task(TASK, model=model, l2=l2)
+        k = partitions(config)
+        parts = [linear_rows(task, task.client(j, k)) for j in range(k)]
+        # The rows' own initial model, in float64: the coded rows compute in it.
+        start = np.concatenate([a.astype(np.float64).ravel() for a in to_arrays(task.model(config.seed)).values()])
+        return cls(
+            [x for x, _ in parts],
+            [y for _, y in parts],
+            linear_rows(task, task.test),
+            start,
+            task.linear_loss,
+            float(config.settings["lr"]),
+            l2,
+        )
+
+    def step(self, w: Doubles, gradient: Doubles | float) -> Doubles:
+        """Return the model after one step along the mean gradient."""
+        # The bias is not penalised, as in the task's own objective.
+        pull = np.append(w[:-1], 0.0)
+        return w - self.lr * (gradient / sum(map(len, self.y)) + self.l2 * pull)
+
+    def gradient(self, w: Doubles) -> Doubles:
+        """Return the gradient summed over all rows, uncoded."""
+        x, y = _with_bias(np.concatenate(self.x)), np.concatenate(self.y)
+        return x.T @ residuals(self.loss, x @ w, y)
+
+    def uncoded(self, steps: int) -> Doubles:
+        """Return the model after uncoded gradient descent."""
+        w = self.start
+        for _ in range(steps):
+            w = self.step(w, self.gradient(w))
+        return w
+
+    def accuracy(self, w: Doubles) -> float:
+        """Return the share of test rows on the right side."""
+        x, y = self.test
+        return float(np.mean((_with_bias(x) @ w > 0) == (y > 0)))
+
+
+def _with_bias(x: Doubles) -> Doubles:
+    return np.column_stack([x, np.ones(len(x))])
+
+
+def descend(problem: LinearProblem, plan: DataPlan, loss: float, steps: int, seed: int) -> dict[str, Any]:
+    """Descend on coded data while every device is away in an iteration with probability ``loss``.
+
+    Uncoded descent goes beside it and pauses where the coded one has to. Returns how many iterations decoded, the
+    largest difference between the two models, and the accuracy at the end.
+    """
+    # Coded rows need partitions of one length: shorter ones are padded with zeros, which add nothing to a gradient.
+    rows_ = max(map(len, problem.y))
+    features = len(problem.start) - 1
+    stored = [{j: problem.x[j] for j in plan.wants(i)} for i in range(plan.devices)]
+    coded = [encode_rows(row, own, rows_, features) for row, own in zip(plan.matrix, stored, strict=True)]
+    # Not by model: logistic regression and SVM meet the same losses.
+    stream = SplitMix64(derive("coded training", plan.code, plan.devices, int(1000 * loss), seed))
+    w = oracle = problem.start
+    decoded, worst = 0, 0.0
+    for _ in range(steps):
+        alive = np.flatnonzero(stream.uniform(plan.devices) >= loss).tolist()
+        step = CodedStep(plan, problem.y, problem.loss)
+        try:
+            step.decode({i: coded[i] @ w for i in alive})
+        # Both models pause: the oracle is not asked to beat a round that nobody could compute.
+        except NotDecodable:
+            continue
+        assigned = step.assign(alive)
+        if not step.take({i: coded[i].T @ v for i, v in assigned.items()}):
+            raise AssertionError("everybody that was asked has answered")
+        w, oracle = problem.step(w, step.gradient), problem.step(oracle, problem.gradient(oracle))
+        decoded += 1
+        # Over all iterations, since later ones could hide an earlier error.
+        worst = max(worst, float(np.abs(w - oracle).max()))
+    return {"decoded": decoded, "worst": worst, "accuracy": problem.accuracy(w)}
+
+
+def probability(plan: DataPlan, loss: float, trials: int, seed: int) -> float:
+    """Return P(an iteration decodes) of this very plan: exact where there is a formula, else simulated."""
+    # Without losses it is no question of chance, but one of this matrix.
+    if not loss:
+        return float(plan.subset(range(plan.devices)).decodes_all)
+    if plan.code == "mds":
+        return mds_probability(plan.devices, plan.partitions, loss)
+    if plan.code == "replication":
+        return replication_probability(plan.devices, plan.partitions, loss)
+    return decode_rate(plan, loss=loss, trials=trials, seed=seed).value
+
+
+def setup_bytes(plan: DataPlan, problem: LinearProblem) -> int:
+    """Return what the owners hand over: every transfer as the parcel it travels in."""
+    # As a sealed post in a parcel; the size does not depend on who gets it.
+    letters = [Letter(0, PARTITION, pack_partition(x, j, bytes(8))) for j, x in enumerate(problem.x)]
+    parcels = [len(letter.to_bytes()) + OVERHEAD + HEADER_BYTES for letter in letters]
+    return sum(parcels[j] for j, _ in plan.transfers)
+
+
+def drawn_ratios(config: Config, problem: LinearProblem, label: str) -> list[float]:
+    """Return set-up bytes over those of MDS for many draws of the encoding matrix."""
+    # An MDS code has no zero coefficient: its traffic is the same for every draw.
+    dense = setup_bytes(plan_of(config, MDS, 0), problem)
+    draws = int(config.settings["draws"])
+    return [setup_bytes(plan_of(config, label, derive("draw", config.seed, i)), problem) / dense for i in range(draws)]
+
+
+def averaged_probability(config: Config, label: str, loss: float) -> float:
+    """Return P(an iteration decodes), averaged over the draw of the matrix."""
+    plan = plan_of(config, label, config.seed)
+    # Neither code's probability depends on the draw of its coefficients.
+    if not loss or plan.code in ("mds", "replication"):
+        return probability(plan, loss, 0, 0)
+    return decode_rate(
+        partial(data_plan, plan.code, plan.devices, plan.partitions, density=float(config.settings["density"])),
+        loss=loss,
+        trials=int(config.settings["trials"]),
+        seed=config.seed,
+        # One draw of losses per matrix: of several the matrix would be the same, and the trials not independent.
+        per_draw=1,
+    ).value
+
+
+def faulty(loss: float, *, config: Config) -> dict[str, Any]:
+    """Run the strategy in process while every message of both phases is lost with probability ``loss``."""
+    from flwr.app import Array, ArrayRecord, ConfigRecord
+
+    from fedcomp.clients.app import app
+    from fedcomp.flower.faults import RandomFaults
+    from fedcomp.flower.grid import InProcessGrid
+    from fedcomp.rng import Key
+    from fedcomp.strategies.coded.linear import CodedLinearGD
+
+    problem, k = LinearProblem.of(config, "logistic"), partitions(config)
+    strategy = CodedLinearGD(
+        partitions=k,
+        parities=config.clients - k,
+        code="balanced",
+        density=float(config.settings["density"]),
+        lr=problem.lr,
+        l2=problem.l2,
+        seed=config.seed,
+    )
+    start = ArrayRecord({"weight": Array(problem.start[None, :-1]), "bias": Array(problem.start[-1:])})
+    sent = ConfigRecord({"task": TASK, "clients": config.clients, "task.l2": problem.l2})
+    # Half of the losses happen on the way there, half on the way back.
+    kinds: dict[Any, float] = {"silent": loss / 2, "lost_reply": loss / 2}
+    faults = RandomFaults(Key(config.seed, "losses"), kinds, message_types=["query.coded_phase"])
+    with InProcessGrid(app, config.clients, seed=config.seed, fault=faults) as grid:
+        # Simulated seconds: in process nobody waits for a message that was lost.
+        result = strategy.start(grid, start, int(config.settings["faulty_rounds"]), timeout=60, train_config=sent)
+    reports = strategy.reports.sections("linear").values()
+    w = np.concatenate([array.numpy().ravel() for array in result.arrays.values()])
+    moved = sum(not report.skipped for report in reports)
+    return {
+        "rounds": len(reports),
+        "moved": moved,
+        "retries": sum(report.retries for report in reports),
+        # Uncoded descent of as many steps as rounds moved: a skipped round leaves the model as it was.
+        "worst": float(np.abs(w - problem.uncoded(moved)).max()),
+    }
+
+
+def train(label: str, model: str, loss: float, *, config: Config) -> dict[str, Any]:
+    """Descend on coded data under losses, and compare how often that decoded with the probability of this matrix."""
+    plan, trials = plan_of(config, label, config.seed), int(config.settings["trials"])
+    found = descend(LinearProblem.of(config, model), plan, loss, config.rounds, config.seed)
+    chance, rate = _chance(config, plan, loss), found["decoded"] / max(1, config.rounds)
+    # A simulated probability has an error of its own; one of 0 or 1 is not known to be exactly that.
+    usual = (chance * trials + 0.5) / (trials + 1) if plan.code in SIMULATED and loss else chance
+    # Of the share that decoded and, for a simulated probability, of that one as well.
+    sigma = math.sqrt(usual * (1 - usual) * (1 / max(1, config.rounds) + 1 / trials))
+    return {**found, "chance": chance, "rate": rate, "off": abs(rate - chance) - 4 * sigma}
+
+
+def facts(label: str, *, config: Config) -> dict[str, Any]:
+    """Return what does not depend on training: traffic of the plan that is run and of many, tolerance, chances."""
+    problem, plan = LinearProblem.of(config, "logistic"), plan_of(config, label, config.seed)
+    dense = setup_bytes(plan_of(config, MDS, config.seed), problem)
+    bytes_ = setup_bytes(plan, problem)
+    ratios = drawn_ratios(config, problem, label) if SCHEMES[label][0] in SIMULATED else []
+    # Of an MDS code every k devices decode; trying all sets of a large one would take minutes.
+    any_losses = plan.devices - plan.partitions if plan.code == "mds" else guaranteed_losses(plan)
+    return {
+        "transfers": len(plan.transfers),
+        "bytes": bytes_,
+        "ratio": bytes_ / dense,
+        "mean": statistics.fmean(ratios) if ratios else bytes_ / dense,
+        "spread": statistics.stdev(ratios) if ratios else 0.0,
+        "any_losses": any_losses,
+        # To survive s losses of any devices each partition must reach s others: k s transfers at least.
+        "over_bound": len(plan.transfers) / (plan.partitions * any_losses) if any_losses else None,
+        "average": {f"{q:g}": averaged_probability(config, label, q) for q in LOSS_RATES},
+    }
+
+
+def _chance(config: Config, plan: DataPlan, loss: float) -> float:
+    return probability(plan, loss, int(config.settings["trials"]), derive("plan", config.seed))
+
+
+def over_messages(config: Config, label: str, result: RunResult) -> dict[str, float]:
+    """Return what a coded row came to: ``peer``, bytes on the peer links; ``off``, their distance from the plan's
+    parcels; ``worst``, the largest distance of the model from uncoded descent."""
+    problem = LinearProblem.of(config, "svm" if label == SVM else "logistic")
+    # The row of the SVM is the balanced code with another loss: same seed, same matrix.
+    plan = plan_of(config, BALANCED if label == SVM else label, config.seed)
+    w = np.concatenate([array.astype(np.float64).ravel() for array in result.arrays.values()])
+    peer = result.ledger.total("wire", link="peer")
+    # As many uncoded steps as the row had rounds: nothing is lost in a row, so that none was skipped.
+    worst = float(np.abs(w - problem.uncoded(result.final.round)).max())
+    return {"peer": peer, "off": abs(peer - setup_bytes(plan, problem)), "worst": worst}
+
+
+def study(found: Found) -> Studied:
+    """Traffic beside decode probability, training under losses beside uncoded training, bytes per iteration."""
+    config, results = found.config, found.results
+    schemes = found.sweep(facts, {"label": list(SCHEMES)}, "facts", config=config)
+    cells = {"label": list(SCHEMES), "model": list(MODELS), "loss": LOSS_RATES}
+    trained = found.sweep(train, cells, "train", config=config)
+    lossy = found.sweep(faulty, {"loss": (0.1, 0.2)}, "messages lost in both phases", config=config)
+    coded = {label: over_messages(config, label, result) for label, result in results.items() if label != UNCODED}
+    problems = {model: LinearProblem.of(config, model) for model in MODELS}
+    plain = {model: problem.accuracy(problem.uncoded(config.rounds)) for model, problem in problems.items()}
+    known = {record.label: record for record in schemes}
+
+    def decodes(label: str, other: str, loss: str) -> float:
+        return float(known[label].average[loss] / known[other].average[loss])
+
+    return Studied(
+        {
+            **{(label, "mean over draws"): known[label].mean for label in SCHEMES},
+            **{(label, "P(decodes) at loss 0.2"): known[label].average["0.2"] for label in SCHEMES},
+            **{
+                (label, "set-up bytes over MDS, mean over draws, off 0.5"): abs(known[label].mean - 0.5)
+                for label in SPARSE
+            },
+            (BALANCED, "set-up bytes over MDS, over messages, off 0.5"): abs(
+                coded[BALANCED]["peer"] / coded[MDS]["peer"] - 0.5
+            ),
+            "bytes on the peer links, off the plan's parcels": max(row["off"] for row in coded.values()),
+            "distance from uncoded descent": max(trained.each("worst")),
+            "the same over messages, nothing lost": max(row["worst"] for row in coded.values()),
+            "the same over messages, messages lost in both phases": max(lossy.each("worst")),
+            **{
+                f"rounds that moved, {100 * run.loss:g} % of the messages lost in both phases": run.moved / run.rounds
+                for run in lossy
+            },
+            "decoded minus computed probability, beyond four standard deviations": max(trained.each("off")),
+            # A code that need not survive a single loss has no bound to be compared with.
+            "transfers over k times the losses any of which are survived": min(
+                record.over_bound for record in schemes if record.over_bound is not None
+            ),
+            (BALANCED, "transfers over that bound"): known[BALANCED].over_bound,
+            **{(label, "P(decodes) at loss 0.2 over half MDS's"): decodes(label, HALF, "0.2") for label in SPARSE},
+            **{(label, "P(decodes) at loss 0.3 over MDS's"): decodes(label, MDS, "0.3") for label in SPARSE},
+            "accuracy of uncoded descent minus coded": max(
+                abs(plain[record.model] - record.accuracy) for record in trained.where(loss=0.0)
+            ),
+        },
+        tables=[_traffic_table(config, schemes), _training_table(trained), _lossy_table(lossy), _bytes(results)],
+        figures=[
+            curves(
+                "Probability that an iteration decodes",
+                schemes,
+                lambda record: [float(q) for q in record.average],
+                lambda record: record.average.values(),
+                "label",
+                x_label="probability that a device is lost",
+                y_label="P(decodes)",
+                caption="Averaged over the draw of the matrix. Binary, Gaussian and balanced have half the set-up "
+                "traffic of MDS on average, as has MDS with half the parities.",
+            )
+        ],
+    )
+
+
+def _traffic_table(config: Config, schemes: Records) -> Table:
+    k, r = partitions(config), int(config.settings["parities"])
+    columns: dict[str, Any] = {
+        "code": "label",
+        "transfers": "transfers",
+        "set-up bytes": "bytes",
+        "over MDS, as run": "ratio",
+        "mean of all draws": "mean",
+        "sd of a draw": "spread",
+        "any losses survived": "any_losses",
+        **{f"P(decodes) at loss {q:g}": (lambda record, q=q: record.average[f"{q:g}"]) for q in LOSS_RATES[1:]},
+    }
+    return table(
+        "Set-up traffic, and what it buys",
+        columns,
+        schemes,
+        f"k = {k} partitions, r = {r} parities. Bytes are those of the parcels between devices, once. Any losses: the "
+        "largest number of devices that may be lost whichever they are, of the matrix that was run. P(decodes): each "
+        "device lost with that probability, averaged over the draw of the matrix.",
+    )
+
+
+def _training_table(trained: Records) -> Table:
+    columns: dict[str, Any] = {
+        "code": "label",
+        "model": "model",
+        "loss": "loss",
+        "P(decodes), this matrix": "chance",
+        "decoded": "rate",
+        "distance from uncoded": "worst",
+        "test accuracy, %": lambda record: 100 * record.accuracy,
+    }
+    return table(
+        "Training while devices are lost",
+        columns,
+        trained,
+        "Every device is away in an iteration with the given probability. Distance: the largest entry of the "
+        "difference between the coded model and uncoded descent that pauses in the same iterations, over all of them.",
+    )
+
+
+def _lossy_table(lossy: Records) -> Table:
+    columns: dict[str, Any] = {
+        "loss per message": "loss",
+        "rounds": "rounds",
+        "moved": "moved",
+        "retries of phase 2": "retries",
+        "distance from uncoded": "worst",
+    }
+    return table(
+        "Messages lost in both phases, over messages",
+        columns,
+        lossy,
+        "Balanced code, at most seven retries in a round. A device that answered the first phase may be silent in the "
+        "second; others make up for it.",
+    )
+
+
+def _bytes(results: Mapping[str, RunResult]) -> Table:
+    def total(result: RunResult, value: Any, **where: Any) -> int:
+        return int(result.ledger.total(value, **{"round": result.final.round, **where}))
+
+    columns: dict[str, Any] = {
+        "row": lambda result: result.spec.label,
+        "devices": lambda result: result.spec.clients,
+        "messages": lambda result: total(result, "messages", direction="down"),
+        "payload down, bytes": lambda result: total(result, "payload", direction="down", link="hub"),
+        "payload up, bytes": lambda result: total(result, "payload", direction="up", link="hub"),
+        # Where data are coded no other message brings what trains.
+        "set-up over the hub": lambda result: (
+            0 if result.spec.label == UNCODED else total(result, "payload", round=1, message_type="train", link="hub")
+        ),
+        "accuracy, %": lambda result: 100 * result.accuracy,
+    }
+    return table(
+        "One iteration over messages",
+        columns,
+        results.values(),
+        "Payload of the last round, all devices. Vectors of the coded rows are float64; FedAvg's are float32, as the "
+        "model is. Set-up over the hub: labels and rows of the matrix, once; partitions go from device to device.",
+    )

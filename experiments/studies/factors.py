@@ -1,0 +1,207 @@
+"""Factors beside one batch of all examples: how far from it, how long, how soon at the server, of what rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+from fedcomp.experiments.experiment import Studied
+from fedcomp.experiments.findings import mean
+from fedcomp.experiments.kit import curves, running_mean, table
+from fedcomp.experiments.tables import Found, Training
+from fedcomp.rng import Key
+
+KNOWN: Final[Mapping[str, Any]] = {"i_know_inputs_are_visible": True}
+ROWS_OF_A_BATCH: Final = 32
+LAYERS: Final = ("layers.0.weight", "layers.1.weight", "layers.2.weight")
+WRONG: Final = ("dAD, even", "dAD, sum")
+
+WIDTH: Final = 10
+"""Rounds over which the ranks of the curves are means: single batches differ."""
+
+LINKS: Final = {"1 Gbit/s, 0.1 ms": (1e9, 1e-4), "50 Mbit/s, 10 ms": (5e7, 1e-2), "5 Mbit/s, 50 ms": (5e6, 5e-2)}
+"""Bits a second up, and seconds of a message in one direction, by name."""
+
+THETA: Final = 0.1
+"""Part of the largest singular value above which one counts for the effective rank that is shown."""
+
+
+def exactness(found: Found) -> Studied:
+    """Compare with one batch of all examples, count the numbers of frames, price exchanges, and look at ranks."""
+    config, say = found.config, found.say
+    rounds = int(config.settings["pooled_rounds"])
+    equal = say.cell("one batch of all examples", lambda: equalities(rounds, config.seed))
+    parted = say.cell("layer by layer", lambda: layer_by_layer(rounds, config.seed))
+    held = say.cell("lengths", lambda: lengths(config.seed))
+    fading = say.cell("effective ranks", lambda: ranks(found))
+    right = [row for row in next(iter(equal.values())) if row not in WRONG]
+    tenth = max(1, config.rounds // 10)
+    fall = "effective rank of {}, last tenth of the rounds over the first".format
+    return Studied(
+        quantities={
+            **{f"{model}, {row}: relative difference": d for model, rows in equal.items() for row, d in rows.items()},
+            "layer by layer: relative difference from one exchange": parted,
+            "smallest relative difference of a wrong rule, in those of the right one": (
+                min(rows[rule] for rows in equal.values() for rule in WRONG)
+                / max(rows["dAD"] for rows in equal.values())
+            ),
+            "784-256-128-10, 32 rows: times fewer numbers, dAD": held["whole"] / held["dad"],
+            "784-256-128-10, 32 rows: times fewer numbers, edAD": held["whole"] / held["edad"],
+            **{fall(layer): mean(line[-tenth:]) / mean(line[:tenth]) for layer, line in fading.items()},
+        },
+        skipped={fall(layer): "the layer is so small that it travels whole" for layer in LAYERS if layer not in fading},
+        tables=[
+            table(
+                "Against one batch of all examples",
+                {"model": lambda name: name, **{row: partial(_error, equal, row) for row in (*right, *WRONG)}},
+                equal,
+                f"Largest relative difference of a tensor after {rounds} rounds of plain SGD over messages, of "
+                "three clients with 19, 4 and 11 examples. Even: the plain mean of the clients' mean gradients. Sum: "
+                "their sum, as in published code (read). edAD is for chains of layers.",
+            ),
+            table(
+                "Averaging during back-propagation: milliseconds until all factors are at the server",
+                {
+                    "link": lambda item: item[0],
+                    "one exchange": lambda item: round(item[1][0], 2),
+                    "one for each layer": lambda item: round(item[1][1], 2),
+                    "the same, overlapping work": lambda item: round(item[1][2], 2),
+                },
+                prices().items(),
+                "dAD of 784-256-128-10 with 32 rows, by the timing model. A Flower client answers when its work is "
+                "done: that is the middle column. The last one is what a client could do that answers several "
+                "questions at a time; work is small here, and a round trip is not.",
+            ),
+        ],
+        figures=[
+            curves(
+                "Effective rank over training",
+                fading.items(),
+                lambda line: _smooth(line[1])[0],
+                lambda line: _smooth(line[1])[1],
+                lambda line: line[0],
+                x_label=f"round (running means over {WIDTH})",
+                y_label=f"singular values above {THETA}, mean",
+            ),
+        ],
+    )
+
+
+def ranks(found: Found) -> dict[str, Any]:
+    """Return the effective rank of every layer over the rounds of a training, mean over clients."""
+    from fedcomp.experiments.engines import inprocess
+    from fedcomp.flower.logs import quiet
+
+    whole = {"codec.mode": "rank", "codec.rank": ROWS_OF_A_BATCH, "codec.theta": THETA, "feedback": False}
+    training = Training.of(found.experiment, found.config)
+    spec = training.spec(found.baseline, **found.chosen[found.baseline], **whole, **{"task.validation": False})
+    with quiet():
+        result = inprocess.run(replace(spec, system="factors"))
+    named = {layer: f"report.frames.rank of {layer}" for layer in LAYERS}
+    trained = [r.metrics for r in result.rounds if r.round]
+    return {
+        layer: [metrics[name] for metrics in trained]
+        for layer, name in named.items()
+        if all(name in metrics for metrics in trained)
+    }
+
+
+def equalities(rounds: int, seed: int) -> dict[str, dict[str, float]]:
+    """Return by model and row how far a training over messages is from one batch of all examples, relative."""
+    from fedcomp.codecs import Factors
+    from fedcomp.experiments.studies import pooled
+    from fedcomp.factors.capture import chain_of
+
+    found: dict[str, dict[str, float]] = {}
+    for name in pooled.MODELS:
+        dad = Factors(mode="dad", per_layer="factors", **KNOWN)
+        codecs = {"dAD": dad, "rank-dAD, all ranks": Factors(rank=10_000, theta=0.0)}
+        if name == "chain of layers":
+            chain = chain_of(pooled.model_of(name, seed), pooled.examples(name, 0, 1, seed)[0])
+            codecs["edAD"] = Factors(mode="edad", chain=chain, per_layer="factors", **KNOWN)
+        expected = pooled.pooled(name, rounds, seed)
+        found[name] = {
+            row: pooled.difference(pooled.over_messages(name, codec, rounds, seed), expected)
+            for row, codec in codecs.items()
+        }
+        for rule in pooled.RULES[1:]:
+            wrong = pooled.over_messages(name, dad, rounds, seed, rule)
+            found[name][f"dAD, {rule}"] = pooled.difference(wrong, expected)
+    return found
+
+
+def lengths(seed: int) -> dict[str, int]:
+    """Return how many numbers the frames of one step of 784-256-128-10 with a batch of 32 hold, by mode."""
+    import numpy as np
+    import torch
+    from torch import nn
+
+    from fedcomp.codecs import Factors
+    from fedcomp.factors.capture import capture, chain_of
+    from fedcomp.factors.collect import collecting
+    from fedcomp.layout import Layout, Update
+    from fedcomp.tasks.arrays import to_arrays
+    from fedcomp.tasks.base import single_thread
+    from fedcomp.tasks.models import Mlp, build
+
+    def made() -> nn.Module:
+        return build(lambda: Mlp(784, (256, 128), 10), seed)
+
+    drawn = Key(seed, "factors/lengths").generator()
+    x = torch.from_numpy(drawn.standard_normal((ROWS_OF_A_BATCH, 784)).astype(np.float32))
+    y = torch.from_numpy(drawn.integers(0, 10, ROWS_OF_A_BATCH))
+    before = {name: array.copy() for name, array in to_arrays(made()).items()}
+    layout = Layout.of(before)
+    found = {"whole": layout.size}
+    modes: dict[str, dict[str, Any]] = {"dad": {}, "edad": {"chain": chain_of(made(), x)}, "rank": {"rank": 4}}
+    for mode, more in modes.items():
+        codec, model = Factors(mode=mode, per_layer="factors", **KNOWN, **more).at_model(before), made()
+        with single_thread(), collecting(codec.takes_outer) as collected, capture(model):
+            loss = nn.functional.cross_entropy(model(x), y)
+            for parameter, gradient in zip(
+                model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+            ):
+                parameter.data.add_(gradient, alpha=-0.1)
+        change = layout.flatten(to_arrays(model)) - layout.flatten(before)
+        outer = collected.explaining({t.name: change[t.slice] for t in layout.tensors}, before)
+        frame, _ = codec.encode(Update(change, layout, outer), {}, Key(seed, "factors"))
+        found[mode] = sum(tensor.values.k for tensor in codec.open(frame, layout).tensors)
+    return found
+
+
+def layer_by_layer(rounds: int, seed: int) -> float:
+    """Return how far a training with an exchange for each layer is from one with one exchange, relative."""
+    from fedcomp.codecs import Factors
+    from fedcomp.experiments.studies import pooled
+
+    name, dad = "chain of layers", Factors(mode="dad", per_layer="factors", **KNOWN)
+    whole = pooled.over_messages(name, dad, rounds, seed)
+    return pooled.difference(pooled.over_messages(name, dad, rounds, seed, by_layer=True), whole)
+
+
+def prices() -> dict[str, list[float]]:
+    """Return by link the milliseconds until the server has all factors of 784-256-128-10: in one exchange, with one for
+    each layer, and with one for each layer that leaves while the others are still computed."""
+    from fedcomp.timing.pipeline import layered
+
+    sides = [(10, 128), (128, 256), (256, 784)]
+    nbytes = [4.0 * ROWS_OF_A_BATCH * (out + into) for out, into in sides]
+    # Two products of matrices for each layer, by a processor of ten thousand million multiplications a second.
+    work = [2.0 * ROWS_OF_A_BATCH * out * into / 1e10 for out, into in sides]
+    found = {}
+    for link, (bits, latency) in LINKS.items():
+        transfer = [8.0 * n / bits for n in nbytes]
+        by_layer, at_once = layered(work, transfer, latency)
+        during, _ = layered(work, transfer, latency, during=True)
+        found[link] = [1e3 * at_once, 1e3 * by_layer, 1e3 * during]
+    return found
+
+
+def _smooth(line: list[float]) -> tuple[list[float], list[float]]:
+    return running_mean([float(r + 1) for r in range(len(line))], line, WIDTH)
+
+
+def _error(found: Mapping[str, Mapping[str, float]], row: str, name: str) -> str:
+    return f"{found[name][row]:.1e}" if row in found[name] else ""
