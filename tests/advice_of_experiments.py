@@ -38,7 +38,6 @@ from fedcomp.experiments.engines.linked import LinkedDeployment
 from fedcomp.experiments.engines.processes import free_ports
 from fedcomp.experiments.engines.superlink import APP
 from fedcomp.experiments.findings import Claim
-from fedcomp.experiments.graph_variance import Batches, measured
 from fedcomp.experiments.links import SlowLinks
 from fedcomp.experiments.options import Config, Option, option
 from fedcomp.experiments.run import RunnerSetup, main
@@ -48,6 +47,7 @@ from fedcomp.experiments.security.proxy import Limits, Proxy
 from fedcomp.experiments.serve import serve
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.store import RunFolder
+from fedcomp.experiments.studies.graph_variance import Batches, measured
 from fedcomp.experiments.tables import specs_of
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.graphs.settings import SamplerSettings
