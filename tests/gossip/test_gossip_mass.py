@@ -37,6 +37,21 @@ from fedcomp.systems.gossip import state_of, waiting
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
+def test_7_05_a_fifth_of_all_exchanges_lost_and_all_mass_is_there_at_every_moment(config: dict[str, Any]) -> None:
+    graph = "exponential" if "estimates" in config else "digraph:0.4"
+    iterations = 120 if config["name"] == "sgp" else 170
+    outcome, mass = average(
+        config, graph, iterations, faults=FaultPlan(3, LOSS), patience=30, n=8, starts=vectors(8, D)
+    )
+    assert outcome.report.repeated > iterations
+    assert len(mass.seen) > 40
+    assert mass.seen[0][0] == 8.0
+    assert max(mass.drift()) < 1e-12
+    assert error(outcome, np.mean(vectors(8, D), axis=0)) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
 def test_7_05_every_kind_of_fault_at_once_moves_no_mass(config: dict[str, Any]) -> None:
     graph = "exponential" if "estimates" in config else "digraph:0.5"
     outcome, mass = average(config, graph, 60, faults=FaultPlan(9, FAULTS), patience=30)
@@ -198,6 +213,21 @@ def test_no_message_counts_twice_or_is_both_delivered_and_returned() -> None:
             assert all(to in ended for _, to, _ in sent - got - back)
         events += Counter(gone=len(outcome.report.gone), left=len(outcome.report.left), back=len(back), got=len(got))
     assert min(events.values()) > 10
+
+
+def test_nan_leaves_a_node_at_rest() -> None:
+    class Poison(Quadratic):
+        times: tuple[int, ...] = ()
+
+        def gradient(self, z: Real, key: Key) -> Real:
+            return super().gradient(z, key) * (np.nan if key.round in self.times else 1.0)
+
+    poisoned = Poison(ZERO)
+    poisoned.times = (4, 5, 9)
+    locals = [poisoned if i == 3 else Quadratic(c) for i, c in enumerate(vectors(N, D))]
+    outcome = learn({"name": "sgp"}, "exponential", 20, "float64", locals=locals, patience=3)
+    assert [event[:2] for event in outcome.report.failed] == [(5, 3), (6, 3), (10, 3)]
+    assert get_algorithm({"name": "sgp"}).invariants(outcome.states.values())["sum_w"] == pytest.approx(N, abs=1e-12)
 
 
 def test_c1_a_node_that_keeps_failing_is_excluded_from_push_sum_and_its_messages_go_back() -> None:

@@ -14,12 +14,15 @@ from toy import client_app, fingerprint, model, stack
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import TopK
-from fedcomp.flower.faults import ScriptedFaults
+from fedcomp.codecs.feedback import ErrorFeedback
+from fedcomp.errors import NoUsableReply
+from fedcomp.flower.faults import RandomFaults, ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.state import UNSETTLED
-from fedcomp.layout import Layout
+from fedcomp.layout import Layout, SmallDense
+from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
@@ -75,6 +78,92 @@ def memory_of(state: dict[str, np.ndarray]) -> np.ndarray:
     return found[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("error_state", ["discard", pytest.param("keep", marks=pytest.mark.long)])
+def test_conservation_under_faults(error_state: str) -> None:
+    """10 clients, 120 rounds, 10 % each of lost, duplicated, late and crashed, nodes wiped at random.
+
+    For every life of every node: updates made = delivered + owed, exactly.
+    """
+    plan = RandomFaults(
+        Key(11, "faults"), {"lost_reply": 0.1, "duplicate": 0.1, "late": 0.1, "raise": 0.1, "corrupt": 0.02}, pushes=1
+    )
+    grid = InProcessGrid(client_app([compression()]), 10, seed=5, fault=plan, error_state=error_state)
+    inner = Sum()
+    # With a part that travels dense.
+    strategy = Compressed(inner, ErrorFeedback(TopK(density=0.01)), policy=SmallDense())
+    arrays = model()
+    made: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1212))
+    owed: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1212))
+    nodes = list(grid.get_node_ids())
+    partition = {n: int(grid.context(n).node_config["partition-id"]) for n in nodes}
+
+    def settle(node: int) -> None:
+        context = grid.context(node)
+        if "toy.sum" in context.state:
+            made[partition[node]] += context.state.array_records["toy.sum"]["sum"].numpy()
+        owed[partition[node]] += residual(context, strategy, node)
+
+    wipes = 0
+    for round_ in range(1, 121):
+        # The bare Grid: a MeteredGrid would remove the duplicates before the strategy sees them.
+        replies = grid.send_and_receive(strategy.configure_train(round_, arrays, ConfigRecord(), grid), timeout=9)
+        new, _ = strategy.aggregate_train(round_, replies)
+        arrays = new if new is not None else arrays
+        for node in nodes:
+            if Key(13, "wipe", round_, partition[node]).uniform(1)[0] < 0.01:
+                settle(node)
+                grid.wipe(node)
+                wipes += 1
+    for node in nodes:
+        settle(node)
+
+    assert wipes >= 6
+    reports = strategy.reports.values()
+    assert sum(r.lost for r in reports) > 60
+    assert sum(len(r.refused) for r in reports) > 60
+    assert sum(len(r.rolled_back) for r in reports) > 60
+    assert sum(r.duplicates for r in reports) > 30
+    for p in range(10):
+        np.testing.assert_array_equal(inner.delivered[p] + owed[p], made[p])
+    np.testing.assert_array_equal(stack(arrays), sum(inner.delivered.values()))
+
+
+@pytest.mark.slow
+def test_replicas_never_diverge_silently() -> None:
+    """Compressed downlink under faults and wipes: whoever trains holds the server's reference, bit for bit."""
+    plan = RandomFaults(Key(17, "faults"), {"lost_reply": 0.1, "duplicate": 0.1, "late": 0.1, "raise": 0.1})
+    grid = InProcessGrid(client_app([compression()]), 10, seed=6, fault=plan)
+    inner = Sum()
+    strategy = Compressed(inner, TopK(density=0.02), downlink=TopK(density=0.05))
+    metered = MeteredGrid(grid, TrafficLedger())
+    arrays = model()
+    nodes = list(grid.get_node_ids())
+    full = 0
+    for round_ in range(1, 61):
+        messages = list(strategy.configure_train(round_, arrays, ConfigRecord(), metered))
+        full += sum(1 for m in messages if len(m.content.array_records))
+        reference = ArrayRecord(
+            {
+                k: Array(v)
+                for k, v in strategy.layout.unflatten(strategy.down.broadcast.reference, {}).items()  # type: ignore[union-attr]
+            }
+        )
+        replies = metered.send_and_receive(messages, timeout=9)
+        for reply in replies:
+            if not reply.has_error():
+                metrics = next(iter(reply.content.metric_records.values()))
+                assert metrics["seen"] == fingerprint(reference)
+        new, _ = strategy.aggregate_train(round_, replies)
+        arrays = new if new is not None else arrays
+        for i, node in enumerate(nodes):
+            if Key(19, "wipe", round_, i).uniform(1)[0] < 0.01:
+                grid.wipe(node)
+    resyncs = [r for report in strategy.reports.values() for r in report.refused.values() if "resync" in r]
+    assert resyncs, "no wiped node ever asked for a full model: the faults did not reach the code"
+    assert 10 < full < 60, "full models go to new and resynchronised nodes only"
+
+
 def test_a_tampered_replica_is_noticed() -> None:
     """One bit of a node's replica flips between rounds: the digest shows it, the node gets the full model next."""
     app = client_app([compression()])
@@ -93,6 +182,29 @@ def test_a_tampered_replica_is_noticed() -> None:
     strategy.start(MeteredGrid(grid, TrafficLedger()), model(), num_rounds=4, timeout=9)
     assert [len(r.refused) for r in strategy.reports.values()] == [0, 0, 1, 0]
     assert "digests differ" in next(iter(strategy.reports[3].refused.values()))
+
+
+def test_handler_that_raises_leaves_the_state_untouched() -> None:
+    """Flower spec 7.3 (iii), on both kinds of runtime."""
+    for mode in ("discard", "keep"):
+        app = client_app([compression()])
+        calls = []
+
+        def failing(msg: Message, context: Context, app=app, calls=calls) -> Message:
+            calls.append(1)
+            if len(calls) == 2:
+                raise RuntimeError("crash before the app ran")
+            return app(msg, context)
+
+        grid = InProcessGrid(failing, 1, seed=1, error_state=mode)
+        strategy = Compressed(Sum(), TopK(density=0.02))
+        metered = MeteredGrid(grid, TrafficLedger())
+        strategy.start(metered, model(), num_rounds=1, timeout=9)
+        node = next(iter(grid.get_node_ids()))
+        before = dict(grid.context(node).state.items())
+        with pytest.raises(NoUsableReply, match="crash before the app ran"):
+            strategy.start(metered, model(), num_rounds=1, timeout=9)
+        assert dict(grid.context(node).state.items()) == before
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["used", "lost"])

@@ -153,6 +153,35 @@ def test_what_cannot_overlap_is_refused_by_name(make: Any, match: str) -> None:
         run(make(), compression(), model())
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("width", [2, 3])
+@pytest.mark.parametrize("codec", [FEW, SignSGD(0.5)], ids=["memory", "votes"])
+def test_a_server_that_crashes_with_rounds_in_flight_counts_no_round_twice(
+    codec: Codec, width: int, tmp_path: Path
+) -> None:
+    """The nodes go on as they are: they answer rounds that they had answered as they did, and train in none again."""
+
+    def build() -> PipelinedStrategy:
+        return PipelinedStrategy(server(Pair(codec)), width)
+
+    whole, path = run(build(), compression(), model()), tmp_path / "run.ckpt"
+    with InProcessGrid(client_app([compression()]), NODES, seed=4) as inner:
+        grid, first = MeteredGrid(inner), build()
+
+        def keep(number: int, arrays: ArrayRecord, outcome: Any) -> None:
+            if number == 5:
+                checkpoint.save(path, server_round=5, arrays=arrays, strategy=first)
+
+        fit(first, grid, model(), 6, on_round=keep)
+        second, held = build(), checkpoint.load(path)
+        held.apply(second)
+        assert len(second.flights) == width - 1
+        end = fit(second, grid, held.arrays, ROUNDS, start_round=6)
+        rolled = [second.reports[number].rolled_back for number in range(5, ROUNDS + 1)]
+    assert bits(end) == bits(whole)
+    assert not any(rolled)
+
+
 @pytest.mark.parametrize("overlap", ["pipelined", "buffered"])
 def test_nodes_are_sent_steps_from_the_model_that_they_were_sent(overlap: str) -> None:
     """Which is not that of now when they answer."""
