@@ -13,6 +13,7 @@ from toy import client_app, model, stack
 
 import fedcomp as fc
 from fedcomp.clients.edge import prepare
+from fedcomp.clients.private.mod import private
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.folder import StateFolder
 from fedcomp.flower.wrapper import as_batch
@@ -264,8 +265,8 @@ FLOWER = (
     Row("folder cannot be made: {}; name another one", below_a_file, lambda path: StateFolder(path / "other", 0)),
     row(
         "checks its order; use ",
-        lambda: fc.compression()(None, None, None),
-        lambda: fc.client(ClientApp(), only=[fc.compression()]),
+        lambda: private()(None, None, None),
+        lambda: fc.client(ClientApp(), only=[private()]),
     ),
 )
 
