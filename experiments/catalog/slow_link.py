@@ -10,13 +10,13 @@ from statistics import median
 from typing import Any, Final
 
 from fedcomp.clients.edge.links import Link
-from fedcomp.experiments.catalog.factors import TUNING_SEED
 from fedcomp.experiments.experiment import Experiment, no_rows
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, table
 from fedcomp.experiments.links import HEADERS, pace, unavailable
 from fedcomp.experiments.options import TEXT, Config, Option, numbers
 from fedcomp.experiments.spec import RunResult
+from fedcomp.experiments.tables import TUNING_SEED
 from fedcomp.rules import Flag, Int, Real
 
 FEDAVG, UP, BOTH, LOW_BIT, STOCK = "FedAvg", "top-k up", "top-k both ways", "EDEN both ways", "stock Flower"
