@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 
 import pytest
 from experiment_runs import Ran, ran
 
 from fedcomp.experiments import adaptive_servers, robust_rules, small_cnn
-from fedcomp.experiments.catalog import sparse_study, sparsifiers
-from fedcomp.experiments.findings import Curves, HeatMap
+from fedcomp.experiments.catalog import sparsifiers
+from fedcomp.experiments.findings import Curves
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +31,6 @@ def table() -> Ran:
             robust_rules, "CODECS", {c: robust_rules.CODECS[c] for c in ("random-k, shared", "random-k, own")}
         )
         return ran(sparsifiers.EXPERIMENT, *small, rounds=3, clients=3)
-
-
-@pytest.fixture(scope="module")
-def study() -> Ran:
-    return ran(sparse_study.EXPERIMENT, "seeds=1", "task.hidden=20", "densities=0.02,0.1", rounds=2, clients=3)
 
 
 @pytest.mark.long
@@ -126,33 +120,6 @@ def test_every_bound_of_the_table_is_claimed_for_both_partitions(table: Ran) -> 
             claim = named[f"{method.label}: train loss over dense, the worse partition"]
             assert (claim.value, claim.bound) == (max(relative), method.bound)
     assert not any(math.isnan(claim.value) for claim in claims)
-
-
-@pytest.mark.long
-def test_the_grid_is_complete_and_without_memory_is_another_codec(study: Ran) -> None:
-    config, _, findings, *_ = study
-    claims = findings.claims
-    names, axes = zip(*sparse_study.axes(config).items(), strict=True)
-    grid = [dict(zip(names, place, strict=True)) for place in product(*axes)]
-    assert len(grid) == 4 * 2 * 2 * 2 * 2
-    codecs = {repr(sparse_study.codec_of(**place)) for place in grid}
-    assert len(codecs) == len(grid)
-    (whole,) = findings.tables
-    assert len(whole.rows) == len(grid)
-    (heat,) = (figure for figure in findings.figures if isinstance(figure, HeatMap))
-    assert [len(row) for row in heat.values] == [4] * 16
-    assert all(len(figure.series) == 9 for figure in findings.figures if isinstance(figure, Curves))
-    assert not any(math.isnan(claim.value) for claim in claims)
-    # What holds in any run, however short.
-    assert all(claim.ok for claim in claims if claim.source.startswith("theory"))
-
-
-def test_densities_are_checked_before_anything_runs() -> None:
-    option = sparse_study.OPTIONS["densities"]
-    assert option.parse("densities", "0.1, 0.01") == "0.1, 0.01"
-    for wrong in ("", "0", "2", "0.1;0.2", "nan"):
-        with pytest.raises(ValueError, match="densities"):
-            option.parse("densities", wrong)
 
 
 def test_few_clients_still_hold_every_digit() -> None:

@@ -1,25 +1,19 @@
-"""The experiment ``gradiveq``: its trainings send real frames, and its claims catch what they are about."""
+"""The study ``gradiveq``: its trainings send real frames."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
-import fedcomp.experiments.catalog.gradiveq as module
 from fedcomp.codecs import GradiVeQ, get_codec
-from fedcomp.experiments.catalog.gradiveq import (
+from fedcomp.experiments.conv_gradients import Training, gradients, mean_of
+from fedcomp.experiments.studies.gradiveq import (
     DENSE,
-    EARLY,
-    EXPERIMENT,
-    GRIDS,
     KINDS,
-    LATE,
     LAYERS,
     LAYOUTS,
-    MOST,
     POOLED,
     RIVALS,
     ROWS,
@@ -30,13 +24,7 @@ from fedcomp.experiments.catalog.gradiveq import (
     times,
     train,
 )
-from fedcomp.experiments.conv_gradients import Training, gradients, mean_of
-from fedcomp.experiments.findings import Say
 from fedcomp.rng import Key
-
-
-def config(*assignments: str) -> Any:
-    return EXPERIMENT.configure(assignments=("seeds=2", "workers=1", "rates=0.02", *assignments))
 
 
 def vectors(layout: Any, number: int, count: int = 4) -> list[np.ndarray]:
@@ -131,67 +119,3 @@ def test_a_code_that_can_be_added_gains_more_at_the_same_ratio() -> None:
     for count in (4, 16):
         at = times(count)
         assert at["summable"] < min(at["hop by hop"], at["gathered"], at["ring"])
-
-
-def measured(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, Mapping[str, float]], gain: float = 8.0) -> Any:
-    """Measure with made-up trainings: all alike but for ``changes``."""
-
-    def made(label: str, rate: float, seed: int, *, steps: int, tuning: bool = False) -> dict[str, Any]:
-        short, row = 100 if ROWS[label].sampling else 1000, ROWS[label]
-        compressed = steps * 4 // 5 if row.sampling else steps
-        first = 1000
-        sent = (steps - compressed) * first + compressed * (short if row.sampling else 1000)
-        found = {
-            "accuracy": 97.0,
-            "loss": 0.1,
-            "uplink": 4 * sent,
-            "basis": 0,
-            "dense": 4000 * steps,
-            "first": first,
-            "short": short,
-            "compressed": compressed,
-            "steps": steps,
-            "cycles": [[4.0, 4.0]] if row.sampling else [],
-            "ring is star": True,
-        }
-        return {**found, **changes.get(label, {})}
-
-    def fitted(before: int, seed: int, **window: int) -> dict[str, Any]:
-        shares = {
-            f"{order}/{kind}/{layer}": 0.1 * gain if order == "FDHW" else 0.1
-            for order in LAYOUTS
-            for kind in KINDS
-            for layer in LAYERS
-        }
-        return {"missed": shares, "apart": changes.get("apart", {}).get("apart", 1e-7)}
-
-    monkeypatch.setattr(module, "train", made)
-    monkeypatch.setattr(module, "fits", fitted)
-    findings = EXPERIMENT.measure(config(), {}, Say())
-    return findings, [claim.name for claim in findings.claims if claim.gate and not claim.ok]
-
-
-def test_claims_are_about_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    findings, failed = measured(monkeypatch, {})
-    assert not failed
-    assert [len(found.rows) for found in findings.tables] == [2 * len(LAYERS) * len(LAYOUTS), len(ROWS), 2]
-    _, failed = measured(monkeypatch, {POOLED: {"accuracy": 95.9}})
-    assert failed == [f"{POOLED}: points of accuracy lost"]
-    _, failed = measured(monkeypatch, {GRIDS: {"ring is star": False}})
-    assert failed == [f"{GRIDS}: sums of integers that differ between ring and star, over all steps"]
-    _, failed = measured(monkeypatch, {POOLED: {"basis": 10**9}})
-    assert failed == [f"{POOLED}: times fewer bytes of convolutions in the training, basis and warm-up counted"]
-    _, failed = measured(monkeypatch, {POOLED: {"cycles": [[4.0, 4.0], [4.0, 4.1]]}})
-    assert failed == [f"{POOLED}: times fewer bytes over a cycle, off the formula of real frames, relative"]
-    _, failed = measured(monkeypatch, {POOLED: {"cycles": [[2.0, 2.0]]}})
-    assert failed == [f"{POOLED}: times fewer bytes over a whole cycle, least"]
-    _, failed = measured(monkeypatch, {"apart": {"apart": 1e-5}})
-    assert len(failed) == 1
-    _, failed = measured(monkeypatch, {}, gain=4.0)
-    assert sorted(name.split(",")[0] for name in failed) == ["conv2", "conv3"]
-    assert all(str(LATE + 1) in name for name in failed)
-    findings, failed = measured(monkeypatch, {RIVALS[0]: {"uplink": 1, "accuracy": 98.0}})
-    assert not failed
-    assert any(RIVALS[0] in claim.name and not claim.ok for claim in findings.claims)
-    assert EARLY < LATE
-    assert MOST < 512

@@ -1,4 +1,4 @@
-"""The experiment on DataLens and MNIST, very small and without MNIST's files: every row pays for what it releases."""
+"""The study of DataLens and MNIST, very small and without MNIST's files: every row pays for what it releases."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ import numpy as np
 import pytest
 from experiment_runs import Ran, ran, resumes
 
-from fedcomp.experiments.catalog import datalens_mnist as module
-from fedcomp.experiments.catalog.datalens_mnist import (
+from fedcomp.experiments.catalog.datalens_mnist import EXPERIMENT
+from fedcomp.experiments.findings import Pictures, Say
+from fedcomp.experiments.generator_training import HELD, PROXY, GeneratorCell, task_of
+from fedcomp.experiments.studies.datalens_mnist import (
     CHOSEN,
     DIRECT,
     DP_SGD,
-    EXPERIMENT,
     GRIDS,
     MEANS,
     METHODS,
     PLAIN,
     TARGETS,
     TOPAGG,
-    claims,
     label,
+    study,
 )
-from fedcomp.experiments.findings import Pictures, Say
-from fedcomp.experiments.generator_training import HELD, PROXY, GeneratorCell, task_of
-from fedcomp.experiments.kit import Record
+from fedcomp.experiments.tables import Found
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.statement import Statement
 
@@ -42,7 +41,7 @@ def _no_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def small() -> Ran:
-    return ran(EXPERIMENT, *SMALL, rounds=2, clients=24, judging=module)
+    return ran(EXPERIMENT, *SMALL, rounds=2, clients=24)
 
 
 def cell(**changes: Any) -> GeneratorCell:
@@ -100,7 +99,7 @@ def test_f_rows_whose_network_had_to_be_trained_again_are_named(small: Ran) -> N
             name: {**cell, "retrained": int(any(name.startswith(f"{row},") for row in died))}
             for name, cell in small.kept.items()
         }
-        return module.measure(small.config, {}, Say(kept=kept)).tables[0].caption
+        return study(Found(EXPERIMENT, small.config, {}, Say(kept=kept))).tables[0].caption
 
     rows = label(PLAIN, 10.0), label(DP_SGD, 1.0)
     assert f"happened in {'; '.join(rows)}." in caption(*rows)
@@ -120,22 +119,6 @@ def test_f_the_sheets_show_what_each_generator_makes(small: Ran) -> None:
 def test_f_what_is_finished_is_kept_cell_by_cell(small: Ran) -> None:
     assert len(small.kept) == len(METHODS) * len(TARGETS)
     assert resumes(EXPERIMENT, small)
-
-
-@pytest.mark.long
-def test_f_claims_see_a_crossed_epsilon_a_missing_event_and_a_generator_that_learnt_nothing(small: Ran) -> None:
-    outcomes, owed = small.judged
-    learnt = {name: [Record({**run, "accuracy": 0.5}) for run in runs] for name, runs in outcomes.items()}
-
-    def failed(**figures: float) -> list[str]:
-        name = label(TOPAGG, 10.0)
-        forged = {**learnt, name: [Record({**run, **figures}) for run in learnt[name]]}
-        return [claim.name for claim in claims(forged, owed) if claim.gate and not claim.ok]
-
-    assert failed() == failed(epsilon=9.999) == []
-    seen = [failed(epsilon=10.01), failed(releases=3), failed(accuracy=0.1)]
-    assert [len(names) for names in seen] == [1, 1, 1]
-    assert len({names[0] for names in seen}) == 3
 
 
 @pytest.mark.long

@@ -1,24 +1,19 @@
-"""The experiment ``lgc``: its trainings send real frames, and its claims catch what they are about."""
+"""The study ``lgc``: its trainings send real frames."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pytest
 
-import fedcomp.experiments.catalog.lgc as module
+import fedcomp.experiments.studies.lgc as module
 from fedcomp.codecs import LGC, ScaleCom
-from fedcomp.experiments.catalog.lgc import (
-    ALONE,
+from fedcomp.experiments.central import Sending
+from fedcomp.experiments.studies.lgc import (
     BEST,
     COPY,
     DENSE,
     DENSITY,
-    EIGHT,
     EXACT,
-    EXPERIMENT,
     FULL,
     INNOVATION,
     INT8,
@@ -29,18 +24,14 @@ from fedcomp.experiments.catalog.lgc import (
     RIVALS,
     ROWS,
     SERVER,
-    SERVER_EXACT,
     SHARED,
     SHORT,
-    THIRD,
     TOP_QUARTER,
     ZEROS,
     OneForAll,
     codings,
     train,
 )
-from fedcomp.experiments.central import Sending
-from fedcomp.experiments.findings import Say
 from fedcomp.layout import EndsDense, Layout
 from fedcomp.rng import Key
 from fedcomp.systems.lgc import LearnedGradients
@@ -48,10 +39,6 @@ from fedcomp.systems.shared_support import SharedSupport
 
 SHAPES = {"conv1": (16, 1, 3, 3), "conv2": (32, 16, 3, 3), "conv3": (64, 32, 3, 3), "linear": (10, 576)}
 LAYOUT = Layout.of({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}, EndsDense())
-
-
-def config(*assignments: str) -> Any:
-    return EXPERIMENT.configure(assignments=("seeds=2", "workers=1", "rates=0.02", *assignments))
 
 
 def vectors(number: int, count: int = 4) -> list[np.ndarray]:
@@ -127,56 +114,3 @@ def test_codings_are_measured_on_steps_that_were_not_trained_with(monkeypatch: p
     assert found[BEST] > 0.5
     assert found[RAW] > 10.0
     assert 0.0 < found[f"node/{ZEROS}"] < 1.0
-
-
-def measured(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, Any]) -> Any:
-    """Measure with made-up trainings: all alike but for ``changes``."""
-
-    def made(label: str, rate: float, seed: int, *, steps: int, tuning: bool = False) -> dict[str, Any]:
-        last = 4000 if label == FULL else 2000
-        found = {
-            "accuracy": 97.0,
-            "loss": 0.1,
-            "uplink": steps * last,
-            "last": last,
-            "weights": 0,
-            "dense": 40_000 * steps,
-        }
-        return {**found, **changes.get(label, {})}
-
-    def coded(seed: int, *, trained: int) -> dict[str, Any]:
-        missed = {**dict.fromkeys(RING_BYTES, 0.3), THIRD: 0.99, RAW: 700.0, INT8: 1e-5, TOP_QUARTER: 0.2}
-        missed |= {f"node/{SHARED}": 0.6, f"node/{OWN}": 0.9, f"node/{COPY}": 1.5, f"node/{ZEROS}": 0.8}
-        return {"missed": {**missed, **changes.get("missed", {})}}
-
-    monkeypatch.setattr(module, "train", made)
-    monkeypatch.setattr(module, "codings", coded)
-    findings = EXPERIMENT.measure(config(), {}, Say())
-    return findings, [claim.name for claim in findings.claims if claim.gate and not claim.ok]
-
-
-def test_claims_are_about_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    findings, failed = measured(monkeypatch, {})
-    assert not failed
-    assert [len(found.rows) for found in findings.tables] == [len(ROWS), len(RING_BYTES), 4]
-    missed = {claim.name for claim in findings.claims if not claim.ok}
-    assert missed == {
-        "autoencoder of a ring: error over that of 8 bits in the same bytes",
-        "autoencoder of a ring: error over that of the largest quarter of the values",
-    }
-    for name, value in ((BEST, 0.7), (THIRD, 0.5), (RAW, 0.5), (INT8, 0.2)):
-        _, failed = measured(monkeypatch, {"missed": {name: value}})
-        assert len(failed) == 1, name
-    findings, failed = measured(monkeypatch, {"missed": {f"node/{SHARED}": 0.95}})
-    assert not failed
-    assert len({claim.name for claim in findings.claims if not claim.ok} - missed) == 2
-    for label in (EXACT, SERVER):
-        _, failed = measured(monkeypatch, {label: {"last": 3500}})
-        assert failed == [f"{label}: bytes a worker in the last stage over those of {FULL}"]
-    findings, failed = measured(monkeypatch, {EIGHT: {"accuracy": 98.0}, ALONE: {"accuracy": 97.5}})
-    assert not failed
-    below = [c.name for c in findings.claims if "below" in c.name and not c.ok]
-    assert len(below) == 4
-    findings, _ = measured(monkeypatch, {DENSE: {"accuracy": 99.0}})
-    lost = [c.name for c in findings.claims if "points of accuracy lost" in c.name and not c.ok]
-    assert lost == [f"{EXACT}: points of accuracy lost", f"{SERVER_EXACT}: points of accuracy lost"]

@@ -1,26 +1,18 @@
-"""The experiment ``flare``: its drifts, its rivals, and that claims catch what they are about."""
+"""The study ``flare``: its drifts, and its rivals."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
 
 from fedcomp.experiments import drifting, drifting_rounds
-from fedcomp.experiments.catalog import get_experiment
-from fedcomp.experiments.catalog.flare import EXPERIMENT, IMAGES, OURS, SLOW, SWAPPED, latency
 from fedcomp.experiments.drifting import Means, Site, change_of, mean_threshold, nominal_threshold, run
-from fedcomp.experiments.findings import Say
 from fedcomp.experiments.kit import Record, Records
+from fedcomp.experiments.studies.flare import IMAGES, OURS, SLOW, SWAPPED, latency
 from fedcomp.rng import Key
 from fedcomp.tasks import get_task
 from fedcomp.tasks.arrays import to_arrays
 from fedcomp.tasks.base import Split
-
-
-def test_it_is_found() -> None:
-    assert get_experiment("flare") is EXPERIMENT
 
 
 def test_drifts_are_what_they_are_called() -> None:
@@ -99,21 +91,3 @@ def test_rounds_have_all_rows_and_quiet_ones_spare_bytes() -> None:
 def test_a_latency_counts_runs_that_found_nothing() -> None:
     records = [Records([Record({"latency": value}) for value in values]) for values in ((3, None, None), (3, 4, None))]
     assert [latency(each) for each in records] == [float("inf"), 4.0]
-
-
-@pytest.mark.long
-def test_claims_catch_thresholds_without_calibration_and_blindness(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sensor with the textbook's threshold halved sends all the time; swapped labels must not be found by luck."""
-    monkeypatch.setattr(drifting, "FOLDS", 2)
-    monkeypatch.setattr(drifting, "EPOCHS", 1)
-    monkeypatch.setattr(drifting, "calibrated", lambda reference, window, key: 0.02)
-    monkeypatch.setattr("fedcomp.drift.edge.calibrated", lambda reference, window, key: 0.02)
-    monkeypatch.setattr(drifting_rounds, "run", lambda row, seed, rounds, drift: dict.fromkeys(FIGURES, 1.0))
-    config: Any = EXPERIMENT.configure(assignments=EXPERIMENT.quick)
-    failed = {claim.name for claim in EXPERIMENT.measure(config, {}, Say()).claims if claim.gate and not claim.ok}
-    assert "digits: windows sent before the drift, conditional" in failed
-    assert "without drift: share of windows of 100 above the calibrated threshold" in failed
-    assert "labels swapped: windows sent after the drift by confidence" in failed
-
-
-FIGURES = ("up", "down", "quiet", "updates", "accuracy", "last", "sensor_bytes", "deployed")

@@ -1,30 +1,20 @@
-"""The experiment on SIDCo: estimates are judged by what they select, on data and memories of the kind they are said."""
+"""The study of SIDCo: estimates are judged by what they select, on data and memories of the kind they are said."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
-from experiment_runs import Ran, ran
 
 from fedcomp.codecs.sidco import estimate_threshold
 from fedcomp.experiments import estimates
-from fedcomp.experiments.catalog import sidco
-from fedcomp.experiments.findings import Curves, HeatMap
-from fedcomp.experiments.kit import Record, Records
+from fedcomp.experiments.studies import sidco
 from fedcomp.rng import Key
 
 pytestmark = pytest.mark.filterwarnings("ignore::fedcomp.tasks.sources.DataWarning")
 
 KEY, SCALES = Key(3, "draws"), Key(3, "scales")
-
-
-@pytest.fixture(scope="module")
-def run() -> Ran:
-    """Every row for two rounds and every measurement, very small."""
-    return ran(sidco.EXPERIMENT, quick=True)
 
 
 def test_selected_over_wanted_is_counted_and_not_estimated() -> None:
@@ -102,56 +92,6 @@ def test_exact_selection_and_estimates_are_timed_at_every_density() -> None:
     assert {name.rpartition("/")[2] for name in times} == {f"{d:g}" for d in estimates.DENSITIES}
     assert {"exact", "torch.topk", "P, M = 2"} <= {name.rpartition("/")[0] for name in times}
     assert all(value >= 0.0 for value in times.values())
-
-
-@pytest.mark.long
-def test_all_is_measured(run: Ran) -> None:
-    _, results, findings, *_ = run
-    titles = [table.title for table in findings.tables]
-    assert len(titles) == len(set(titles)) == 6
-    training, known, summary, full, searches, times = findings.tables
-    assert [row[0] for row in training.rows] == list(results)
-    assert training.rows[1][4] == 1.0
-    assert len(known.rows) == len(estimates.FITS) + 3
-    assert len(summary.rows) == len(estimates.FITS)
-    # MLP: the whole, three layers; CNN: the whole, two layers; alone and with memory, the marked steps, the densities.
-    assert len(full.rows) == 2 * 3 * (4 * 2 + 3 * 2)
-    assert len(searches.rows) == len(estimates.CHANGING) * len(estimates.SEARCHES)
-    assert times.rows[0][0] == "exact"
-    assert times.rows[0][2] == 1.0
-    (heat,) = (figure for figure in findings.figures if isinstance(figure, HeatMap))
-    assert len(heat.values) == 3 * (4 + 3)
-    assert sum(isinstance(figure, Curves) for figure in findings.figures) == len(estimates.CHANGING) + 1
-    assert [task["task"] for task in findings.tasks] == ["digits", "mnist"]
-
-
-@pytest.mark.long
-def test_every_claim_has_a_value_and_a_source(run: Ran) -> None:
-    claims = run[2].claims
-    assert len({claim.name for claim in claims}) == len(claims)
-    # Processor time has a grain; a selection of ten thousand elements may take none of it.
-    assert not any(math.isnan(claim.value) for claim in claims if "processor time" not in claim.name)
-    assert all(claim.source for claim in claims)
-
-
-@pytest.mark.parametrize("op", ["<=", ">="])
-def test_each_claim_can_fail(op: str) -> None:
-    """What is forged lies on the wrong side of every bound that is an upper one, or of every lower one."""
-    high = op == "<="
-    fits = {estimates.fit_name(*fit): 9.0 if high else 1e-9 for fit in estimates.FITS}
-    # A share within a factor of two is only low when nothing is within, and high when everything is.
-    fits |= {"E, M = 1": 1.0} if high else {}
-    rules = {name: {"achieved": [9.0 if high else 1e-9] * 2, "stages": [1, 1]} for name in estimates.SEARCHES}
-    forged = sidco.Measurements(
-        losses={sidco.DENSE: 1.0, sidco.EXPONENTIAL: 2.0, sidco.PARETO: 2.0},
-        known=[[dict(fits) | {"E, M = 1": 9.0 if high else 1e-9} for _ in estimates.SYNTHETIC]],
-        captured=Records(Record({"what": what, "fits": fits}) for what in ("alone", "with memory")),
-        searches=Records(Record({"data": data, "rules": rules}) for data in estimates.CHANGING),
-        times={f"{name}/{d:g}": t for d in estimates.DENSITIES for name, t in (("exact", 2.0), ("P, M = 2", 1.0))},
-    )
-    wrong = [claim for claim in sidco.claims(forged) if claim.op == op]
-    assert wrong
-    assert [claim.name for claim in wrong if claim.ok] == []
 
 
 def test_a_share_counts_what_lies_within_a_factor_of_two() -> None:

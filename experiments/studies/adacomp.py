@@ -1,0 +1,261 @@
+"""AdaComp's layers: bytes in the frames, what every bin sends, and train losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.experiments.experiment import Studied
+from fedcomp.experiments.findings import Curves, Series, mean
+from fedcomp.experiments.kit import Record, Records, running_mean, table, train_losses
+from fedcomp.experiments.options import Config
+from fedcomp.experiments.spec import RunResult
+from fedcomp.experiments.tables import Found
+from fedcomp.layout import Layout, TensorSpec
+from fedcomp.strategies.parts import TASK_PREFIX, below, policy
+
+if TYPE_CHECKING:
+    from fedcomp.codecs import AdaComp
+    from fedcomp.experiments.central import Seen
+
+DENSE = "FedAvg"
+ADACOMP = "AdaComp"
+HARD = "AdaComp, factor 1"
+TOPK = "top-k with feedback"
+KEPT = "AdaComp, small layers dense"
+SPARSE = (ADACOMP, HARD, TOPK, KEPT)
+
+CONV, FULL = "convolutional", "fully connected"
+BIN = {CONV: "codec.conv_bin", FULL: "codec.bin"}
+"""Which setting is the length of their bins."""
+
+PART = 10
+"""The first and the last so many-th of the rounds are compared."""
+WINDOW = 5
+"""Rounds over which curves are averaged."""
+JUDGED_BINS = 20
+"""Layers of fewer bins are in the tables and in no claim; the output layer, 640 weights, has two."""
+
+
+def study(found: Found) -> Studied:
+    """Train losses, bytes of each layer, and by a run without messages what every bin sent."""
+    from fedcomp.tasks import get_task
+
+    config, results, say = found.config, found.results, found.say
+    task = get_task(found.experiment.task, **below(config.settings, TASK_PREFIX))
+    loss = train_losses(task, results, say)
+    say("AdaComp once more without messages, to look into its frames")
+    seen = say.cell("bins", lambda: watch(results[ADACOMP]))
+    records = layer_records(results, seen)
+    layers, dense = records.groups("layer"), results[DENSE].uplink_payload_bytes
+    # Under the policy of all rows but one.
+    left = [t for t in Layout.of(results[DENSE].arrays).tensors if t.is_dense]
+    losses: dict[str, Any] = {
+        "row": lambda label: label,
+        "train loss, nats": lambda label: loss[label],
+        "times dense": lambda label: loss[label] / loss[DENSE],
+        "test accuracy, %": lambda label: 100 * results[label].accuracy,
+        "times fewer bytes, all": lambda label: dense / results[label].uplink_payload_bytes,
+    }
+    by_layer: dict[str, Any] = {
+        "layer": "layer",
+        "row": "row",
+        "bytes per reply": lambda r: mean(r.bytes),
+        "times fewer": lambda r: fewer(r, mean(r.bytes)),
+        "first rounds": lambda r: fewer(r, ends(r.bytes)[0]),
+        "last rounds": lambda r: fewer(r, ends(r.bytes)[1]),
+        "sent per bin, first rounds": lambda r: ends(r.per_bin)[0] if r.per_bin else None,
+        "sent per bin, last rounds": lambda r: ends(r.per_bin)[1] if r.per_bin else None,
+    }
+    return Studied(
+        {
+            **{
+                (label, "train loss over that of dense averaging"): loss[label] / loss[DENSE]
+                for label in (ADACOMP, KEPT)
+            },
+            **quantities(config, records),
+            (ADACOMP, "weights of the run without messages that differ from the run with them"): seen["differs"],
+        },
+        tables=[
+            table(
+                "Train loss and whole frames",
+                losses,
+                results,
+                "Loss of the final model on all training images. The last column counts whole payloads, what travels "
+                "dense included.",
+            ),
+            table(
+                "Encoded bytes by layer",
+                by_layer,
+                records,
+                f"{', '.join(f'{name} is {group[0].kind}' for name, group in layers.items())}. Times fewer: four bytes "
+                "per element over the bytes of its entry, indices and values in the frames, over the whole run and "
+                "over the first and the last tenth of its rounds. Elements sent per bin: means over the same tenths. "
+                f"{sum(t.size for t in left)} elements travel dense, those of the smallest tensors, together at most "
+                f"1 % of the model: {', '.join(t.name for t in left)}.",
+            ),
+        ],
+        figures=[
+            *(
+                _over_rounds(
+                    f"Bytes per reply, {name} ({group[0].kind})",
+                    [(r.row, r.rounds, r.bytes) for r in group],
+                    "bytes, ",
+                    log_y=True,
+                    caption=f"Dense: {4 * group[0].size} bytes.",
+                )
+                for name, group in layers.items()
+            ),
+            _over_rounds("AdaComp: elements sent per bin", _looked(records, "per_bin")),
+            _over_rounds(
+                "AdaComp: cosine of residue and update",
+                _looked(records, "cosine"),
+                caption="Where the update agrees with the residue, the look-ahead lifts more over the bin's maximum.",
+            ),
+            _over_rounds(
+                "Loss on the batches of the round",
+                [(label, *_metric(result, "train_loss")) for label, result in results.items()],
+                "nats, ",
+                log_y=True,
+            ),
+        ],
+        tasks=[task.record()],
+    )
+
+
+def compressed_layers(result: RunResult) -> tuple[TensorSpec, ...]:
+    """Return the tensors that a row compresses at all; the smallest, the first convolution among them, travel dense."""
+    return Layout.of(result.arrays, policy(result.spec.settings)).compressed
+
+
+def layer_records(results: Mapping[str, RunResult], seen: Mapping[str, Mapping[str, list[float]]]) -> Records:
+    """Return a record for each layer of the model and each row that compresses it.
+
+    ``rounds`` are those with replies and ``bytes`` the layer's bytes per reply in each of them; ``per_bin`` and
+    ``cosine``, of every round, are empty for rows that were not looked into.
+    """
+    found = []
+    for layer in compressed_layers(results[DENSE]):
+        for label in SPARSE:
+            if layer.name not in {own.name for own in compressed_layers(results[label])}:
+                continue
+            sent = {
+                # Per reply: rounds may have fewer replies than clients.
+                r.round: r.metrics["report.tensor_bytes"][layer.name] / r.replies
+                for r in results[label].rounds
+                if r.replies and layer.name in r.metrics.get("report.tensor_bytes", {})
+            }
+            looked = {name: seen[name][layer.name] if label == ADACOMP else [] for name in ("per_bin", "cosine")}
+            # AdaComp takes tensors of three and more dimensions for convolutional.
+            named = {"layer": layer.name, "kind": CONV if len(layer.shape) >= 3 else FULL, "size": layer.size}
+            found.append(Record({**named, "row": label, "rounds": [*sent], "bytes": [*sent.values()], **looked}))
+    return Records(found)
+
+
+def fewer(record: Record, size: float) -> float:
+    """Return how many times fewer than four bytes per element ``size`` bytes are."""
+    return 4 * record.size / size
+
+
+def ends(series: Sequence[float]) -> tuple[float, float]:
+    """Return the means over the first and the last tenth of a series, NaN of an empty one."""
+    part = max(1, len(series) // PART)
+    return mean(series[:part]), mean(series[-part:])
+
+
+@dataclass
+class Watched:
+    """Looks into the rounds of AdaComp.
+
+    Attributes
+    ----------
+    per_bin, cosine : dict of str to list of float
+        By tensor and round, means over the clients: elements sent per bin, and the cosine of residue and update.
+    """
+
+    codec: AdaComp
+    per_bin: dict[str, list[float]] = field(default_factory=dict)
+    cosine: dict[str, list[float]] = field(default_factory=dict)
+
+    def __call__(self, seen: Seen) -> None:
+        """Note what each client sent, and of what."""
+        layout = seen.updates[0].layout
+        counts = [self.codec.per_bin(answer.frames["values"], layout) for answer in seen.answers]
+        for t in layout.compressed:
+            self.per_bin.setdefault(t.name, []).append(mean(count[t.name] for count in counts))
+            pairs = [(seen.memories[node]["memory"], update.vector) for node, update in seen.updates.items()]
+            angles = [cosine(memory[t.slice], vector[t.slice]) for memory, vector in pairs]
+            # The cosine with the empty residue of the first round says nothing.
+            self.cosine.setdefault(t.name, []).append(mean(angles) if t.name in self.cosine else math.nan)
+
+
+def cosine(first: NDArray[Any], second: NDArray[Any]) -> float:
+    """Return the cosine of the angle between two vectors, 0 when one is zero."""
+    a, b = first.astype(np.float64), second.astype(np.float64)
+    lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(a @ b) / lengths if lengths else 0.0
+
+
+def watch(result: RunResult) -> dict[str, Any]:
+    """Run AdaComp's row without messages, and return what its frames held and how far its final model differs."""
+    from fedcomp.codecs import AdaComp
+    from fedcomp.experiments.central import Plan, simulate
+    from fedcomp.systems.pair import Pair
+
+    plan, system = Plan.of(result.spec)
+    assert isinstance(system, Pair)
+    assert isinstance(system.codec, AdaComp)
+    watched = Watched(system.codec)
+    # No evaluations: the row has them.
+    outcome = simulate(replace(plan, every=0), system, look=watched)
+    # Proof that what was watched is what the row did.
+    differs = sum(int(np.count_nonzero(outcome.arrays[name] != array)) for name, array in result.arrays.items())
+    return {"per_bin": watched.per_bin, "cosine": watched.cosine, "differs": differs}
+
+
+def _looked(found: Records, name: str) -> list[tuple[str, Sequence[float], Sequence[float]]]:
+    return [(f"{r.layer} ({r.kind})", range(1, len(r[name]) + 1), r[name]) for r in found.where(row=ADACOMP)]
+
+
+def _metric(result: RunResult, name: str) -> tuple[list[float], list[float]]:
+    found = [(float(r.round), float(r.metrics[name])) for r in result.rounds if name in r.metrics]
+    return [x for x, _ in found], [y for _, y in found]
+
+
+def _over_rounds(
+    title: str, lines: Iterable[tuple[str, Sequence[float], Sequence[float]]], unit: str = "", **options: Any
+) -> Curves:
+    """Return the running means of named lines."""
+    drawn = [Series(name, *running_mean(x, y, WINDOW)) for name, x, y in lines]
+    return Curves(title, "round", f"{unit}mean of {WINDOW} rounds", drawn, **options)
+
+
+def judged(config: Config, found: Records, row: str, kind: str) -> Records:
+    """Return a row's records of the layers that claims are about: of many bins, which alone show a ratio per bin."""
+    least = JUDGED_BINS * int(config.settings[BIN[kind]])
+    return Records(r for r in found.where(row=row, kind=kind) if r.size >= least)
+
+
+def ratio(config: Config, found: Records, kind: str) -> float:
+    """Return how many times fewer bytes AdaComp sends of a kind of layer, the least of the layers judged."""
+    # The least of the layers, so that one good layer cannot stand for all.
+    return min((fewer(r, mean(r.bytes)) for r in judged(config, found, ADACOMP, kind)), default=math.nan)
+
+
+def quantities(config: Config, found: Records) -> dict[Any, float]:
+    """Return what is claimed of layers: times fewer bytes, and what changes from the first rounds to the last."""
+    # Of the first list the least counts and of the second the most: no layer may fail to adapt, and none may change
+    # without the look-ahead.
+    change = [first / last for first, last in (ends(r.per_bin) for r in judged(config, found, ADACOMP, FULL))]
+    fixed = [first / last for first, last in (ends(r.bytes) for r in judged(config, found, HARD, FULL))]
+    over = "of fully connected layers, first tenth over last"
+    return {
+        **{(ADACOMP, f"times fewer encoded bytes in {kind} layers"): ratio(config, found, kind) for kind in BIN},
+        (ADACOMP, f"elements sent per bin {over}"): min(change, default=math.nan),
+        (HARD, f"bytes {over}"): max(fixed, default=math.nan),
+    }
