@@ -8,9 +8,11 @@ limit, and the median of the ratios over interleaved repetitions is reported.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any, Final
 
@@ -18,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import why_missing
+from fedcomp.experiments.findings import Claim
 
 LAYERS: Final = 60
 Vector = NDArray[np.float32]
@@ -86,6 +89,82 @@ class Times:
             }
             for method, times in self.seconds.items()
         ]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a method may take in read passes, claimed at full size only: a vector that fits in the cache reads for next
+    to nothing. ``name`` is the claim's."""
+
+    name: str
+    method: str
+    most: float
+    source: str
+    gate: bool = True
+
+
+@dataclass(frozen=True)
+class Against:
+    """What the time of a method ``of`` over that ``to`` another has to be; a method that is not there needs torch."""
+
+    name: str
+    of: str
+    to: str
+    op: str
+    bound: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """Methods that are timed side by side on one vector, and what is claimed of them.
+
+    Attributes
+    ----------
+    text : str
+        What is told before.
+    vector : float32 array of shape (n,)
+        Of the read pass.
+    calls : mapping of str to callable
+        By method; each does all of its work every time.
+    limits, against : sequence
+    columns : mapping
+        Of the rows, before the method.
+    """
+
+    text: str
+    vector: Vector
+    calls: Mapping[str, Callable[[], object]]
+    limits: Sequence[Limit] = ()
+    against: Sequence[Against] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    def claims(self, times: Times, *, against_limit: bool) -> list[Claim]:
+        """Return the checks of these times; those of limits only if ``against_limit``."""
+        found = []
+        for one in self.against:
+            missing = "" if {one.of, one.to} <= times.seconds.keys() else why_missing("torch")
+            ratio = math.nan if missing else times.ratio(one.of, one.to)
+            found.append(Claim(one.name, ratio, one.op, one.bound, one.source, skipped=missing))
+        for limit in self.limits if against_limit else ():
+            passes = times.multiple(limit.method)
+            found.append(Claim(limit.name, passes, "<=", limit.most, limit.source, gate=limit.gate))
+        return found
+
+
+def measured(
+    cases: Iterable[Case], repetitions: int, say: Callable[[str], None], *, against_limit: bool
+) -> tuple[list[dict[str, Any]], list[Claim]]:
+    """Time every case, one after the other, and return the rows and the claims of all."""
+    rows: list[dict[str, Any]] = []
+    claims: list[Claim] = []
+    for case in cases:
+        say(f"{case.text}: {repetitions} interleaved repetitions")
+        times = Times(case.vector.size)
+        times.measure(case.calls, case.vector, repetitions)
+        rows += times.rows(**case.columns)
+        claims += case.claims(times, against_limit=against_limit)
+    return rows, claims
 
 
 def read_pass(vector: Vector) -> Callable[[], object]:

@@ -8,7 +8,7 @@ such figure; its bound is our goal. The plain torch forms of SIDCo and of the ch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from fedcomp.codecs.sidco import FIRST, estimate_threshold
 from fedcomp.errors import why_missing
-from fedcomp.experiments.bench.readpass import Times, Vector
-from fedcomp.experiments.findings import Claim
+from fedcomp.experiments.bench.readpass import Against, Case, Limit, Vector
 from fedcomp.kernels import adaptive_step, select_above, select_adaptive, select_bins
 
 SLACK: Final = 1.25
@@ -32,43 +31,29 @@ GOAL: Final = "our goal, set from measurements of these kernels on a loaded mach
 _WARM_ROUNDS: Final = 6
 
 
-def sparsifiers(
-    vector: Vector, repetitions: int, say: Callable[[str], None], *, against_limit: bool
-) -> dict[str, list[Any]]:
-    """Measure all kernels of this module.
-
-    Parameters
-    ----------
-    vector : float32 array of shape (n,)
-    repetitions : int
-    say : callable
-        Told what is measured next.
-    against_limit : bool
-        Whether the bounds in read passes are claimed.
-
-    Returns
-    -------
-    dict
-        ``rows``: median milliseconds and read passes by density and method, and by bin length and method.
-        ``claims``: those bounds, and that no plain torch form is faster than ours.
-    """
-    rows: list[dict[str, Any]] = []
-    claims: list[Claim] = []
+def sparsifiers(vector: Vector) -> Iterator[Case]:
+    """Yield all kernels of this module: by density, with the plain torch forms beside ours, and by length of bins."""
     for density in SIDCO:
-        say(f"SIDCo and chunks at density {density}: {repetitions} interleaved repetitions")
-        times = Times(vector.size)
-        times.measure(by_density(vector, density), vector, repetitions)
-        rows += times.rows(density=density)
-        claims += density_claims(times, density, against_limit=against_limit)
+        yield of_density(vector, density)
     for length in ADAPTIVE:
-        say(f"AdaComp with bins of {length}: {repetitions} interleaved repetitions")
-        calls, sent = adaptive(vector, length)
-        times = Times(vector.size)
-        times.measure(calls, vector, repetitions)
-        rows += times.rows(**{"bin length": length, "sent per bin": round(sent, 2)})
-        if against_limit:
-            claims += adaptive_claims(times, length)
-    return {"rows": rows, "claims": claims}
+        yield adaptive(vector, length)
+
+
+def of_density(vector: Vector, density: float) -> Case:
+    """Return the arg-max of chunks and SIDCo's estimates at one density."""
+    figures = {"chunk top-1": CHUNKS[density], **{_sidco(stages): f for stages, f in SIDCO[density].items()}}
+    at = f"at density {density:g}"
+    return Case(
+        f"SIDCo and chunks at density {density}",
+        vector,
+        by_density(vector, density),
+        [Limit(f"{name} {at}: read passes", name, SLACK * figure, SOURCE) for name, figure in figures.items()],
+        [
+            Against(f"{name} {at}: times faster than plain torch", f"{name}, torch", name, ">=", 1.0, GOAL)
+            for name in figures
+        ],
+        {"density": density},
+    )
 
 
 def by_density(vector: Vector, density: float) -> dict[str, Callable[[], object]]:
@@ -88,22 +73,8 @@ def by_density(vector: Vector, density: float) -> dict[str, Callable[[], object]
     return calls
 
 
-def density_claims(times: Times, density: float, *, against_limit: bool) -> list[Claim]:
-    """Return the checks of :func:`by_density`."""
-    figures = {"chunk top-1": CHUNKS[density], **{_sidco(stages): f for stages, f in SIDCO[density].items()}}
-    claims = []
-    missing = why_missing("torch")
-    for name, figure in figures.items():
-        at = f"{name} at density {density:g}"
-        ratio = math.nan if missing else times.ratio(f"{name}, torch", name)
-        claims.append(Claim(f"{at}: times faster than plain torch", ratio, ">=", 1.0, GOAL, skipped=missing))
-        if against_limit:
-            claims.append(Claim(f"{at}: read passes", times.multiple(name), "<=", SLACK * figure, SOURCE))
-    return claims
-
-
-def adaptive(vector: Vector, length: int) -> tuple[dict[str, Callable[[], object]], float]:
-    """Return the calls of AdaComp's kernels on a residue that has settled, and how many elements a bin sends."""
+def adaptive(vector: Vector, length: int) -> Case:
+    """Return AdaComp's kernels on a residue that has settled; a column says how many elements a bin sends."""
     size = vector.size
     # A stream of different updates of one distribution: what the residue holds decides how many pass.
     updates = [np.roll(vector, shift) for shift in (0, size // 3, size // 2)]
@@ -119,20 +90,17 @@ def adaptive(vector: Vector, length: int) -> tuple[dict[str, Callable[[], object
         step()
     total = residue + updates[0]
     found = select_adaptive(total, updates[0], length)
-    calls: dict[str, Callable[[], object]] = {
-        "AdaComp select": lambda: select_adaptive(total, updates[0], length),
-        "AdaComp step": step,
-    }
-    return calls, found.indices.size / found.bins
-
-
-def adaptive_claims(times: Times, length: int) -> list[Claim]:
-    """Return the checks of :func:`adaptive`."""
     at = f"with bins of {length}: read passes"
-    return [
-        Claim(f"AdaComp select {at}", times.multiple("AdaComp select"), "<=", SLACK * ADAPTIVE[length], SOURCE),
-        Claim(f"AdaComp step {at}", times.multiple("AdaComp step"), "<=", ADAPTIVE_GOALS[length], GOAL),
-    ]
+    return Case(
+        f"AdaComp with bins of {length}",
+        vector,
+        {"AdaComp select": lambda: select_adaptive(total, updates[0], length), "AdaComp step": step},
+        [
+            Limit(f"AdaComp select {at}", "AdaComp select", SLACK * ADAPTIVE[length], SOURCE),
+            Limit(f"AdaComp step {at}", "AdaComp step", ADAPTIVE_GOALS[length], GOAL),
+        ],
+        columns={"bin length": length, "sent per bin": round(found.indices.size / found.bins, 2)},
+    )
 
 
 def _sidco(stages: int) -> str:

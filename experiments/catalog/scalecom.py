@@ -10,7 +10,7 @@ from fedcomp.experiments.studies.scalecom import study
 from fedcomp.rules import Int
 
 # Each twice the one before: a downlink that grows with the clients is a straight line on logarithmic axes.
-_FEDERATIONS: Final = (2, 4, 8, 16, 32, 64)
+FEDERATIONS: Final = (2, 4, 8, 16, 32, 64)
 
 # At density 1 the downlink's top-k sends every coordinate that changed and no other: the union of all supports.
 _UNION: Final = "downlink=topk downlink.density=1.0 downlink.scope=layer codec.scope=layer"
@@ -20,13 +20,13 @@ EXPERIMENT = Experiment(
     question="Does a support that one client chooses for all keep the downlink from growing with the clients?",
     task="digits",
     each=lambda config: f"task.partition=iid max_steps=1 evaluate_every={max(1, config.rounds)}",
-    rows={
+    rows=lambda config: {
         "FedAvg, 8 clients": "fedavg clients=8",
         **{
             f"local top-k, {n} clients": f"topk feedback=true codec.density={{codec.density}} {_UNION} clients={n}"
-            for n in _FEDERATIONS
+            for n in FEDERATIONS
         },
-        **{f"CLT-k, {n} clients": f"scalecom codec.density={{codec.density}} clients={n}" for n in _FEDERATIONS},
+        **{f"CLT-k, {n} clients": f"scalecom codec.density={{codec.density}} clients={n}" for n in FEDERATIONS},
     },
     options={
         "task.hidden": "256",

@@ -6,9 +6,9 @@ import pytest
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
-from fedcomp.experiments.graph_runs import outcome
 from fedcomp.experiments.kit import Record
 from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.studies.graph_runs import outcome
 from fedcomp.experiments.systems import check, get_system
 from fedcomp.graphs.settings import RoundSettings, RowSettings
 from fedcomp.strategies.gcn.system import layer_sizes, sampler_settings

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.graph_variance import poisson_variance
+from fedcomp.experiments.studies.graph_variance import poisson_variance
 from fedcomp.graphs.adjacency import columns_of, normalised
 from fedcomp.graphs.inclusion import base_weight, column_energy, multinomial, poisson, waterfill
 from fedcomp.rng import Key

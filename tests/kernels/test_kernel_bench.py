@@ -9,14 +9,13 @@ import pytest
 
 from fedcomp.experiments.bench import kernels
 from fedcomp.experiments.bench import sparsifiers as other
-from fedcomp.experiments.bench.kernels import DENSITIES, Measured, measure
-from fedcomp.experiments.bench.readpass import LAYERS, Times, layered
+from fedcomp.experiments.bench.readpass import LAYERS, Times, layered, measured
 from fedcomp.experiments.bench.worst import worst
 from fedcomp.kernels import select_bins
 
 
-def _recorded(slow: float) -> Measured:
-    found = Measured(1000, 0.01)
+def _recorded(slow: float) -> Times:
+    found = Times(1000)
     for noise in (1.0, 3.0, 2.0):
         times = {"top-k": 2.0 * slow, "top-k to bytes, Rice": 3.0 * slow, "error feedback": 4.0 * slow}
         times["top-k to bytes, auto"] = 3.5 * slow
@@ -29,76 +28,41 @@ def test_noise_that_scales_everything_cancels() -> None:
     found = _recorded(slow=1.0)
     assert found.multiple("top-k") == 2.0
     assert found.ratio("torch.topk", "top-k") == 85.0
-    assert all(claim.ok for claim in found.claims(against_limit=True))
+    case = kernels.ranked(layered(1000), 0.01)
+    assert all(claim.ok for claim in case.claims(found, against_limit=True))
+    # On a vector that fits in the cache reading costs next to nothing.
+    assert not any("read passes" in claim.name for claim in case.claims(found, against_limit=False))
 
 
 def test_a_slow_kernel_fails_its_claims() -> None:
-    failed = [claim.name for claim in _recorded(slow=13.0).claims(against_limit=True) if not claim.ok]
+    claims = kernels.ranked(layered(1000), 0.01).claims(_recorded(slow=13.0), against_limit=True)
+    failed = [claim.name for claim in claims if not claim.ok]
     assert len(failed) == 6
     assert all("density 0.01" in name for name in failed)
 
 
 @pytest.mark.slow
-def test_every_method_is_measured() -> None:
+def test_every_case_is_measured_and_goals_are_claimed_of_the_whole_vector(monkeypatch: pytest.MonkeyPatch) -> None:
     vector = layered(60_000)
     scales = [np.abs(layer).mean() for layer in np.array_split(vector, LAYERS)]
     assert max(scales) / min(scales) > 10
-    for density in DENSITIES:
-        rows = measure(vector, density, 2).rows(density=density)
-        assert {row["method"] for row in rows} >= {"read pass", "top-k", "error feedback", "scatter-add", "torch.topk"}
-        assert all(row["milliseconds"] >= 0 for row in rows)
-
-
-def test_a_slow_rotation_fails_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
-    vector = layered(30_000)
-    for goal, holds in ((1e9, True), (0.0, False)):
-        monkeypatch.setattr(kernels, "ROTATION_GOAL", goal)
-        found = kernels.rotation(vector, 2, lambda _line: None, against_limit=True)
-        assert [row["method"] for row in found["rows"]] == ["rotation", "rotation back"]
-        assert [claim.ok for claim in found["claims"]] == [holds, holds]
-    # On a vector that fits in the cache reading costs next to nothing.
-    assert not kernels.rotation(vector, 2, lambda _line: None, against_limit=False)["claims"]
-
-
-def test_a_slow_projection_fails_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
-    vector = layered(30_000)
-    monkeypatch.setattr(kernels, "SMALL_MODEL", 900)
-    for goal, holds in ((1e9, True), (0.0, False)):
-        monkeypatch.setattr(kernels, "LOW_RANK_GOALS", dict.fromkeys(kernels.LOW_RANK_GOALS, goal))
-        found = kernels.low_rank(vector, 2, lambda _line: None, against_limit=True)
-        assert [(row["n"], row["method"]) for row in found["rows"]] == [
-            (n, name) for n in (900, 173 * 173) for name in kernels.LOW_RANK_GOALS
-        ]
-        assert [claim.ok for claim in found["claims"]] == [holds, holds]
-    assert not kernels.low_rank(vector, 2, lambda _line: None, against_limit=False)["claims"]
-
-
-def test_a_slow_transform_fails_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
-    vector = layered(30_000)
     monkeypatch.setattr(kernels, "SMALL_MODEL", 9_000)
     monkeypatch.setattr(kernels, "PRIME", 997)
-    for goal, holds in ((1e9, True), (0.0, False)):
-        monkeypatch.setattr(kernels, "SPECTRUM_GOAL", goal)
-        found = kernels.spectra(vector, 2, lambda _line: None, against_limit=True)
-        assert [row["n"] for row in found["rows"]] == [60 * 128] * 2 + [60 * 448] * 2 + [997] * 2
-        assert [claim.ok for claim in found["claims"]] == [holds, holds]
-    assert not kernels.spectra(vector, 2, lambda _line: None, against_limit=False)["claims"]
-
-
-def test_a_basis_of_slices_is_measured_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "SMALL_MODEL", 9_000)
-    rows = kernels.sliced(layered(30_000), 2, lambda _line: None)
-    assert [(row["n"], row["method"].rpartition(" ")[2]) for row in rows] == [
-        (n, which) for n in (9 * 31**2, 9 * 57**2) for which in ("encode", "decode")
-    ]
-
-
-def test_latents_are_measured_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "SMALL_MODEL", 20_000)
-    rows = kernels.latents(layered(50_000), 2, lambda _line: None)
-    assert [(row["n"], row["method"].rpartition(" to ")[2]) for row in rows] == [
-        (n, which) for n in (20_000, 50_000) for which in ("bytes", "values")
-    ]
+    told: list[str] = []
+    rows, claims = measured(kernels.cases(vector), 1, told.append, against_limit=True)
+    assert len(told) == len(kernels.DENSITIES) + 1 + 2 + 3 + 2 + 2 + len(other.SIDCO) + len(other.ADAPTIVE)
+    for density in kernels.DENSITIES:
+        methods = {row["method"] for row in rows if row.get("density") == density}
+        assert methods >= {"read pass", "top-k", "error feedback", "scatter-add", "torch.topk", "chunk top-1"}
+    sizes = {name: [row["n"] for row in rows if row["method"].startswith(name)] for name in ("FFT", "PowerSGD", "LGC")}
+    assert sizes["FFT"] == [60 * 128] * 2 + [60 * 960] * 2 + [997] * 2
+    assert sizes["PowerSGD"] == [94**2] * 2 + [244**2] * 2
+    assert sizes["LGC"] == [9_000] * 2 + [60_000] * 2
+    assert all(row["milliseconds"] >= 0 for row in rows)
+    names = [claim.name for claim in claims]
+    assert len(set(names)) == len(names)
+    for name in ("rotation back", *kernels.LOW_RANK_GOALS, "FFT, layers, sum of spectra to update"):
+        assert names.count(f"{name}: read passes") == 1
 
 
 @pytest.mark.slow
@@ -130,30 +94,24 @@ def test_inputs_that_are_hard_to_rank_are_measured_beside_the_usual() -> None:
     assert not worst(layered(30_000), 1, lambda _line: None, claimed=False)["claims"]
 
 
-def _others_recorded(slow: float) -> tuple[Times, Times]:
-    """Times of exactly the figures the bounds come from, times ``slow``; torch takes forty read passes."""
-    by_density, adaptive = Times(1000), Times(1000)
-    for noise in (1.0, 3.0, 2.0):
-        figures = {"chunk top-1": other.CHUNKS[0.01]}
-        figures |= {f"SIDCo-E, {m} stage{'s' if m > 1 else ''}": figure for m, figure in other.SIDCO[0.01].items()}
-        peers = {f"{name}, torch": 40.0 for name in figures}
-        times = {name: slow * figure for name, figure in figures.items()} | peers
-        by_density.add({name: noise * t for name, t in times.items()}, noise)
-        adaptive.add({"AdaComp select": noise * slow * other.ADAPTIVE[50], "AdaComp step": noise * slow * 6.0}, noise)
-    return by_density, adaptive
-
-
 def test_the_other_sparsifiers_fail_when_slow() -> None:
     """At the measured figures every claim holds, beyond the slack every bound fails, and so does torch's at last."""
+    vector = layered(1000)
+    cases = (other.of_density(vector, 0.01), other.adaptive(vector, 50))
+    figures = {"chunk top-1": other.CHUNKS[0.01], "AdaComp select": other.ADAPTIVE[50], "AdaComp step": 6.0}
+    figures |= {f"SIDCo-E, {m} stage{'s' if m > 1 else ''}": figure for m, figure in other.SIDCO[0.01].items()}
     for slow, failed_bounds, failed_peers in ((1.0, 0, 0), (1.4, 6, 0), (11.0, 6, 4)):
-        times, adaptive = _others_recorded(slow)
-        claims = other.density_claims(times, 0.01, against_limit=True) + other.adaptive_claims(adaptive, 50)
+        times = Times(1000)
+        for noise in (1.0, 3.0, 2.0):
+            peers = {f"{name}, torch": noise * 40.0 for name in figures}
+            times.add({name: noise * slow * figure for name, figure in figures.items()} | peers, noise)
+        claims = [claim for case in cases for claim in case.claims(times, against_limit=True)]
         assert len(claims) == 10
         assert all(claim.gate for claim in claims)
         failed = [claim.name for claim in claims if not claim.ok]
         assert sum("read passes" in name for name in failed) == failed_bounds
         assert sum("torch" in name for name in failed) == failed_peers
-    assert not any("read passes" in claim.name for claim in other.density_claims(times, 0.01, against_limit=False))
+    assert 1.0 < cases[1].columns["sent per bin"] < 6.0
 
 
 @pytest.mark.slow
@@ -170,16 +128,3 @@ def test_the_torch_forms_do_the_same() -> None:
         assert ours.size > 100
         # Their means are float32 sums: thresholds differ in the last digits.
         assert np.setxor1d(ours, theirs).size <= 2
-
-
-@pytest.mark.slow
-def test_every_sparsifier_is_measured() -> None:
-    vector = layered(30_000)
-    told: list[str] = []
-    for against_limit in (False, True):
-        result = other.sparsifiers(vector, 2, told.append, against_limit=against_limit)
-        methods = {(row.get("density"), row.get("bin length"), row["method"]) for row in result["rows"]}
-        assert len(methods) == len(result["rows"]) == 2 * (4 + 4 + 3) + 2 * 2
-        assert len(result["claims"]) == (11 if not against_limit else 11 + 11 + 4)
-    assert len(told) == 2 * 5
-    assert 1.0 < other.adaptive(vector, 50)[1] < 6.0
