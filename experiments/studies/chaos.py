@@ -78,7 +78,7 @@ def studied(config: Config, found: Records, skipped: str = "") -> Studied:
     def most(records: Sequence[Record], name: str) -> float:
         return max((len(record[name]) for record in records), default=math.nan)
 
-    quantities = {
+    quantities: dict[Any, Any] = {
         "rounds accounted for": min((rounds_of(record) for record in found), default=math.nan),
         "runs that did not end by themselves": float(sum(bool(record.unfinished) for record in found)),
         "updates counted twice": most(found, "twice"),

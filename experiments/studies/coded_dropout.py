@@ -168,14 +168,14 @@ def study(found: Found) -> Studied:
     """Run every scheme with both codecs under the same failures, and the model beside them."""
     config, results, used = found.config, found.results, list(schemes(found.config))
     sizes = {name: Sizes.of(results[f"{name}, nobody vanishes"]) for name in CODECS}
-    shared = {"training": Training.of(found.experiment, config), "sizes": sizes}
+    shared: dict[str, Any] = {"training": Training.of(found.experiment, config), "sizes": sizes}
     # Twins only here: replaying a run without coding costs as much as the run.
     runs = found.sweep(run, {"codec": CODECS, "scheme": used}, **shared, twins=True)
     back = found.sweep(run, {"codec": CODECS[:1], "scheme": used}, "devices come back", **shared, back=True)
     hub = found.sweep(undisturbed, {"transport": ("peers", "hub")}, "nobody vanishes", **shared)
     # The model is the same for both codes: it does not know dependent packets.
     modelled = {"scheme": [name for name in used if name != RLNC]}
-    given = {"config": config, "sizes": sizes["QSGD-8"]}
+    given: dict[str, Any] = {"config": config, "sizes": sizes["QSGD-8"]}
     lives = found.sweep(modelled_fraction, {**modelled, "life": LIVES}, "model", **given)
     by_size = found.sweep(modelled_fraction, {**modelled, "size": SIZES}, "model", **given)
     still = results["QSGD-8, nobody vanishes"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -123,8 +124,6 @@ def among_stragglers(speeds: str, name: str, *, training: Training) -> dict[str,
         in time; the final weights; and the largest difference between the clock and what :func:`replay` computes from
         the drawn times alone.
     """
-    from dataclasses import replace
-
     from fedcomp.clients.app import app  # brings torch and Flower
     from fedcomp.experiments.serve import serve
     from fedcomp.flower.grid import InProcessGrid
