@@ -82,7 +82,7 @@ def spec_of(training: Training, scheme: str, codec: str, patience: float, **more
     pair, chosen = training.spec(f"{codec}, nobody vanishes", link=SERVER_LINK), schemes(training.config)[scheme]
     if not chosen.system:
         return pair
-    fixed = {
+    fixed: dict[str, Any] = {
         "codec": pair.system,
         "symbols": chosen.symbols,
         "shards": chosen.shards,
