@@ -30,7 +30,8 @@ def test_names_questions_and_baselines(experiment: Experiment) -> None:
     if experiment.measure is None:
         rows = rows_of(experiment, config)
         assert experiment.baseline in ["", *rows]
-        if not callable(experiment.claims):
+        # A study has rows of its own; what it did not find is refused when claims are checked.
+        if experiment.study is None and not callable(experiment.claims):
             assert {line.row for line in read_claims(experiment.claims)} <= {"", *rows}
     assert experiment.changed(config) == []
     assert Config.from_json(config.to_json()) == config
