@@ -9,51 +9,46 @@ from fedcomp.experiments.tables import Found, filled
 from fedcomp.rules import Int, Real
 
 _CLAIMS = """
-    RLNC, binary | set-up bytes over MDS, mean over draws, off 0.5 | <= 0.04 | gate: abstract: 50 % less, \
-where P(decodes) at loss 0.2 is {RLNC, binary | P(decodes) at loss 0.2:.4f}, of MDS {MDS | P(decodes) at \
-loss 0.2:.4f}; a coefficient that is zero is a partition not sent. One draw of r k of them has a standard \
-deviation of 0.05 at r k = 100: hence the mean
-    RLNC, Gaussian | set-up bytes over MDS, mean over draws, off 0.5 | <= 0.04 | gate: abstract: 50 % less, \
-where P(decodes) at loss 0.2 is {RLNC, Gaussian | P(decodes) at loss 0.2:.4f}, of MDS {MDS | P(decodes) at \
-loss 0.2:.4f}; a coefficient that is zero is a partition not sent. One draw of r k of them has a standard \
-deviation of 0.05 at r k = 100: hence the mean
-    balanced, Gaussian | set-up bytes over MDS, mean over draws, off 0.5 | <= 0.04 | gate: abstract: 50 % \
-less, where P(decodes) at loss 0.2 is {balanced, Gaussian | P(decodes) at loss 0.2:.4f}, of MDS {MDS | \
-P(decodes) at loss 0.2:.4f}; a coefficient that is zero is a partition not sent. One draw of r k of them has \
-a standard deviation of 0.05 at r k = 100: hence the mean
-    balanced, Gaussian | set-up bytes over MDS, over messages, off 0.5 | <= 0.04 | gate: derived: exactly \
-ceil(density r) of r transfers a partition
+    RLNC, binary | set-up bytes over MDS, mean over draws, off 0.5 | <= 0.04 | gate: abstract: 50 % less, where
+        {P(RLNC, binary):.4f} decode at loss 0.2, of MDS {P(MDS):.4f}; a coefficient that is zero is a partition not
+        sent. One draw of r k of them has a standard deviation of 0.05 at r k = 100: hence the mean
+    RLNC, Gaussian | set-up bytes over MDS, mean over draws, off 0.5 | <= 0.04 | gate: abstract: 50 % less, where
+        {P(RLNC, Gaussian):.4f} decode at loss 0.2, of MDS {P(MDS):.4f}; a coefficient that is zero is a partition not
+        sent. One draw of r k of them has a standard deviation of 0.05 at r k = 100: hence the mean
+    balanced, Gaussian | set-up bytes over MDS, mean over draws, off 0.5 | <= 0.04 | gate: abstract: 50 % less, where
+        {P(balanced, Gaussian):.4f} decode at loss 0.2, of MDS {P(MDS):.4f}; a coefficient that is zero is a partition
+        not sent. One draw of r k of them has a standard deviation of 0.05 at r k = 100: hence the mean
+    balanced, Gaussian | set-up bytes over MDS, over messages, off 0.5 | <= 0.04 | gate: derived: exactly
+        ceil(density r) of r transfers a partition
     | bytes on the peer links, off the plan's parcels | == 0.0 | gate: the same parcels
-    | distance from uncoded descent | <= 1e-10 | gate: derived: exact but for rounding, for all codes, \
-models and losses
+    | distance from uncoded descent | <= 1e-10 | gate: derived: exact but for rounding, for all codes, models and
+        losses
     | the same over messages, nothing lost | <= 1e-10 | gate: derived
-    | the same over messages, messages lost in both phases | <= 1e-10 | gate: derived: what is lost is made \
-up for, or the round is skipped
-    | rounds that moved, 10 % of the messages lost in both phases | >= 0.8 | gate: measured 1.00 where this \
-bound comes from; without retries 0.35 (0.9 to the tenth)
-    | rounds that moved, 20 % of the messages lost in both phases | >= 0.8 | gate: measured 1.00 with at \
-most seven retries and 0.83 with three; without any 0.11 (0.8 to the tenth)
-    | decoded minus computed probability, beyond four standard deviations | <= 0.0 | gate: derived: exact \
-for MDS and replication, simulated with other losses for the rest
-    | transfers over k times the losses any of which are survived | >= 1.0 | gate: derived: to survive s \
-losses a partition must be at s other devices; no code saves traffic at equal guaranteed tolerance
-    balanced, Gaussian | transfers over that bound | == 1.0 | gate: derived by Hall's theorem: as many \
-losses as copies
-    RLNC, binary | P(decodes) at loss 0.2 over half MDS's | > 1.0 | gate: MDS with half the parities has the \
-same traffic; measured 1.04, 1.05 and 1.06 at k = r = 10: with random losses many sparse parities beat few \
-dense
-    RLNC, binary | P(decodes) at loss 0.3 over MDS's | < 1.0 | gate: half the traffic is paid for: any k \
-devices of an MDS code decode
-    RLNC, Gaussian | P(decodes) at loss 0.2 over half MDS's | > 1.0 | gate: MDS with half the parities has \
-the same traffic; measured 1.04, 1.05 and 1.06 at k = r = 10: with random losses many sparse parities beat \
-few dense
-    RLNC, Gaussian | P(decodes) at loss 0.3 over MDS's | < 1.0 | gate: half the traffic is paid for: any k \
-devices of an MDS code decode
-    balanced, Gaussian | P(decodes) at loss 0.2 over half MDS's | > 1.0 | gate: MDS with half the parities \
-has the same traffic; measured 1.04, 1.05 and 1.06 at k = r = 10: with random losses many sparse parities \
-beat few dense
-    balanced, Gaussian | P(decodes) at loss 0.3 over MDS's | < 1.0 | gate: half the traffic is paid for: any \
-k devices of an MDS code decode
+    | the same over messages, messages lost in both phases | <= 1e-10 | gate: derived: what is lost is made up for,
+        or the round is skipped
+    | rounds that moved, 10 % of the messages lost in both phases | >= 0.8 | gate: measured 1.00 where this bound
+        comes from; without retries 0.35 (0.9 to the tenth)
+    | rounds that moved, 20 % of the messages lost in both phases | >= 0.8 | gate: measured 1.00 with at most seven
+        retries and 0.83 with three; without any 0.11 (0.8 to the tenth)
+    | decoded minus computed probability, beyond four standard deviations | <= 0.0 | gate: derived: exact for MDS
+        and replication, simulated with other losses for the rest
+    | transfers over k times the losses any of which are survived | >= 1.0 | gate: derived: to survive s losses a
+        partition must be at s other devices; no code saves traffic at equal guaranteed tolerance
+    balanced, Gaussian | transfers over that bound | == 1.0 | gate: derived by Hall's theorem: as many losses as
+        copies
+    RLNC, binary | P(decodes) at loss 0.2 over half MDS's | > 1.0 | gate: MDS with half the parities has the same
+        traffic; measured 1.04, 1.05 and 1.06 at k = r = 10: with random losses many sparse parities beat few dense
+    RLNC, binary | P(decodes) at loss 0.3 over MDS's | < 1.0 | gate: half the traffic is paid for: any k devices of
+        an MDS code decode
+    RLNC, Gaussian | P(decodes) at loss 0.2 over half MDS's | > 1.0 | gate: MDS with half the parities has the same
+        traffic; measured 1.04, 1.05 and 1.06 at k = r = 10: with random losses many sparse parities beat few dense
+    RLNC, Gaussian | P(decodes) at loss 0.3 over MDS's | < 1.0 | gate: half the traffic is paid for: any k devices
+        of an MDS code decode
+    balanced, Gaussian | P(decodes) at loss 0.2 over half MDS's | > 1.0 | gate: MDS with half the parities has the
+        same traffic; measured 1.04, 1.05 and 1.06 at k = r = 10: with random losses many sparse parities beat few
+        dense
+    balanced, Gaussian | P(decodes) at loss 0.3 over MDS's | < 1.0 | gate: half the traffic is paid for: any k
+        devices of an MDS code decode
     | accuracy of uncoded descent minus coded | == 0.0 | gate: derived: the same model
 """
 
@@ -82,8 +77,8 @@ EXPERIMENT = Experiment(
     claims=claims,
     answer=(
         "The sparse balanced, Gaussian code moves {balanced, Gaussian | mean over draws:.2f} of the set-up bytes of "
-        "MDS. With a fifth of the devices lost it decodes {balanced, Gaussian | P(decodes) at loss 0.2:.1%} of the "
-        "rounds, MDS {MDS | P(decodes) at loss 0.2:.1%}."
+        "MDS. With a fifth of the devices lost it decodes {P(balanced, Gaussian):.1%} of the "
+        "rounds, MDS {P(MDS):.1%}."
     ),
     rounds=200,
     clients=20,

@@ -30,43 +30,44 @@ EXPERIMENT = Experiment(
         ),
     },
     claims="""
-        gradient code, s = 1 | stragglers redrawn every round: off in weights | <= 1e-6 | gate: theory: the \
-decoded sum is exact; float64 rounds it at 1e-12, float32 models at 6e-8
-        gradient code, s = 1 | stragglers the same in all rounds: off in weights | <= 1e-6 | gate: theory: \
-the decoded sum is exact; float64 rounds it at 1e-12, float32 models at 6e-8
-        gradient code, s = 3 | stragglers redrawn every round: off in weights | <= 1e-6 | gate: theory: the \
-decoded sum is exact; float64 rounds it at 1e-12, float32 models at 6e-8
-        gradient code, s = 3 | stragglers the same in all rounds: off in weights | <= 1e-6 | gate: theory: \
-the decoded sum is exact; float64 rounds it at 1e-12, float32 models at 6e-8
-        gradient code, s = 1 | stragglers redrawn every round: off in a round's loss | <= 1e-6 | gate: \
-theory: the same curve, step by step
-        gradient code, s = 1 | stragglers the same in all rounds: off in a round's loss | <= 1e-6 | gate: \
-theory: the same curve, step by step
-        gradient code, s = 3 | stragglers redrawn every round: off in a round's loss | <= 1e-6 | gate: \
-theory: the same curve, step by step
-        gradient code, s = 3 | stragglers the same in all rounds: off in a round's loss | <= 1e-6 | gate: \
-theory: the same curve, step by step
-        over GF(2^31 - 1), s = 3 | bytes of models that differ from those with s = 0 | == 0 | gate: theory: \
-sums in a field are exact, whoever answered
+        # Speeds of the stragglers are redrawn every round, or the same in all of them.
+        gradient code, s = 1 | off in weights, redrawn every round | <= 1e-6 | gate: theory: the decoded sum is exact;
+            float64 rounds it at 1e-12, float32 models at 6e-8
+        gradient code, s = 1 | off in weights, the same in all rounds | <= 1e-6 | gate: theory: the decoded sum is
+            exact; float64 rounds it at 1e-12, float32 models at 6e-8
+        gradient code, s = 3 | off in weights, redrawn every round | <= 1e-6 | gate: theory: the decoded sum is exact;
+            float64 rounds it at 1e-12, float32 models at 6e-8
+        gradient code, s = 3 | off in weights, the same in all rounds | <= 1e-6 | gate: theory: the decoded sum is
+            exact; float64 rounds it at 1e-12, float32 models at 6e-8
+        gradient code, s = 1 | off in a round's loss, redrawn every round | <= 1e-6 | gate: theory: the same curve,
+            step by step
+        gradient code, s = 1 | off in a round's loss, the same in all rounds | <= 1e-6 | gate: theory: the same curve,
+            step by step
+        gradient code, s = 3 | off in a round's loss, redrawn every round | <= 1e-6 | gate: theory: the same curve,
+            step by step
+        gradient code, s = 3 | off in a round's loss, the same in all rounds | <= 1e-6 | gate: theory: the same curve,
+            step by step
+        over GF(2^31 - 1), s = 3 | bytes of models that differ from those with s = 0 | == 0 | gate: theory: sums in a
+            field are exact, whoever answered
         | off Flower's FedAvg | <= 1e-4 | gate: derived: Flower adds in float32, the code in float64
-        | clock off the times computed from the draws, seconds | <= 1e-6 | gate: derived: a round lasts \
-until the first answers that determine the sum
-        gradient code, s = 3 | uplink payload over that with s = 0 | == 1.0 | gate: derived: an answer is as \
-long as an update; there is no saving
-        gradient code, s = 1 | stragglers redrawn every round: seconds over waiting for all | <= 1.0 | goal: \
-the aim of the paper; holds for heavy tails only, and depends on the draws
-        gradient code, s = 1 | stragglers the same in all rounds: seconds over waiting for all | <= 1.0 | \
-goal: the aim of the paper; holds for heavy tails only, and depends on the draws
-        gradient code, s = 3 | stragglers redrawn every round: seconds over waiting for all | <= 1.0 | goal: \
-the aim of the paper; holds for heavy tails only, and depends on the draws
-        gradient code, s = 3 | stragglers the same in all rounds: seconds over waiting for all | <= 1.0 | \
-goal: the aim of the paper; holds for heavy tails only, and depends on the draws
-        gradient code, s = 1 | stragglers redrawn every round, which stop: seconds over waiting for all | <= \
-1.0 | goal: as above, computed from the same draws
-        gradient code, s = 3 | stragglers redrawn every round, which stop: seconds over waiting for all | <= \
-1.0 | goal: as above, computed from the same draws
-        ignore the 3 slowest | stragglers the same in all rounds: test loss over that of the code | >= 1.1 | \
-gate: label-sorted data: what the slow devices hold is never learnt
+        | clock off the times computed from the draws, seconds | <= 1e-6 | gate: derived: a round lasts until the
+            first answers that determine the sum
+        gradient code, s = 3 | uplink payload over that with s = 0 | == 1.0 | gate: derived: an answer is as long as
+            an update; there is no saving
+        gradient code, s = 1 | seconds over waiting for all, redrawn every round | <= 1.0 | goal: the aim of the
+            paper; holds for heavy tails only, and depends on the draws
+        gradient code, s = 1 | seconds over waiting for all, the same in all rounds | <= 1.0 | goal: the aim of the
+            paper; holds for heavy tails only, and depends on the draws
+        gradient code, s = 3 | seconds over waiting for all, redrawn every round | <= 1.0 | goal: the aim of the
+            paper; holds for heavy tails only, and depends on the draws
+        gradient code, s = 3 | seconds over waiting for all, the same in all rounds | <= 1.0 | goal: the aim of the
+            paper; holds for heavy tails only, and depends on the draws
+        gradient code, s = 1 | seconds over waiting for all, redrawn every round, if they stop | <= 1.0 | goal: as
+            above, computed from the same draws
+        gradient code, s = 3 | seconds over waiting for all, redrawn every round, if they stop | <= 1.0 | goal: as
+            above, computed from the same draws
+        ignore the 3 slowest | test loss over that of the code, the same in all rounds | >= 1.1 | gate: label-sorted
+            data: what the slow devices hold is never learnt
     """,
     answer=(
         "Rounds that end without 3 devices give the uncoded model to {off}, in {least wait:.2f} to {most wait:.2f} "

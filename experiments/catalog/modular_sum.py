@@ -22,17 +22,17 @@ EXPERIMENT = Experiment(
     },
     claims="""
         | different sums along all trees | <= 1.0 | gate: spec 3.4: exact, any order
-        | difference of a decoded sum from the sum of decoded frames | <= 1e-4 | gate: spec 3.4: up to float32's \
-rounding of a hundred values
+        | difference of a decoded sum from the sum of decoded frames | <= 1e-4 | gate: spec 3.4: up to float32's
+            rounding of a hundred values
         | mean error, standard errors | <= 4.0 | gate: spec 3.4: unbiased
         the contributors' dithers | error variance, off by | <= 0.05 | gate: spec 3.4: 1 times C δ²/12
         dithers of another round | error variance, off by | <= 0.05 | gate: spec 3.4: 3 times C δ²/12
         no dithers | error variance, off by | <= 0.05 | gate: spec 3.4: 2 times C δ²/12
-        | bytes of a sum of 100 over those of one frame in it | <= 1.0 | gate: derived: one packed vector leaves, \
-whatever came
+        | bytes of a sum of 100 over those of one frame in it | <= 1.0 | gate: derived: one packed vector leaves,
+            whatever came
         | coded over uncoded error at 40 dB | <= 0.1 | gate: derived: digits in several uses against repetition
-        | coded over separate error at 40 dB | <= 1.0 | gate: abstract: less distortion of the aggregate than \
-separate coding
+        | coded over separate error at 40 dB | <= 1.0 | gate: abstract: less distortion of the aggregate than
+            separate coding
         | coded over uncoded error at 0 dB | <= 1.0 | goal: at every ratio
     """,
     answer=(

@@ -37,14 +37,14 @@ EXPERIMENT = Experiment(
         float noise | outputs that tell 0 from 1 | >= 0.2 | gate: measured: a quarter of them
         | our adaptive clip norm, factor from the median | <= 1.1 | gate: the published rule
         # What another package does is not this one's to gate on.
-        Flower | adaptive clip norm, smallest factor from the median | >= 10.0 | goal: measured on the \
-installed Flower, whose version the tables name; another may have mended it
-        Flower | share of integers that local noise moved | == 0 | goal: measured on the installed Flower, \
-whose version the tables name; another may have mended it
-        Flower | share of the mean that one client's NaN makes NaN | > 0 | goal: measured on the installed \
-Flower, whose version the tables name; another may have mended it
-        Flower | an unchanged model ends the round | == 1 | goal: measured on the installed Flower, whose \
-version the tables name; another may have mended it
+        Flower | adaptive clip norm, smallest factor from the median | >= 10.0 | goal: measured on the installed
+            Flower, whose version the tables name; another may have mended it
+        Flower | share of integers that local noise moved | == 0 | goal: measured on the installed Flower, whose
+            version the tables name; another may have mended it
+        Flower | share of the mean that one client's NaN makes NaN | > 0 | goal: measured on the installed Flower,
+            whose version the tables name; another may have mended it
+        Flower | an unchanged model ends the round | == 1 | goal: measured on the installed Flower, whose version
+            the tables name; another may have mended it
     """,
     answer=(
         "{attacks that refute} attacks refute what a system says of itself; {mutants caught} of {mutants tried} wrong "

@@ -32,28 +32,28 @@ EXPERIMENT = Experiment(
         "exact_rounds": Option(3, Int(1), "rounds that are compared with the sum of integers"),
     },
     claims="""
-        coded sum | server receives, 50 clients over 5 | <= 1.1 | gate: derived: (K + T)/K vectors whatever the number \
-of clients, 52 bytes for each of the K + T sums and 33 of each client's tag and report
+        coded sum | server receives, 50 clients over 5 | <= 1.1 | gate: derived: (K + T)/K vectors whatever the
+            number of clients, 52 bytes for each of the K + T sums and 33 of each client's tag and report
         # A hundredth for headers, which do not grow with the update.
-        8-bit uploads | server receives, 50 clients over 5 | >= 9.9 | gate: derived: one vector per client; the code's \
-constant is no news without this growth
+        8-bit uploads | server receives, 50 clients over 5 | >= 9.9 | gate: derived: one vector per client; the
+            code's constant is no news without this growth
         # Two bytes a symbol and K + T = 4/3 K; a tenth more for headers and for the sums' tags.
-        | coded sum over 8-bit uploads: server receives, 50 clients | <= 0.05866666666666667 | gate: derived: two \
-bytes a symbol and K + T = 4/3 K, against one byte a coordinate and client
-        | coded sum over 8-bit uploads: bytes on the wire, 50 clients | <= 0.15 | gate: measured 0.10: the framing of \
-three answers per client grows with the clients, and weighs the more, the smaller the model
+        | coded sum over 8-bit uploads: server receives, 50 clients | <= 0.05866666666666667 | gate: derived: two
+            bytes a symbol and K + T = 4/3 K, against one byte a coordinate and client
+        | coded sum over 8-bit uploads: bytes on the wire, 50 clients | <= 0.15 | gate: measured 0.10: the framing
+            of three answers per client grows with the clients, and weighs the more, the smaller the model
         # K is three fifths of N, so that N/K is 5/3; a tenth more for the parcels' headers.
-        | vectors that one client sends to others | <= 1.8333333333333333 | gate: derived: N/K shards; the price of \
-the code
-        LightSecAgg | server receives, 20 clients over 5 | >= 2.5 | gate: derived: every client uploads a vector of \
-its own, masked, beside the 4/3 for the sum of the masks
-        | sum through the server: it receives, over that with links between clients | >= 5.0 | gate: derived: all \
-N (N - 1) shards cross its link; without links between clients the code saves nothing
+        | vectors that one client sends to others | <= 1.8333333333333333 | gate: derived: N/K shards; the price of
+            the code
+        LightSecAgg | server receives, 20 clients over 5 | >= 2.5 | gate: derived: every client uploads a vector of
+            its own, masked, beside the 4/3 for the sum of the masks
+        | sum through the server: it receives, over that with links between clients | >= 5.0 | gate: derived: all N
+            (N - 1) shards cross its link; without links between clients the code saves nothing
         | exact rounds, mode share | == 1.0 | gate: a sum in the field is a sum of integers, or nothing
         | exact rounds, mode mask | == 1.0 | gate: a sum in the field is a sum of integers, or nothing
         | clients missing | == 0.0 | gate: every update is in
-        | difference of accuracy | <= 0.03 | gate: the same integers are added as with 8-bit uploads; weights differ \
-by one example, and so do roundings after the first round
+        | difference of accuracy | <= 0.03 | gate: the same integers are added as with 8-bit uploads; weights differ
+            by one example, and so do roundings after the first round
     """,
     answer=(
         "With 50 clients in place of 5 the server receives {coded sum | server receives, 50 clients over 5:.2f} times "

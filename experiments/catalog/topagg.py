@@ -2,569 +2,78 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, product
-from typing import TYPE_CHECKING, Any, Final
-
-from fedcomp.experiments.ballots import PUBLISHED, SHARES, agreement, drawn_difference, passing
 from fedcomp.experiments.experiment import Experiment
-from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest, mean, spread
-from fedcomp.experiments.kit import Records, Sweep, claim, curves, repetitions, table
-from fedcomp.experiments.options import TEXT, Config, Option
-from fedcomp.experiments.spec import RunResult, RunSpec
-from fedcomp.rng import Key
-from fedcomp.rules import Flag, Int, OneOf, Real
+from fedcomp.experiments.options import Option
+from fedcomp.experiments.studies.topagg import EPSILONS, FEDAVG, FINITE, METHODS, SENT, number, rows, study
+from fedcomp.rules import Flag, Int, OneOf
 
-if TYPE_CHECKING:
-    from fedcomp.experiments.central import Beside
+_PRIVATE = [method.name(epsilon) for method in METHODS for epsilon in FINITE]
+_VOTED = [method.name(epsilon) for method in METHODS[2:] for epsilon in EPSILONS]
+_SENT = [FEDAVG, *(method.name(SENT) for method in METHODS[:3])]
+_AT = [number(epsilon) for epsilon in EPSILONS]
 
-FEDAVG: Final = "FedAvg, no privacy"
-DENSE: Final = "DP-FedAvg, dense"
-TOPK: Final = "DP-FedAvg, top-k"
-VOTES: Final = "TopAgg"
-STOCHASTIC: Final = "TopAgg, stochastic signs"
-THRESHOLD: Final = "TopAgg, threshold"
-
-EPSILONS: Final = (1.0, 3.0, 10.0, math.inf)
-FINITE: Final = EPSILONS[:-1]
-SENT: Final = 3.0
-"""The epsilon whose rows are also run as messages."""
-
-TUNING_SEED: Final = 1000
-"""Added to the seed where settings are chosen: no figure of a table is from these seeds."""
-
-GOAL: Final = "goal of this package"
-
-
-@dataclass(frozen=True)
-class PrivateMethod:
-    """One way to train privately: its system, and the settings that are chosen for it at each epsilon.
-
-    Attributes
-    ----------
-    label, system : str
-    fixed : mapping
-        Settings of every run of it.
-    candidates : sequence of mapping
-        What is tried at every epsilon.
-    chosen : sequence of int
-        Position of the winner by epsilon; printed by ``--set tune=true``.
-    """
-
-    label: str
-    system: str
-    fixed: Mapping[str, Any]
-    candidates: Sequence[Mapping[str, Any]]
-    chosen: Sequence[int]
-
-    def name(self, epsilon: float) -> str:
-        """Return the label of its training at ``epsilon``."""
-        return f"{self.label}, epsilon {_number(epsilon)}"
-
-
-def _number(epsilon: float) -> str:
-    return "infinite" if epsilon == math.inf else f"{epsilon:g}"
-
-
-_SERVER_LR: Final = "inner.server_learning_rate"
-_CLIPPED: Final = tuple(
-    {"clip": clip, "inner": "fedavgm", _SERVER_LR: rate}
-    for clip, rate in ((0.5, 1.0), (0.5, 2.0), (0.5, 4.0), (1.0, 2.0), (2.0, 2.0))
-)
-_RATES: Final = (0.025, 0.05, 0.1, 0.2)
-_VOTED: Final = tuple({"density": d, "server_lr": rate} for d, rate in product((0.2, 0.4), _RATES))
-_DRAWN: Final = tuple({"density": 0.2, "server_lr": rate} for rate in (0.05, 0.1, 0.2, 0.4))
-_PASSED: Final = tuple(
-    {"density": 0.2, "beta": beta, "server_lr": rate} for beta, rate in product((0.1, 0.2), (0.02, 0.04))
-)
-
-METHODS: Final = (
-    PrivateMethod(DENSE, "dp-fedavg", {"codec": "identity"}, _CLIPPED, (1, 2, 2, 4)),
-    PrivateMethod(TOPK, "dp-fedavg", {"codec": "topk", "codec.density": 0.2}, _CLIPPED, (1, 2, 2, 4)),
-    PrivateMethod(VOTES, "topagg", {"stochastic": False}, _VOTED, (1, 2, 2, 2)),
-    PrivateMethod(STOCHASTIC, "topagg", {}, _DRAWN, (0, 1, 2, 3)),
-    PrivateMethod(THRESHOLD, "topagg", {"stochastic": False, "mode": "threshold"}, _PASSED, (1, 1, 3, 0)),
-)
-"""The methods compared. Plain signs are what the published settings of TopAgg come to: their saturation is far below
-all gradients."""
-
-OPTIONS = {
-    "task": Option("digits", OneOf("digits", "mnist"), "what is learnt; the settings were chosen on digits"),
-    "task.hidden": Option("32", TEXT, "widths of the model's hidden layers"),
-    "task.model": Option("mlp", OneOf("mlp", "cnn"), "the model: mlp, or cnn for MNIST"),
-    "seeds": Option(3, Int(1, 100), "trainings per method and epsilon, with the seeds from --seed on"),
-    "workers": 2,
-    "lr": Option(0.5, Real(above=0.0), "step size of the clients' SGD"),
-    "epochs": Option(4, Int(1), "passes of a client over its examples in a round"),
-    "batch_size": Option(8, Int(1), "examples per step"),
-    "max_steps": Option(0, Int(0), "steps a client makes in a round at most; 0: no limit but the epochs"),
-    "delta": Option(1e-3, Real(above=0.0, most=0.1), "delta of every guarantee; below one over the clients"),
-    "tune": Option(
-        False, Flag(), "choose clip, rates, votes and thresholds again, on other seeds, by the training loss"
+_CLAIMS = [
+    *(
+        f"{label} | epsilon of the statement | <= {label.split()[-1]} | gate: theory: the noise is calibrated for this "
+        "epsilon"
+        for label in _PRIVATE
     ),
-    "tune_seeds": Option(1, Int(1, 10), "trainings per candidate when tuning"),
-    "agreement_size": Option(2000, Int(10), "coordinates of the synthetic gradients"),
-}
-
-_TRAINING: Final = ("lr", "epochs", "batch_size", "max_steps")
-
-
-def multiplier(config: Config, epsilon: float) -> float:
-    """Return the noise multiplier of ``epsilon`` for this number of rounds, every client in each; 0 for infinity."""
-    # No noise multiplier gives an infinite epsilon; without rounds nothing is released.
-    if epsilon == math.inf or not config.rounds:
-        return 0.0
-    from fedcomp.privacy.accounting import noise_multiplier_for
-
-    return noise_multiplier_for(epsilon, float(config.settings["delta"]), releases=config.rounds)
-
-
-def _settings(config: Config, method: PrivateMethod, epsilon: float, candidate: Mapping[str, Any]) -> dict[str, Any]:
-    # A training without noise promises nothing, so that no budget ends it.
-    budget = config.budget if config.budget and epsilon < math.inf else 0.0
-    return {
-        **method.fixed,
-        "budget": budget,
-        **candidate,
-        "delta": float(config.settings["delta"]),
-        "noise_multiplier": multiplier(config, epsilon),
-        # Experiments must repeat. The statement says so in capitals, and what it costs is that of real noise.
-        "insecure_deterministic": True,
-    }
-
-
-def _task(config: Config) -> dict[str, Any]:
-    options = {"task.hidden": config.settings["task.hidden"]}
-    if config.settings["task"] == "mnist":
-        options["task.model"] = config.settings["task.model"]
-    return options
-
-
-def rows(config: Config) -> list[RunSpec]:
-    """Dense averaging, and at one epsilon the three that are compared, as messages."""
-    task = str(config.settings["task"])
-    every = {"evaluate_every": max(1, config.rounds // 10)}
-    shared = {**_task(config), **every}
-    specs = [config.spec("identity", FEDAVG, task, take=_TRAINING, **shared)]
-    # Messages cost too much for the whole grid: one epsilon and the methods of the question show that they change
-    # nothing.
-    for method in METHODS[:3]:
-        own = _settings(config, method, SENT, method.candidates[method.chosen[EPSILONS.index(SENT)]])
-        specs.append(config.spec(method.system, method.name(SENT), task, take=_TRAINING, **shared, **own))
-    return specs
-
-
-Asked = Mapping[str, tuple[str, Mapping[str, Any]]]
-"""By label: a system and its settings."""
-
-
-def train(label: str, seed: int, *, config: Config, asked: Asked) -> dict[str, Any]:
-    """Train without messages."""
-    from fedcomp.experiments.central import run
-
-    system, settings = asked[label]
-    own = {**_task(config), **{key: config.settings[key] for key in _TRAINING}, **settings}
-    task = str(config.settings["task"])
-    return run(RunSpec(system, label, task, rounds=config.rounds, clients=config.clients, seed=seed, settings=own))
-
-
-def _trained(config: Config, say: Say, asked: Asked, seeds: Sequence[int], title: str = "") -> dict[str, Records]:
-    """Return trainings by label, one per seed."""
-    sweep = Sweep(train, {"label": list(asked), "seed": seeds}, title, {"config": config, "asked": asked})
-    return sweep(say, int(config.settings["workers"])).groups("label")
-
-
-def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
-    """Train every method at every epsilon without messages; closed forms and synthetic gradients."""
-    from fedcomp.experiments.central import beside
-    from fedcomp.tasks import get_task
-
-    chosen, tuned = _choose(config, say)
-    asked: dict[str, tuple[str, Mapping[str, Any]]] = {FEDAVG: ("identity", {})}
-    for method, epsilon in _trainings():
-        label = method.name(epsilon)
-        asked[label] = (method.system, _settings(config, method, epsilon, chosen[label]))
-    groups = _trained(config, say, asked, repetitions(config))
-    say("bytes of votes, and the runs with messages once more without")
-    trained = {label: _figures(group) for label, group in groups.items()}
-    votes = {label: {**trained[label], **_vote_sizes(config, chosen[label])} for label in _voting()}
-    caption = "With messages: through Flower, on the engine chosen. Whole messages hold a header and Flower's envelope."
-    checked, differ = beside(results, caption)
-    say("sign agreement on synthetic gradients")
-    signs = say.cell("agreement", partial(_agreement, config))
-    drawn = largest(
-        drawn_difference(setting, 20_000, Key(config.seed, "passing", i)) for i, setting in enumerate(PUBLISHED)
-    )
-    return Findings(
-        tables=[*_trained_tables(trained, votes, chosen), *tuned, checked, _published_table()],
-        figures=[
-            _against_epsilon(trained),
-            _against_bytes(results),
-            _passing_figure(config, votes),
-            _agreement_figure(signs),
-        ],
-        claims=claims(trained, votes, differ, drawn),
-        answer=_answer(trained),
-        tasks=[get_task(str(config.settings["task"]), **_options(config)).record()],
-        statements={label: group[0].statement for label, group in groups.items() if group[0].statement},
-    )
-
-
-def _options(config: Config) -> dict[str, Any]:
-    return {key.removeprefix("task."): value for key, value in _task(config).items()}
-
-
-def _trainings() -> list[tuple[PrivateMethod, float]]:
-    return list(product(METHODS, EPSILONS))
-
-
-def _votes_at() -> list[tuple[PrivateMethod, float]]:
-    return [(m, e) for m, e in _trainings() if m.system == "topagg"]
-
-
-def _voting() -> list[str]:
-    return [method.name(epsilon) for method, epsilon in _votes_at()]
-
-
-def _choose(config: Config, say: Say) -> tuple[dict[str, Mapping[str, Any]], list[Table]]:
-    """Return the settings of each method at each epsilon; with ``tune`` those with the least training loss on seeds
-    that nothing else uses, and the table of everything tried."""
-    stored = {m.name(e): m.candidates[i] for m in METHODS for e, i in zip(EPSILONS, m.chosen, strict=True)}
-    if not config.settings["tune"]:
-        return stored, []
-    # By the training loss and on other seeds: the test split is not looked at, and no reported draw is tuned on.
-    first = config.seed + TUNING_SEED
-    seeds = range(first, first + int(config.settings["tune_seeds"]))
-    tried: dict[str, tuple[str, Mapping[str, Any]]] = {}
-    for method, epsilon in _trainings():
-        for i, candidate in enumerate(method.candidates):
-            tried[f"{method.name(epsilon)}, {i}"] = (method.system, _settings(config, method, epsilon, candidate))
-    losses = {key: mean(group.each("loss")) for key, group in _trained(config, say, tried, seeds, "tuning").items()}
-    # NaN would be the smallest or the largest by its place in the list.
-    losses = {key: math.inf if math.isnan(loss) else loss for key, loss in losses.items()}
-    tried_at = {m.name(e): [losses[f"{m.name(e)}, {i}"] for i in range(len(m.candidates))] for m, e in _trainings()}
-    best = {name: reached.index(min(reached)) for name, reached in tried_at.items()}
-    chosen = {m.name(e): m.candidates[best[m.name(e)]] for m, e in _trainings()}
-    columns: dict[str, Any] = {
-        "training": str,
-        "position": lambda name: best[name],
-        "chosen": lambda name: _described(chosen[name]),
-        "training loss": lambda name: sorted(tried_at[name])[0],
-        "second": lambda name: sorted(tried_at[name])[1],
-        "worst": lambda name: max(tried_at[name]),
-    }
-    caption = f"Means over {len(seeds)} trainings with seeds from {first} on. The test split is not looked at."
-    return chosen, [table("What was chosen", columns, tried_at, caption)]
-
-
-def _described(candidate: Mapping[str, Any]) -> str:
-    names = {_SERVER_LR: "server_lr"}
-    return ", ".join(f"{names.get(k, k)} {v:g}" for k, v in candidate.items() if not isinstance(v, str))
-
-
-Figures = Mapping[str, Mapping[str, Any]]
-"""By label: what the trainings of all seeds came to."""
-
-
-def _figures(group: Records) -> dict[str, Any]:
-    """Return means over the seeds; bytes are NaN where a budget allowed no round."""
-
-    def per_frame(name: str) -> float:
-        return mean(t[name] / t.frames if t.frames else math.nan for t in group)
-
-    return {
-        "accuracy": mean(group.each("accuracy")),
-        "half": spread(group.each("accuracy")),
-        "epsilon": group[0].epsilon,
-        # A large number instead of infinity, so that no claim about it can hold.
-        "worst": largest(t.epsilon if math.isfinite(t.epsilon) else 1e9 for t in group),
-        "z": group[0].statement.get("noise_multiplier"),
-        "sent": per_frame("uplink"),
-        "bare": per_frame("bare"),
-        "longest": largest(float(t.largest) if t.frames else math.nan for t in group),
-    }
-
-
-def _vote_sizes(config: Config, candidate: Mapping[str, Any]) -> dict[str, float]:
-    """Return what a vote costs at least: coordinates, votes, entropy and the frame of an empty vote, in bytes."""
-    import numpy as np
-
-    from fedcomp.layout import NONE_DENSE, Layout, Update
-    from fedcomp.privacy.votes import TopkSign, entropy_bits
-    from fedcomp.tasks import get_task
-
-    model = get_task(str(config.settings["task"]), **_options(config)).model(config.seed)
-    layout = Layout.of({name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}, NONE_DENSE)
-    ballot = TopkSign(density=float(candidate["density"]))
-    # An update of zeros casts no vote: what is left of its frame is the header.
-    empty, _ = ballot.encode(Update(np.zeros(layout.size, np.float32), layout), {}, Key(config.seed))
-    k = ballot.total(layout)
-    return {"size": layout.size, "k": k, "entropy": entropy_bits(layout.size, k) / 8, "header": float(len(empty))}
-
-
-def _over_entropy(vote: Mapping[str, Any], name: str) -> float:
-    # Without the header, which does not grow with the votes.
-    return (vote[name] - vote["header"]) / vote["entropy"]
-
-
-def _trained_tables(trained: Figures, votes: Figures, chosen: Mapping[str, Mapping[str, Any]]) -> list[Table]:
-    # Every method beside dense averaging at the same epsilon; nothing is below FedAvg.
-    dense = {m.name(e): METHODS[0].name(e) for e, m in product(EPSILONS, METHODS) if m.label != DENSE}
-    accuracy: dict[str, Any] = {
-        "training": str,
-        "epsilon": lambda label: trained[label]["epsilon"],
-        "z": lambda label: None if trained[label]["z"] is None else round(trained[label]["z"], 3),
-        "test, %": lambda label: round(100 * trained[label]["accuracy"], 1),
-        "±": lambda label: round(100 * trained[label]["half"], 1),
-        "points over dense": lambda label: (
-            round(100 * (trained[label]["accuracy"] - trained[dense[label]]["accuracy"]), 1) if label in dense else None
-        ),
-        "bytes a round": lambda label: round(trained[label]["sent"], 1),
-        "times fewer": lambda label: round(trained[FEDAVG]["sent"] / trained[label]["sent"], 1),
-    }
-    sizes: dict[str, Any] = {"training": str} | {
-        heading: (lambda label, name=name: votes[label][name])
-        for heading, name in (
-            ("d", "size"),
-            ("k", "k"),
-            ("entropy", "entropy"),
-            ("header", "header"),
-            ("mean frame", "bare"),
-            ("longest", "longest"),
-        )
-    }
-    sizes |= {
-        "mean / entropy": lambda label: _over_entropy(votes[label], "bare"),
-        "longest / entropy": lambda label: _over_entropy(votes[label], "longest"),
-        "sent": lambda label: votes[label]["sent"],
-    }
-    return [
-        table(
-            "Accuracy at equal epsilon, and what a client sends",
-            accuracy,
-            [FEDAVG, *(m.name(e) for e, m in product(EPSILONS, METHODS))],
-            "Means over seeds of the last model, ± half their range. FedAvg averages with a server rate of 1; the "
-            "others' was chosen, so that DP-FedAvg without noise is above it. Epsilon at delta as in the statement "
-            "below, every client in every round; z is the noise multiplier. Points over dense: against DP-FedAvg "
-            "dense at the same epsilon; negative is what votes lose. Bytes: frame of a client and round, uplink, "
-            "which is padded wherever a round is private, so that its length reveals nothing.",
-        ),
-        table(
-            "Bytes of a vote",
-            sizes,
-            votes,
-            "Entropy: log2 C(d, k) + k bits, in bytes: a uniform support and fair signs. Header: the frame of an empty "
-            "vote. The ratios leave the header out. A real support can cost less than a uniform one, and a client with "
-            "fewer than k coordinates that moved sends fewer. Sent: with the padding that makes all frames equally "
-            "long.",
-        ),
-        table(
-            "Settings",
-            {"training": str, "chosen among its candidates": lambda label: _described(chosen[label])},
-            chosen,
-            "Chosen by the training loss on other seeds than those reported (tune=true repeats it); the choice is not "
-            "part of any guarantee.",
-        ),
-    ]
-
-
-def _published_table() -> Table:
-    columns: dict[str, Any] = {
-        "setting": lambda p: f"{p.name}, epsilon {p.epsilon:g}",
-        "teachers": "teachers",
-        "k": "k",
-        "sigma": "sigma",
-        "beta": "beta",
-        "N / sigma": lambda p: p.teachers / p.sigma,
-        "noise passes": lambda p: p.passes[0],
-        "all agree: right": lambda p: p.passes[1],
-        "wrong": lambda p: p.passes[2],
-    }
-    return table(
-        "The threshold of DataLens' published settings, in closed form",
-        columns,
-        PUBLISHED,
-        "Probability that a coordinate nobody voted for passes, and that one on which all agree passes with the right "
-        "or the wrong sign. Teachers, votes, noise and threshold are the published commands' (read).",
-    )
-
-
-def _against_epsilon(trained: Figures) -> Curves:
-    points = [(m.label, trained[m.name(e)]["epsilon"], trained[m.name(e)]) for m, e in product(METHODS, FINITE)]
-    points += [(FEDAVG, e, trained[FEDAVG]) for e in FINITE]
-    return curves(
-        "Test accuracy against epsilon",
-        points,
-        lambda point: point[1],
-        lambda point: 100 * point[2]["accuracy"],
-        lambda point: point[0],
-        x_label="epsilon",
-        y_label="%",
-        log_x=True,
-    )
-
-
-def _against_bytes(results: Mapping[str, RunResult]) -> Curves:
-    points = []
-    for label, result in results.items():
-        sent = accumulate(record.uplink_payload_bytes for record in result.rounds)
-        found = [(label, total, record.accuracy) for total, record in zip(sent, result.rounds, strict=True)]
-        # Before the first byte there is no place on a logarithmic axis, and most rounds are not evaluated.
-        points += [point for point in found if point[1] and not math.isnan(point[2])]
-    return curves(
-        "Test accuracy against uplink bytes",
-        points,
-        lambda point: float(point[1]),
-        lambda point: 100 * point[2],
-        lambda point: point[0],
-        x_label="uplink so far, all clients",
-        y_label="%",
-        log_x=True,
-        x_bytes=True,
-        caption="The rows that were run as messages, one seed.",
-    )
-
-
-_DRAWN_EPSILONS: Final = tuple(round(0.1 * 10 ** (i / 8), 4) for i in range(25))
-_DRAWN_BETA: Final = 0.1
-
-
-def _passing_figure(config: Config, votes: Mapping[str, Mapping[str, float]]) -> Curves:
-    k = int(votes[METHODS[2].name(SENT)]["k"])
-    delta = float(config.settings["delta"])
-    found = passing(config.clients, k, _DRAWN_BETA, config.rounds, delta, _DRAWN_EPSILONS)
-    names = {f"{share:g}": f"{share:.0%} of the clients" if share else "pure noise, either sign" for share in SHARES}
-    return Curves(
-        "Probability that a coordinate passes the threshold",
-        "epsilon of the whole run",
-        "probability",
-        [Series(names[share], _DRAWN_EPSILONS, values) for share, values in found.items()],
-        log_x=True,
-        caption=f"Closed form, with the right sign; by the net share of {config.clients} clients that vote for it. "
-        f"{k} votes each, threshold {_DRAWN_BETA:g} n, {config.rounds} rounds.",
-    )
-
-
-_AGREEMENT_DENSITIES: Final = (0.05, 0.2, 1.0)
-_AGREEMENT_EPSILONS: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
-
-
-def _agreement(config: Config) -> dict[str, dict[str, float]]:
-    from fedcomp.privacy.accounting import noise_multiplier_for
-
-    delta = float(config.settings["delta"])
-    multipliers = {
-        f"{e:g}": noise_multiplier_for(e, delta, releases=1, grid_sigma=math.inf) for e in _AGREEMENT_EPSILONS
-    }
-    size = int(config.settings["agreement_size"])
-    return agreement(config.clients, size, _AGREEMENT_DENSITIES, multipliers, Key(config.seed, "agreement"))
-
-
-def _agreement_figure(signs: Mapping[str, Mapping[str, float]]) -> Curves:
-    return Curves(
-        "Signs that are right, one round on synthetic gradients",
-        "epsilon of the round",
-        "share, weighed by magnitude",
-        [Series(name, list(map(float, found)), list(found.values())) for name, found in signs.items()],
-        log_x=True,
-        caption="Sign of the noisy outcome against that of the true mean gradient. Clipped sum: the Gaussian mechanism "
-        "on gradients clipped at their median norm. Signs: plain; votes: stochastic; by k over d. One half is a coin.",
-    )
-
-
-def claims(trained: Figures, votes: Figures, differ: Mapping[str, Beside], drawn: float) -> list[Claim]:
-    """Epsilon is kept, votes are as short as they can be, messages change nothing; accuracies are goals.
-
-    ``differ``: how the runs with messages differ from those without; ``drawn``: how far the integer noise is from the
-    closed form of passing the threshold.
-    """
-    dense, voting = METHODS[0], METHODS[2]
-    made = [
-        claim(
-            f"{method.name(epsilon)}: epsilon of the statement",
-            # The worst seed: a promise is not kept on average.
-            trained[method.name(epsilon)]["worst"],
-            f"<= {epsilon}",
-            "theory: the noise is calibrated for this epsilon",
-        )
-        for method, epsilon in product(METHODS, FINITE)
-    ]
-    made += [
-        claim(
-            f"{label}: longest vote without the header, times its entropy",
-            _over_entropy(vote, "longest"),
-            "<= 1.05",
-            f"{GOAL}: log2 C(d, k) + k bits",
-        )
-        for label, vote in votes.items()
-    ]
-    fewer = (trained[dense.name(e)]["sent"] / trained[m.name(e)]["sent"] for m, e in _votes_at())
-    made.append(
-        claim(
-            "uplink of dense over votes, the longest of all settings",
-            # The least of the ratios, as NaN if one is: a budget may have allowed no frame.
-            -largest(-ratio for ratio in fewer),
-            ">= 18.0",
-            "derived: 32 bits a coordinate over at most 1.05 (h(0.4) + 0.4) and the header",
-        )
-    )
-    same = "theory: the same arithmetic in the same order"
-    for label, found in differ.items():
-        made += [
-            claim(f"{label}: bytes of the model that differ from the run with messages", found.model, "== 0", same),
-            claim(f"{label}: bytes of frames that differ from the run with messages", found.frames, "== 0", same),
-            claim(
-                f"{label}: epsilon with messages less that without", found.epsilon, "== 0", "theory: the same events"
-            ),
-        ]
-    made.append(
-        claim(
-            "pass probability, closed form less draws of the integer noise",
-            drawn,
-            "<= 0.015",
-            "theory: four standard deviations of 20 000 draws",
-        )
-    )
-    made += [
-        claim(
-            f"TopAgg, accuracy less DP-FedAvg dense, epsilon {_number(epsilon)}",
-            # Equal means differ by rounding.
-            round(trained[voting.name(epsilon)]["accuracy"] - trained[dense.name(epsilon)]["accuracy"], 9),
-            ">= 0",
-            f"{GOAL}; votes are expected to lose at this size",
-            gate=False,
-        )
-        for epsilon in EPSILONS
-    ]
-    made.append(
-        claim(
-            "TopAgg learns at epsilon 10: accuracy",
-            trained[voting.name(10.0)]["accuracy"],
-            ">= 0.8",
-            "measured on other seeds: 0.95; a step of the wrong sign or scale stays at chance",
-        )
-    )
-    return made
-
-
-def _answer(trained: Figures) -> str:
-    dense, votes = ([trained[METHODS[i].name(e)] for e in EPSILONS] for i in (0, 2))
-    said = [
-        f"{100 * vote['accuracy']:.1f} % against {100 * whole['accuracy']:.1f} % at epsilon {_number(epsilon)}"
-        for vote, whole, epsilon in zip(votes, dense, EPSILONS, strict=True)
-    ]
-    times = dense[0]["sent"] / votes[0]["sent"]
-    return f"Votes send {times:.0f} times fewer bytes than DP-FedAvg's dense updates; accuracy: {', '.join(said)}."
-
+    *(
+        f"{label} | longest vote, times its entropy | <= 1.05 | gate: goal of this package: log2 C(d, k) + k bits, "
+        "without the header"
+        for label in _VOTED
+    ),
+    "| uplink of dense over votes, the longest | >= 18.0 | gate: derived: 32 bits a coordinate over at most "
+    "1.05 (h(0.4) + 0.4) and the header",
+    *(
+        f"{label} | {what} that messages change | == 0 | gate: theory: the same arithmetic in the same order"
+        for label in _SENT
+        for what in ("bytes of the model", "bytes of frames")
+    ),
+    *(f"{label} | epsilon with messages less that without | == 0 | gate: theory: the same events" for label in _SENT),
+    "| closed form less draws of the integer noise | <= 0.015 | gate: theory: of the probability to pass; four "
+    "standard deviations of 20 000 draws",
+    *(
+        f"TopAgg, epsilon {at} | accuracy less that of dense | >= 0 | goal: of this package; votes are expected to "
+        "lose at this size"
+        for at in _AT
+    ),
+    "TopAgg, epsilon 10 | accuracy | >= 0.8 | gate: measured on other seeds: 0.95; a step of the wrong sign or scale "
+    "stays at chance",
+]
 
 EXPERIMENT = Experiment(
     name="topagg",
     question="What does it cost to vote instead of averaging, at equal epsilon, and how many bytes does it save?",
+    each=lambda config: f"evaluate_every={max(1, config.rounds // 10)}",
     rows=rows,
-    options=OPTIONS,
+    study=study,
+    repeats=False,
+    options={
+        "task": Option("digits", OneOf("digits", "mnist"), "what is learnt; the settings were chosen on digits"),
+        "task.hidden": "32",
+        "task.model": Option("mlp", OneOf("mlp", "cnn"), "the model: mlp, or cnn for MNIST"),
+        "seeds": Option(3, Int(1, 100), "trainings per method and epsilon, with the seeds from --seed on"),
+        "workers": 2,
+        "lr": 0.5,
+        "epochs": 4,
+        "batch_size": 8,
+        "max_steps": 0,
+        "delta": 1e-3,
+        "tune": Option(
+            False, Flag(), "choose clip, rates, votes and thresholds again, on other seeds, by the training loss"
+        ),
+        "tune_seeds": Option(1, Int(1, 10), "trainings per candidate when tuning"),
+        "agreement_size": Option(2000, Int(10), "coordinates of the synthetic gradients"),
+    },
+    claims="\n".join(_CLAIMS),
+    answer="Votes send {times fewer bytes:.0f} times fewer bytes than DP-FedAvg's dense updates; accuracy: "
+    + ", ".join(
+        f"{{TopAgg, epsilon {at} | accuracy:.1%}} against {{DP-FedAvg, dense, epsilon {at} | accuracy:.1%}} at epsilon "
+        f"{at}"
+        for at in _AT
+    )
+    + ".",
     rounds=20,
     clients=200,
     minutes=8.0,
@@ -578,7 +87,6 @@ EXPERIMENT = Experiment(
         "epochs=1",
         "agreement_size=40",
     ),
-    measure=measure,
     notes=(
         "Client-level privacy with a trusted server: one client more or less changes what is known of the model by at "
         "most epsilon. 200 clients hold seven or eight images each. All of them are in every round, so nothing rests "

@@ -345,7 +345,7 @@ def study(found: Found) -> Studied:
     return Studied(
         {
             **{(label, "mean over draws"): known[label].mean for label in SCHEMES},
-            **{(label, "P(decodes) at loss 0.2"): known[label].average["0.2"] for label in SCHEMES},
+            **{f"P({label})": known[label].average["0.2"] for label in SCHEMES},
             **{
                 (label, "set-up bytes over MDS, mean over draws, off 0.5"): abs(known[label].mean - 0.5)
                 for label in SPARSE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -123,8 +124,6 @@ def among_stragglers(speeds: str, name: str, *, training: Training) -> dict[str,
         in time; the final weights; and the largest difference between the clock and what :func:`replay` computes from
         the drawn times alone.
     """
-    from dataclasses import replace
-
     from fedcomp.clients.app import app  # brings torch and Flower
     from fedcomp.experiments.serve import serve
     from fedcomp.flower.grid import InProcessGrid
@@ -230,9 +229,9 @@ def _exactness(results: Mapping[str, RunResult], runs: Records) -> dict[Any, flo
     )
     found: dict[Any, float] = {}
     for run in (runs.one(name=coded(s), speeds=speeds) for s in LOSSES[1:] for speeds in SPEEDS):
-        found[run.name, f"stragglers {run.speeds}: off in weights"] = _off_model(run, results)
+        found[run.name, f"off in weights, {run.speeds}"] = _off_model(run, results)
         off = float(np.max(np.abs(np.array(run.loss) - losses) / losses))
-        found[run.name, f"stragglers {run.speeds}: off in a round's loss"] = off
+        found[run.name, f"off in a round's loss, {run.speeds}"] = off
     return found | {
         (over_field(most), "bytes of models that differ from those with s = 0"): bits,
         "off Flower's FedAvg": _distance(_flat(results[coded(0)].arrays), _flat(results[DENSE].arrays)),
@@ -254,12 +253,12 @@ def _times(runs: Records) -> dict[Any, float]:
     most = LOSSES[-1]
     # Where the same devices stay slow: redrawn stragglers leave out other data in every round, which averages out.
     ignored, kept = (runs.one(name=name, speeds=FIXED).loss[-1] for name in (ignoring(most), coded(most)))
-    found: dict[Any, float] = {(ignoring(most), f"stragglers {FIXED}: test loss over that of the code"): ignored / kept}
+    found: dict[Any, float] = {(ignoring(most), f"test loss over that of the code, {FIXED}"): ignored / kept}
     for name in map(coded, LOSSES[1:]):
         for speeds in SPEEDS:
-            found[name, f"stragglers {speeds}: seconds over waiting for all"] = _seconds(runs, name, speeds)
+            found[name, f"seconds over waiting for all, {speeds}"] = _seconds(runs, name, speeds)
         stopped = _seconds(runs, name, DRAWN, "restarted")
-        found[name, f"stragglers {DRAWN}, which stop: seconds over waiting for all"] = stopped
+        found[name, f"seconds over waiting for all, {DRAWN}, if they stop"] = stopped
     return found
 
 

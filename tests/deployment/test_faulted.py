@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fedcomp.experiments.catalog.chaos import unavailable
 from fedcomp.experiments.chaos import CLOCK, DISK, LINK, NODE, SERVER_APP, SUPERLINK, Fault
 from fedcomp.experiments.faulted import faulted
+from fedcomp.experiments.studies.chaos import unavailable
 
 REASON = unavailable()
 

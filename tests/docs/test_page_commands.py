@@ -62,7 +62,7 @@ PLACEHOLDERS = {
 RUN_BY = {
     "coding.bench": "tests/coding/test_coding_bench.py",
     "experiments.run chaos": "tests/deployment/test_faulted.py",
-    "experiments.run slow_link": "tests/experiments/test_slow_link_experiment.py",
+    "experiments.run slow_link": "tests/experiments/test_slow_link_study.py",
     "experiments.bench gossip": "tests/experiments/test_quick_benches.py",
     "experiments.bench graphs": "tests/experiments/test_quick_benches.py",
     "experiments.bench node": "tests/experiments/test_node_bench.py",

@@ -1,4 +1,4 @@
-"""The experiment ``slow_link``: its training, its arithmetic, and that claims catch what they are about."""
+"""The study ``slow_link``: its training, its arithmetic, and that claims catch what they are about."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-import fedcomp.experiments.catalog.slow_link as module
 from fedcomp.experiments import links, slow
-from fedcomp.experiments.catalog.slow_link import (
+from fedcomp.experiments.catalog.slow_link import EXPERIMENT
+from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.links import HEADERS, unavailable
+from fedcomp.experiments.studies import slow_link as module
+from fedcomp.experiments.studies.slow_link import (
     BOTH,
     EMPTY,
-    EXPERIMENT,
     FEDAVG,
     LARGE_KBIT,
     ROWS,
@@ -21,8 +23,7 @@ from fedcomp.experiments.catalog.slow_link import (
     TRAINED,
     Cost,
 )
-from fedcomp.experiments.findings import Findings, Say
-from fedcomp.experiments.links import HEADERS, unavailable
+from fedcomp.experiments.tables import findings as findings_of
 
 pytestmark = pytest.mark.engines
 
@@ -139,7 +140,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, *assignments: str, **changes: Any)
 
     monkeypatch.setattr(module, "tune", tune)
     monkeypatch.setattr(module, "over_link", over_link)
-    return EXPERIMENT.measure(config(*assignments), {}, Say())
+    return findings_of(EXPERIMENT, config(*assignments), {}, Say())
 
 
 def failing(findings: Findings) -> list[str]:
@@ -172,9 +173,12 @@ def test_claims_catch_what_they_are_about(monkeypatch: pytest.MonkeyPatch) -> No
     assert failing(measured(monkeypatch, line=slow_rival)) == ["1 Mbit/s"]
     # A transport that sends everything twice.
     twice = measured(monkeypatch, hidden={FEDAVG: 2e6})
-    assert failing(twice) == ["bytes at the interfaces without a name, share, largest", "FedAvg"]
+    assert failing(twice) == [
+        "share of the bytes at the interfaces without a name",
+        "bytes at the interfaces of FedAvg over the ledger's",
+    ]
     other = {BOTH: [[4.0 * (i + 1), v] for i, v in enumerate([20.0, 50.0, 70.0, 96.0])]}
-    assert failing(measured(monkeypatch, line=other)) == ["accuracies over links against those in this process"]
+    assert failing(measured(monkeypatch, line=other)) == ["accuracies over links, points off those in this process"]
     # A node of Flower's that has ended is no sooner there for that: the limit counts.
     ended = measured(monkeypatch, line={STOCK: [[30.0, math.nan]]})
     assert failing(ended) == []

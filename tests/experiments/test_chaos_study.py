@@ -1,4 +1,4 @@
-"""The experiment ``chaos``: what it does in which run, and that its claims catch what they are about."""
+"""The study ``chaos``: what it does in which run, and that its claims catch what they are about."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-import fedcomp.experiments.catalog.chaos as module
-from fedcomp.experiments.catalog.chaos import EXPERIMENT, back_after, faults_of, findings
+from fedcomp.experiments.catalog.chaos import EXPERIMENT
 from fedcomp.experiments.chaos import CLOCK, DISK, LINK, NODE, SERVER_APP, SUPERLINK
 from fedcomp.experiments.findings import Say
 from fedcomp.experiments.kit import Record, Records
+from fedcomp.experiments.studies import chaos as module
+from fedcomp.experiments.studies.chaos import back_after, faults_of, studied
+from fedcomp.experiments.tables import Found, claims_of, findings
 
 
 def config(*assignments: str) -> Any:
@@ -47,7 +49,9 @@ def record(state: bool, **changes: Any) -> Record:
 
 
 def claims(*records: Record) -> dict[str, bool | None]:
-    return {each.name.partition(",")[0]: each.ok for each in findings(config(), Records(records)).claims}
+    found = Found(EXPERIMENT, config(), {}, Say())
+    found.studied = studied(config(), Records(records))
+    return {each.name: each.ok for each in claims_of(found)}
 
 
 def test_a_run_that_loses_nothing_keeps_all_claims() -> None:
@@ -79,7 +83,7 @@ def test_a_judge_that_sees_no_loss_without_a_folder_fails() -> None:
 
 
 def test_what_is_lost_without_a_folder_is_named() -> None:
-    tables = findings(config(), Records([record(True), record(False)])).tables
+    tables = studied(config(), Records([record(True), record(False)])).tables
     assert [row[0] for row in tables[-1].rows] == [
         "until round 9 node 1 has begun again with an empty memory",
         "node 1: updates, frames and memory do not add up",
@@ -89,7 +93,7 @@ def test_what_is_lost_without_a_folder_is_named() -> None:
 
 
 def test_the_figure_shows_when_each_round_of_each_run_ended() -> None:
-    (figure,) = findings(config(), Records([record(True), record(False)])).figures
+    (figure,) = studied(config(), Records([record(True), record(False)])).figures
     assert [line.name for line in figure.series] == ["seed 0, state folders", "seed 0, no state folder"]
     assert list(figure.series[0].y) == [each["round"] for each in record(True).ended]
     assert figure.series[0].x[0] == 0.0
@@ -115,7 +119,7 @@ def test_every_seed_has_all_faults_and_a_run_without_folders_fills_no_disk() -> 
 def test_where_nothing_can_be_done_all_claims_are_skipped_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "unavailable", lambda: "slow links need root, for network namespaces")
     said: list[str] = []
-    found = module.measure(config(), {}, Say(said.append))
+    found = findings(EXPERIMENT, config(), {}, Say(said.append))
     assert said == ["slow links need root, for network namespaces"]
     assert {each.skipped for each in found.claims} == {said[0]}
     assert found.answer == said[0]

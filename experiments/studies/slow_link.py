@@ -1,0 +1,401 @@
+"""Slow links: trainings over real links, the seconds they take, and where every byte at the interfaces went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final
+
+from fedcomp.clients.edge.links import Link
+from fedcomp.experiments.kit import Record, Records, Sweep, curves, table
+from fedcomp.experiments.links import HEADERS, pace, unavailable
+from fedcomp.experiments.options import Config, numbers
+from fedcomp.experiments.tables import TUNING_SEED, Found, Studied
+
+FEDAVG, UP, BOTH, LOW_BIT, STOCK = "FedAvg", "top-k up", "top-k both ways", "EDEN both ways", "stock Flower"
+AT_NODES: Final = "EDEN, first model at nodes"
+TRAINED: Final = (FEDAVG, UP, BOTH, LOW_BIT)
+"""Rows whose trainings differ."""
+
+ROWS: Final = (*TRAINED, AT_NODES)
+TRAINS_AS: Final = {row: row for row in TRAINED} | {AT_NODES: LOW_BIT}
+
+LARGE: Final = 8e6
+"""Bytes of the model that stock Flower is sent, beside ours."""
+
+LARGE_KBIT: Final = 200.0
+LARGE_DOWN: Final = 2000.0
+"""kbit/s of that cell; down it is ten times faster, as many such links are, or the first model alone took 5 minutes."""
+
+EMPTY: Final = 1
+"""Hidden units of a model of 340 bytes: what messages of a row cost beside their content."""
+
+TRIALS: Final = 3
+"""Trainings by which a step size is judged: a round more or less is luck."""
+
+IDLE: Final = 60.0
+"""Seconds in which nodes without work are watched."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Where the bytes at the interfaces went, both directions and all nodes, up to the last finished round.
+
+    Attributes
+    ----------
+    interface : float
+        As the interfaces counted them.
+    ledger : float
+        Whole messages, as the ledger has them.
+    headers : float
+        Of Ethernet, IP and TCP, by packets.
+    bundle, polls, acknowledgements : float
+        The app once per node; idle nodes' questions; what else Flower says per message, as the same row with an empty
+        model showed it.
+    """
+
+    interface: float
+    ledger: float
+    headers: float
+    bundle: float
+    polls: float
+    acknowledgements: float = 0.0
+
+    @property
+    def named(self) -> float:
+        """All that has a name."""
+        return self.ledger + self.headers + self.bundle + self.polls + self.acknowledgements
+
+    @property
+    def unexplained(self) -> float:
+        """Share of the interface's bytes without a name, or counted twice."""
+        return abs(1.0 - self.named / self.interface) if self.interface else math.nan
+
+
+def cost(record: Mapping[str, Any], quiet: float, each: float = 0.0) -> Cost:
+    """Return where a row's bytes went; ``quiet`` bytes per second of idle nodes, ``each`` per message."""
+    seen = record["interface"]
+    return Cost(
+        seen["up_bytes"] + seen["down_bytes"],
+        record["up"] + record["down"],
+        HEADERS * (seen["up_packets"] + seen["down_packets"]),
+        record["bundle"],
+        quiet * record["line"][-1][0] if record["line"] else 0.0,
+        each * record["messages"],
+    )
+
+
+def quiet_rate(record: Mapping[str, Any], seconds: float) -> float:
+    """Return bytes per second of idle nodes, without headers of packets, which are counted by packet."""
+    seen = record["quiet"]
+    bodies = seen["up_bytes"] + seen["down_bytes"] - HEADERS * (seen["up_packets"] + seen["down_packets"])
+    return float(bodies) / seconds
+
+
+def seconds_to(record: Mapping[str, Any], target: float, needed: float) -> tuple[float, bool]:
+    """Return the seconds to the target, and whether they were measured.
+
+    A row that was ended before is continued at its pace for the rounds that the same training needs in this process.
+    """
+    line = record["line"]
+    reached = next((point[0] for point in line if point[1] >= target), None)
+    if reached is not None:
+        return float(reached), True
+    if not line or not math.isfinite(needed):
+        return math.inf, False
+    return float(line[0][0] + (needed - 1) * pace(line)), False
+
+
+def settings(kbit: float) -> dict[str, str]:
+    """Return the environment that suits a link."""
+    return Link.of(f"{kbit:g}kbit").environment
+
+
+def tune(row: str, hidden: int, rate: float, seed: int, *, config: Config) -> dict[str, Any]:
+    """Train in this process with the validation split apart."""
+    from fedcomp.experiments.slow import here
+
+    return here(**_asked(config, row, hidden, rate, seed), tuning=True)
+
+
+def know(row: str, hidden: int, rate: float, *, config: Config) -> dict[str, Any]:
+    """Train in this process as over the links."""
+    from fedcomp.experiments.slow import here
+
+    return here(**_asked(config, row, hidden, rate, config.seed))
+
+
+def over_link(
+    row: str, kbit: float, hidden: int, rate: float, *, config: Config, needed: Mapping[tuple[str, int], float]
+) -> dict[str, Any]:
+    """Train over real links; ``needed`` rounds by row and size, where they are known."""
+    from fedcomp.experiments.slow import Training, linked
+
+    large = kbit == LARGE_KBIT and hidden == _hidden(LARGE)
+    training = Training(**_asked(config, FEDAVG if row == STOCK else row, hidden, rate, config.seed))
+    return linked(
+        training,
+        rate=1e3 * kbit,
+        down=1e3 * LARGE_DOWN if large else None,
+        limit=float(config.settings["stock_limit" if large else "limit"]),
+        settings=None if row == STOCK else settings(kbit),
+        needed=None if large else needed.get((row, hidden)),
+        idle=min(IDLE, float(config.settings["limit"])) if hidden == EMPTY else 0.0,
+    )
+
+
+def _asked(config: Config, row: str, hidden: int, rate: float, seed: int) -> dict[str, Any]:
+    s = config.settings
+    # An empty model reaches nothing; a few rounds of it will do.
+    rounds, target = (8, 101.0) if hidden == EMPTY else (config.rounds, float(s["target"]))
+    common = {"row": row, "hidden": hidden, "rate": rate, "seed": seed}
+    return {**common, "rounds": rounds, "steps": int(s["local"]), "target": target}
+
+
+def _hidden(size: float) -> int:
+    from fedcomp.experiments.slow import hidden_of
+
+    return hidden_of(size)
+
+
+def hidden_at(kbit: float, dense: float) -> int:
+    """Return the hidden units of a model that takes ``dense`` seconds, up to 4 MB."""
+    return _hidden(min(4e6, 125.0 * kbit * dense))
+
+
+def study(found: Found) -> Studied:
+    """Choose step sizes in this process, train over links, then account for every byte."""
+    config, say, s = found.config, found.say, found.config.settings
+    skipped = unavailable()
+    rates = numbers(str(s["rates"]))
+    sizes = {kbit: hidden_at(kbit, float(s["dense"])) for kbit in rates}
+    processes, side_by_side = int(s["workers"]), int(s["links"])
+    grid = numbers(str(s["steps"]))
+    shared = {"config": config}
+    seeds = [config.seed + TUNING_SEED + i for i in range(TRIALS)]
+    axes = {"row": TRAINED, "hidden": sorted(set(sizes.values())), "rate": grid, "seed": seeds}
+    tuned = Sweep(tune, axes, "step size", shared)(say, processes)
+    best = {key: _soonest(group) for key, group in tuned.groups("row", "hidden").items()}
+    cells = [{"row": row, "hidden": hidden, "rate": rate} for (row, hidden), rate in best.items()]
+    known = Sweep(know, cells, "here", shared)(say, processes)
+    if skipped:
+        say(skipped)
+        return studied(config, known, Records([]), skipped)
+    # The slowest first: they end last.
+    cells = [
+        {"row": row, "kbit": kbit, "hidden": sizes[kbit], "rate": best[TRAINS_AS[row], sizes[kbit]]}
+        for kbit in rates
+        for row in ROWS
+    ]
+    # Measured once per row: it is the number of a message's arrays that tells, not the rate (29 to 30 kB of FedAvg's
+    # four, 14 of a frame of ours, at 64 kbit/s as at 10 Mbit/s).
+    cells += [{"row": row, "kbit": max(rates), "hidden": EMPTY, "rate": grid[0]} for row in TRAINED]
+    if s["stock"]:
+        largest, size = max(sizes.values()), _hidden(LARGE)
+        large = {"kbit": LARGE_KBIT, "hidden": size}
+        # Step sizes of the largest model that was tuned.
+        cells = [
+            {"row": STOCK, **large, "rate": best[FEDAVG, largest]},
+            {"row": BOTH, **large, "rate": best[BOTH, largest]},
+            *cells,
+        ]
+    needed = _needed(known)
+    trained = Sweep(over_link, cells, "link", {**shared, "needed": needed})(say, side_by_side)
+    return studied(config, known, trained, "")
+
+
+def _needed(known: Records) -> dict[tuple[str, int], float]:
+    """Return how many rounds every row needs, by row and size."""
+    rounds = {(r.row, r.hidden): r.needed for r in known}
+    alike = {(row, hidden) for row in TRAINS_AS for _, hidden in rounds}
+    return {(row, hidden): rounds[TRAINS_AS[row], hidden] for row, hidden in alike}
+
+
+def _bytes(hidden: int) -> float:
+    """Return the bytes of a model."""
+    return 4.0 * (75 * hidden + 10)
+
+
+def _soonest(group: Records) -> float:
+    """Return the step size with the fewest rounds, the mean of its trials."""
+
+    def rounds(trials: Records) -> tuple[float, float]:
+        # Of rows that are never there, the one that comes nearest.
+        nearest = sum(max(_finite(r.line), default=0.0) for r in trials)
+        return sum(r.needed for r in trials), -nearest
+
+    return float(min(group.groups("rate").items(), key=lambda pair: rounds(pair[1]))[0])
+
+
+def _finite(line: Sequence[float]) -> list[float]:
+    return [value for value in line if math.isfinite(value)]
+
+
+def studied(config: Config, known: Records, found: Records, skipped: str) -> Studied:
+    """Return seconds, bytes and accuracies; what was not measured, and why."""
+    target, longest = (float(config.settings[name]) for name in ("target", "stock_limit"))
+    large = _hidden(LARGE)
+    small = Records(r for r in found if r.hidden not in (EMPTY, large))
+    beside = found.where(hidden=large)
+    needed = _needed(known)
+
+    def ended(record: Record) -> tuple[float, bool]:
+        return seconds_to(record, target, needed.get((record.row, record.hidden), math.inf))
+
+    def factor(row: str, kbit: float) -> float:
+        pair = [small.where(row=each, kbit=kbit) for each in (FEDAVG, row)]
+        if not all(pair):
+            return math.nan
+        dense, ours = (ended(records[0])[0] for records in pair)
+        if row == AT_NODES:
+            # What it does without, FedAvg could, too.
+            dense -= _bytes(pair[0][0].hidden) / (125.0 * kbit)
+        return dense / ours if math.isfinite(ours) else 0.0
+
+    empty = found.where(hidden=EMPTY)
+    idle = min(IDLE, float(config.settings["limit"]))
+    quiet = median(quiet_rate(r, idle) for r in empty) if empty else 0.0
+    each = {r.row: _besides(r, quiet) for r in empty}
+    costs = [(r, cost(r, quiet, each[TRAINS_AS[r.row]])) for r in small if r.line]
+    off = max((c.unexplained for _, c in costs), default=math.nan)
+    dense = [c for r, c in costs if r.row == FEDAVG]
+    apart = max((_apart(r, known) for r in small if r.line), default=math.nan)
+    fast = max(ROWS[1:], key=lambda row: factor(row, 1000.0) if math.isfinite(factor(row, 1000.0)) else -1.0)
+    gained = factor(fast, 1000.0)
+    no_mega = skipped or ("" if math.isfinite(gained) else "1000 is not among the rates")
+    no_stock = skipped or ("" if beside else "set stock=true")
+    stock, ours = (next(iter(beside.where(row=row)), None) for row in (STOCK, BOTH))
+    versus = math.nan if stock is None or ours is None else _at_least(stock, target, longest) / ended(ours)[0]
+    said = f"At 1 Mbit/s {fast} reaches {target:g} % {gained:.1f} times sooner than FedAvg; "
+    if stock is not None and ours is not None:
+        said += f"{LARGE / 1e6:g} MB at {LARGE_KBIT:g} kbit/s: stock Flower {_outcome(stock, target)}, "
+        said += f"top-k both ways {_outcome(ours, target)}; "
+    said += f"all but {100 * off:.1f} % of the bytes at the interfaces have a name."
+    quantities: dict[Any, Any] = {
+        ("1 Mbit/s", "seconds of FedAvg over the best of ours"): gained,
+        "share of the bytes at the interfaces without a name": off,
+        "bytes at the interfaces of FedAvg over the ledger's": max(
+            (c.interface / c.ledger for c in dense), default=math.nan
+        ),
+        "accuracies over links, points off those in this process": apart,
+        ("8 MB at 200 kbit/s", "seconds of stock Flower over ours"): versus,
+    }
+    reasons = dict.fromkeys(quantities, skipped)
+    reasons["1 Mbit/s", "seconds of FedAvg over the best of ours"] = no_mega
+    reasons["8 MB at 200 kbit/s", "seconds of stock Flower over ours"] = no_stock
+    return Studied(
+        {**quantities, "said": skipped or said},
+        tables=[
+            table(
+                f"Seconds to {target:g} % over real links",
+                {
+                    "kbit/s": lambda r: f"{r.kbit:g}",
+                    "row": "row",
+                    "model, MB": lambda r: round(1e-6 * _bytes(r.hidden), 2),
+                    "step size": "rate",
+                    "first round, s": lambda r: round(r.line[0][0], 1) if r.line else None,
+                    "a later round, s": lambda r: round(pace(r.line), 1) if len(r.line) > 1 else None,
+                    "rounds": lambda r: len(r.line),
+                    "of": lambda r: _rounds(needed.get((r.row, r.hidden), math.inf)),
+                    "seconds": lambda r: _seconds(*ended(r)),
+                    "FedAvg's over it": lambda r: round(factor(r.row, r.kbit), 1),
+                },
+                small,
+                "Two nodes, each on a link of its own. About: the row was ended at its time limit, and is continued at "
+                "its pace for the rounds that the same training needs in this process. All rows but stock Flower send "
+                f"in pieces that suit the link. Of {AT_NODES!r} the last column is against FedAvg without the seconds "
+                "in which its first model goes down (derived: the model over the rate).",
+            ),
+            table(
+                f"A model of {LARGE / 1e6:g} MB at {LARGE_KBIT:g} kbit/s up and {LARGE_DOWN:g} down",
+                {
+                    "row": "row",
+                    "rounds": lambda r: len([point for point in r.line if math.isfinite(point[1])]),
+                    "rounds without a reply": lambda r: len([p for p in r.line if not math.isfinite(p[1])]),
+                    "seconds": lambda r: _seconds(*ended(r)) if math.isfinite(ended(r)[0]) else r.error,
+                    "accuracy, %": lambda r: max((round(v, 1) for v in _finite([p[1] for p in r.line])), default=None),
+                    "MB up at the interfaces": lambda r: round(r.everything["up_bytes"] / 1e6, 2),
+                    "MB down": lambda r: round(r.everything["down_bytes"] / 1e6, 2),
+                },
+                beside,
+                "Stock Flower with its own settings: pieces of 5 MB, two at once.",
+            ),
+            table(
+                "Where the bytes went, KB",
+                {
+                    "kbit/s": lambda pair: f"{pair[0].kbit:g}",
+                    "row": lambda pair: pair[0].row,
+                    "interfaces": lambda pair: _kb(pair[1].interface),
+                    "ledger": lambda pair: _kb(pair[1].ledger),
+                    "headers": lambda pair: _kb(pair[1].headers),
+                    "bundle": lambda pair: _kb(pair[1].bundle),
+                    "polls": lambda pair: _kb(pair[1].polls),
+                    "acknowledgements": lambda pair: _kb(pair[1].acknowledgements),
+                    "without a name, %": lambda pair: round(100 * pair[1].unexplained, 1),
+                },
+                costs,
+                "Both ways and both nodes, up to the last finished round. Headers: 66 bytes a packet. Polls: two idle "
+                f"nodes send and receive {quiet:.0f} bytes a second besides. Acknowledgements: what a training of the "
+                f"same row with an empty model showed, bytes a message: {_listed(each)}.",
+            ),
+        ],
+        figures=[
+            curves(
+                f"Accuracy at {kbit:g} kbit/s",
+                small.where(kbit=kbit),
+                lambda r: [point[0] for point in r.line],
+                lambda r: [point[1] for point in r.line],
+                "row",
+                x_label="seconds",
+                y_label="test accuracy, %",
+                log_x=True,
+            )
+            for kbit in sorted({r.kbit for r in small})
+        ],
+        skipped=reasons,
+    )
+
+
+def _besides(record: Record, quiet: float) -> float:
+    """Return the bytes a message that have no other name."""
+    alone = cost(record, quiet)
+    return max(0.0, (alone.interface - alone.named) / max(1, record.messages))
+
+
+def _listed(each: Mapping[str, float]) -> str:
+    return ", ".join(f"{row} {value:.0f}" for row, value in each.items())
+
+
+def _apart(record: Record, known: Records) -> float:
+    line = known.one(row=TRAINS_AS[record.row], hidden=record.hidden).line
+    return max(abs(point[1] - value) for point, value in zip(record.line, line, strict=False))
+
+
+def _at_least(record: Record, target: float, limit: float) -> float:
+    reached, measured = seconds_to(record, target, math.inf)
+    return reached if measured else limit
+
+
+def _outcome(record: Record, target: float) -> str:
+    reached, measured = seconds_to(record, target, math.inf)
+    finished = len(_finite([point[1] for point in record.line]))
+    said = "" if record.error.startswith("not in") else f" ({record.error})"
+    return (
+        f"is there after {reached:.0f} s" if measured else f"had {finished} rounds after {record.seconds:.0f} s{said}"
+    )
+
+
+def _seconds(value: float, measured: bool) -> str:
+    if not math.isfinite(value):
+        return "never"
+    return f"{value:.0f}" if measured else f"about {value:.0f}"
+
+
+def _rounds(value: float) -> str:
+    return f"{value:.0f}" if math.isfinite(value) else "never"
+
+
+def _kb(value: float) -> float:
+    return round(value / 1e3, 1)
