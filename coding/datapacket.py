@@ -34,11 +34,6 @@ def pack_partition(x: Real, partition: int, plan_id: bytes) -> bytes:
     return _HEADER.pack(*fields, check) + body
 
 
-def packed_bytes(rows: int, columns: int) -> int:
-    """Return how many bytes a packed partition of that shape has at most: with float64 values."""
-    return _HEADER.size + 8 * rows * columns
-
-
 def unpack_partition(data: bytes, plan_id: bytes, shapes: Mapping[int, tuple[int, int]]) -> tuple[int, Real]:
     """Return number and rows of a packed partition, float64.
 

@@ -15,23 +15,13 @@ import numpy as np
 from flwr.serverapp.strategy import FedAvg, Strategy
 from toy import client_app, fedavg, model, stack
 
-from fedcomp.clients.compressed import compression
+import fedcomp as fc
 from fedcomp.clients.private.mod import private
-from fedcomp.codecs import QSGD, FixedPoint, RandomK
-from fedcomp.errors import FedcompError
 from fedcomp.experiments.systems import SYSTEMS
-from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import NONE_DENSE, Layout, Update
 from fedcomp.privacy.ledger import PrivacyLedger
-from fedcomp.privacy.local import Privatise
-from fedcomp.privacy.sampling import Sampling
 from fedcomp.rng import Key
-from fedcomp.strategies.coded.strategy import CodedFedAvg
-from fedcomp.strategies.private.distributed_dp import DistributedDp
-from fedcomp.strategies.private.local_dp import local_dp
-from fedcomp.strategies.private.settings import ShareSettings
-from fedcomp.systems.private.record import DpSgdPlan
 
 Followed = Callable[[Path], Any]
 
@@ -72,7 +62,7 @@ def provoked(call: Followed, path: Path, caplog: Any) -> str:
         warnings.simplefilter("always")
         try:
             call(path)
-        except FedcompError as error:
+        except fc.FedcompError as error:
             return str(error)
         except SystemExit:
             return " ".join(printed.getvalue().split())
@@ -88,7 +78,7 @@ ALL: dict[str, Any] = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction
 
 def ended(
     strategy: Strategy,
-    halves: Any = (compression,),
+    halves: Any = (fc.compression,),
     rounds: int = 2,
     start: Any = None,
     mods: Any = (),
@@ -96,11 +86,11 @@ def ended(
 ) -> Any:
     """Return the model after some rounds with the toy's clients."""
     app = client_app([*mods, *(half() for half in halves)])
-    with InProcessGrid(app, nodes, seed=4) as grid:
+    with fc.InProcessGrid(app, nodes, seed=4) as grid:
         return fit(strategy, grid, model() if start is None else start, rounds, timeout=9.0).arrays
 
 
-def trains(strategy: Strategy, halves: Any = (compression,), **options: Any) -> bool:
+def trains(strategy: Strategy, halves: Any = (fc.compression,), **options: Any) -> bool:
     """Whether the model of a run is finite and has moved."""
     after = stack(ended(strategy, halves, **options))
     return bool(np.isfinite(after).all() and np.abs(after).max() > 0)
@@ -111,19 +101,19 @@ def same(one: Strategy, other: Strategy, **options: Any) -> bool:
     return bool(np.allclose(stack(ended(one, **options)), stack(ended(other, **options)), rtol=1e-4, atol=0.5))
 
 
-CODED = (compression,)
+CODED = (fc.compression,)
 
 
-PRIVATE = (compression, private)
+PRIVATE = (fc.compression, private)
 
 
 PROMISE: dict[str, Any] = {"population": NODES, "delta": 1e-3, "insecure_deterministic": True, "noise_multiplier": 0.5}
 
 
-INTEGERS = FixedPoint(RandomK(1.0), clip=1024.0, levels=1024)
+INTEGERS = fc.FixedPoint(fc.RandomK(1.0), clip=1024.0, levels=1024)
 
 
-PLAN = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
+PLAN = fc.DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
 
 
 LAYOUT = Layout.of({"w": np.zeros((40, 30), np.float32), "b": np.zeros(12, np.float32)}, NONE_DENSE)
@@ -154,17 +144,17 @@ def row(text: str, provoke: Callable[[], Any], follow: Callable[[], Any], *, lon
     return Row(text, lambda _: provoke(), lambda _: follow(), long)
 
 
-def coded_sum(inner: Strategy, **options: Any) -> CodedFedAvg:
-    return CodedFedAvg(inner, construction="sumcode", **{"symbols": 2, "threshold": 1, **options})
+def coded_sum(inner: Strategy, **options: Any) -> fc.CodedFedAvg:
+    return fc.CodedFedAvg(inner, construction="sumcode", **{"symbols": 2, "threshold": 1, **options})
 
 
 def local(**options: Any) -> Strategy:
-    policy = Privatise(1e4, 0.5, insecure_deterministic=True)
-    return local_dp(quiet(), policy, QSGD(levels=7), population=NODES, delta=1e-3, **options)
+    policy = fc.Privatise(1e4, 0.5, insecure_deterministic=True)
+    return fc.local_dp(quiet(), policy, fc.QSGD(levels=7), population=NODES, delta=1e-3, **options)
 
 
 def shares(**options: Any) -> Strategy:
-    return DistributedDp(quiet(), ShareSettings(clip=500.0, tolerated=1), **PROMISE, **options)
+    return fc.DistributedDp(quiet(), fc.ShareSettings(clip=500.0, tolerated=1), **PROMISE, **options)
 
 
 DENSE = Layout.of({"w": np.zeros((40, 30), np.float32), "b": np.zeros(12, np.float32)}, lambda *_: 0.5)
@@ -175,5 +165,5 @@ def damaged(codec: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> A
 
 
 def ledger(**options: Any) -> PrivacyLedger:
-    given = {"delta": 1e-5, "population": 10, "adjacency": "zero_out", "sampling": Sampling()}
+    given = {"delta": 1e-5, "population": 10, "adjacency": "zero_out", "sampling": fc.Sampling()}
     return PrivacyLedger(**{**given, **options})

@@ -39,7 +39,7 @@ from fedcomp.experiments.engines.processes import free_ports
 from fedcomp.experiments.engines.superlink import APP
 from fedcomp.experiments.findings import Claim
 from fedcomp.experiments.links import SlowLinks
-from fedcomp.experiments.options import Config, Option
+from fedcomp.experiments.options import Config, Option, option
 from fedcomp.experiments.run import RunnerSetup, main
 from fedcomp.experiments.security.certificates import Folder, add_nodes, create, read, renew
 from fedcomp.experiments.security.link import LinkOptions, prepare
@@ -110,7 +110,18 @@ def published(epsilons: str) -> bool:
     return {each["budget"] for each in found} >= {1.0, 10.0} and all(each["noise_multiplier"] > 0 for each in found)
 
 
+OWN = Option(3, Int(1), "rounds without progress")
+
+
+def not_shared() -> None:
+    """Name a setting that no two experiments share; what is wrong with a table of an experiment is no user's error."""
+    with pytest.raises(ValueError, match="no shared setting") as caught:
+        option("patience", 3)
+    raise FedcompError(str(caught.value))
+
+
 EXPERIMENTS = (
+    row("write an Option with a rule and a sentence", not_shared, lambda: option("patience", OWN) is OWN),
     row(
         "the app of fedcomp {}", told(lambda: bundle("0.0.7")), lambda: bundle(VERSION) and bundle("0.0.7", of="0.0.7")
     ),

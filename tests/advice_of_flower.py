@@ -20,18 +20,13 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, FedXgbCyclic
 from toy import client_app, model, stack
 
+import fedcomp as fc
 from fedcomp.clients import app as generic
 from fedcomp.clients import memory
-from fedcomp.clients.client import client
-from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import prepare
-from fedcomp.clients.forward import forward_gradients
-from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.sensors import SensorServer, StoredEdge, connect
-from fedcomp.codecs import EDEN, QSGD, SignSGD, TopK
 from fedcomp.codecs.base import padded as equally_long
-from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.drift.distance import QuantileSketch, calibrated, ks_distance
 from fedcomp.drift.edge import Deployments
 from fedcomp.drift.messages import Says, SensorMessage
@@ -39,16 +34,11 @@ from fedcomp.drift.statistics import confidence, cross_entropy
 from fedcomp.flower import folder, store
 from fedcomp.flower.checkpoint import capture_strategy, renumber_strategy, restore_strategy
 from fedcomp.flower.folder import StateFolder
-from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.rounds import drive_many
 from fedcomp.flower.vanishing import VanishingGrid
 from fedcomp.kernels import tiers
 from fedcomp.kernels.bins import adaptive_step
 from fedcomp.layout import Layout, Update
-from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.forward import ForwardGradients
-from fedcomp.strategies.overlap import PipelinedStrategy
-from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.server import Server
 from fedcomp.systems.pair import Pair
 from fedcomp.timing.dropout import Compute, Presence
@@ -73,7 +63,7 @@ def teachers(task: str) -> bool:
     return bool((generic.teachers(*of_task(task), asked).teachers.sizes > 0).all())
 
 
-class Unbounded(TopK):
+class Unbounded(fc.TopK):
     """It does not say how long its frames can get."""
 
     def longest(self, layout: Layout) -> None:  # type: ignore[override]
@@ -90,8 +80,8 @@ def padded(codec: Any) -> bool:
 
 def unpadded() -> bool:
     promise = {"population": 4, "delta": 1e-3, "insecure_deterministic": True, "noise_multiplier": 0.5}
-    strategy = Compressed(DpFedAvg(quiet(), clip=1.0, pad=False, **promise), Unbounded(0.1), feedback=False)
-    return trains(strategy, (compression, private))
+    strategy = fc.Compressed(fc.DpFedAvg(quiet(), clip=1.0, pad=False, **promise), Unbounded(0.1), feedback=False)
+    return trains(strategy, (fc.compression, private))
 
 
 def listening(path: Path, name: str, *, removed: bool = False) -> bool:
@@ -122,7 +112,7 @@ def deploys(path: Path, deployments: Deployments | None = None) -> bool:
 def answers(codec: Any) -> bool:
     """Whether nodes take part in a program whose states hold the toy's model once and a half, beside the last reply."""
     with patch.object(memory, "MOST_BYTES", 9_600):
-        return trains(Server(Pair(codec), quiet()), (compression,))
+        return trains(Server(Pair(codec), quiet()), (fc.compression,))
 
 
 def content(server_round: int = 1) -> RecordDict:
@@ -136,14 +126,14 @@ def addressed(*shares: slice) -> bool:
         replies = yield [Message(content(), node, "train") for node in nodes]
         return len(replies)
 
-    with InProcessGrid(client_app(), 4) as grid:
+    with fc.InProcessGrid(client_app(), 4) as grid:
         nodes = sorted(grid.get_node_ids())
         return drive_many([heard(nodes[share]) for share in shares], grid) == [2, 2]
 
 
 def joined(links: Any, partition: int = NODES) -> bool:
     """Whether a node of one partition more joins, and answers."""
-    with InProcessGrid(client_app(), NODES, links=links) as grid:
+    with fc.InProcessGrid(client_app(), NODES, links=links) as grid:
         node = grid.add_node(partition)
         return len(list(grid.send_and_receive([Message(content(), node, "train")]))) == 1
 
@@ -151,7 +141,7 @@ def joined(links: Any, partition: int = NODES) -> bool:
 def vanishing(how: str) -> bool:
     """Whether three devices that stay answer."""
     always = Presence(((0.0, math.inf),))
-    with InProcessGrid(client_app(), NODES) as devices:
+    with fc.InProcessGrid(client_app(), NODES) as devices:
         grid = VanishingGrid(
             devices, lambda *_: always, Compute(1.0), server=LINKS[0], peer=LINKS[0], deadlines=(50.0, 100.0)
         )
@@ -165,13 +155,13 @@ def vanishing(how: str) -> bool:
 
 def handled(action: str) -> bool:
     """Whether a handler of the app is asked by its name, beside a half that has one."""
-    app = client_app([ClientHalf("taken", handlers={"query.taken": print})])
+    app = client_app([fc.ClientHalf("taken", handlers={"query.taken": print})])
 
     @app.query(action)
     def own(msg: Message, context: Context) -> Message:
         return Message(RecordDict({"metrics": MetricRecord({"own": 1})}), reply_to=msg)
 
-    with InProcessGrid(app, 1) as grid:
+    with fc.InProcessGrid(app, 1) as grid:
         (node,) = grid.get_node_ids()
         (reply,) = grid.send_and_receive([Message(content(), node, f"query.{action}")])
     return reply.content["metrics"]["own"] == 1
@@ -223,7 +213,7 @@ def without_locks(path: Path, *words: str) -> bool:
         command, _ = prepare(["--superlink", "a.b:9092", "--partition", "0", "--of", "1", "--insecure", *words])
         if "state-dir=" in command[-1]:
             StateFolder(path, 0)
-        return trains(Compressed(quiet(), TopK(0.1)))
+        return trains(fc.Compressed(quiet(), fc.TopK(0.1)))
 
 
 def stored(newer: bool) -> bool:
@@ -255,7 +245,7 @@ def silent(first: str, **variables: str) -> bool:
 
 def worn_out() -> None:
     """Take up a run that was restarted as often as can be."""
-    strategy = Compressed(quiet(), TopK(0.1))
+    strategy = fc.Compressed(quiet(), fc.TopK(0.1))
     strategy.sequence = (2**31 - 1) << 32
     renumber_strategy(strategy)
 
@@ -309,19 +299,19 @@ def point(frozen: bool, msg: Message, context: Context) -> Any:
 
 def slopes(*, names: Any = ("weight", "bias"), directions: int = 8, frozen: bool = False, **options: Any) -> bool:
     """Whether forward gradients bring a model nearer to the ones that it is to become."""
-    strategy = ForwardGradients(quiet(), directions, lr=0.5, **options)
+    strategy = fc.ForwardGradients(quiet(), directions, lr=0.5, **options)
     start = ArrayRecord({name: array for name, array in model().items() if name in names})
-    app = client(ClientApp(), forward_gradients(functools.partial(point, frozen)))
-    with InProcessGrid(app, 2, seed=4) as grid:
+    app = fc.client(ClientApp(), fc.forward_gradients(functools.partial(point, frozen)))
+    with fc.InProcessGrid(app, 2, seed=4) as grid:
         end = stack(strategy.start(grid, start, num_rounds=3).arrays)
     return 0.0 < np.square(end - 1.0).sum() < end.size
 
 
 def piped(inner: Any, nodes: int = 4, **options: Any) -> bool:
     """Whether a pipe applies what was learnt in four rounds; when it waits for more nodes, one joins."""
-    strategy = PipelinedStrategy(inner, **options)
+    strategy = fc.PipelinedStrategy(inner, **options)
     with (
-        InProcessGrid(client_app([compression()]), nodes, seed=3) as grid,
+        fc.InProcessGrid(client_app([fc.compression()]), nodes, seed=3) as grid,
         patch("flwr.serverapp.strategy.strategy_utils.sleep", lambda seconds: grid.add_node(nodes)),
     ):
         after = stack(strategy.start(grid, model(), num_rounds=4).arrays)
@@ -340,7 +330,7 @@ def grown() -> bool:
         return Message(RecordDict({"arrays": ArrayRecord([more]), "metrics": metrics}), reply_to=msg)
 
     strategy = FedXgbCyclic(fraction_evaluate=0.0)
-    with InProcessGrid(app, 2) as grid:
+    with fc.InProcessGrid(app, 2) as grid:
         start = ArrayRecord([np.zeros(0, np.uint8)])
         (end,) = (array.numpy() for array in strategy.start(grid, start, num_rounds=2).arrays.values())
     return sorted(end.tolist()) == [0, 1]
@@ -353,7 +343,7 @@ CLIENTS: tuple[Row, ...] = (
         lambda: generic.graph_part(*of_task("digits")),
         lambda: generic.graph_part(*of_task("digits-graph")).features.size > 0,
     ),
-    row("use another codec, or pad=False", lambda: padded(Unbounded(0.1)), lambda: padded(TopK(0.1)) and unpadded()),
+    row("use another codec, or pad=False", lambda: padded(Unbounded(0.1)), lambda: padded(fc.TopK(0.1)) and unpadded()),
     Row(
         "choose a free port or path, and remove the socket of a process that is gone",
         lambda path: listening(path / "a", "left"),
@@ -420,8 +410,10 @@ FLOWER: tuple[Row, ...] = (
     ),
     row(
         "use memory='float16' where the codec has it, or a codec without memory, EDEN() or QSGD()",
-        lambda: answers(ErrorFeedback(TopK(0.01))),
-        lambda: answers(ErrorFeedback(TopK(0.01), memory="float16")) and answers(EDEN()) and answers(QSGD()),
+        lambda: answers(fc.ErrorFeedback(fc.TopK(0.01))),
+        lambda: (
+            answers(fc.ErrorFeedback(fc.TopK(0.01), memory="float16")) and answers(fc.EDEN()) and answers(fc.QSGD())
+        ),
     ),
     row(
         "grid inside this one", lambda: vanishing("push"), lambda: vanishing("send_and_receive") and vanishing("inside")
@@ -432,7 +424,9 @@ FLOWER: tuple[Row, ...] = (
 PARTS: tuple[Row, ...] = (
     row("still needs; give another array", lambda: stepped(None), lambda: stepped(np.empty(100, np.float32))),
     row("NUMBA_DISABLE_JIT); use 'auto' or 'numpy'", lambda: numba("numba"), lambda: numba("auto") and numba("numpy")),
-    row("are used up after {} restarts; start a new run", worn_out, lambda: trains(Compressed(quiet(), TopK(0.1)))),
+    row(
+        "are used up after {} restarts; start a new run", worn_out, lambda: trains(fc.Compressed(quiet(), fc.TopK(0.1)))
+    ),
     row(
         "has no link; give one Link or a link per node",
         lambda: simulated_seconds([ROW], {1: LINKS[0]}),
@@ -447,18 +441,18 @@ STRATEGIES: tuple[Row, ...] = (
     ),
     row(
         "with the others. Use a codec without votes",
-        lambda: ended(Compressed(Personal(**ALL), SignSGD(step=0.1))),
-        lambda: trains(Compressed(Personal(**ALL), QSGD())),
+        lambda: ended(fc.Compressed(Personal(**ALL), fc.SignSGD(step=0.1))),
+        lambda: trains(fc.Compressed(Personal(**ALL), fc.QSGD())),
     ),
     row(
         "with the others. Use a codec without votes",
-        lambda: ended(Compressed(Personal(**ALL), SignSGD(step=0.1))),
-        lambda: trains(Compressed(Personal(**ALL), QSGD())),
+        lambda: ended(fc.Compressed(Personal(**ALL), fc.SignSGD(step=0.1))),
+        lambda: trains(fc.Compressed(Personal(**ALL), fc.QSGD())),
     ),
     row(
         "take fewer directions, or another codec: at this size top-k sends more of the gradient in as many bytes",
         lambda: slopes(most_signs=10_000),
-        lambda: slopes(most_signs=10_000, directions=4) and trains(Compressed(quiet(), TopK(0.1))),
+        lambda: slopes(most_signs=10_000, directions=4) and trains(fc.Compressed(quiet(), fc.TopK(0.1))),
         long=True,
     ),
     row(
@@ -466,7 +460,9 @@ STRATEGIES: tuple[Row, ...] = (
         lambda: piped(quiet(min_available_nodes=2), 3),
         lambda: piped(quiet(min_available_nodes=2), 4) and piped(quiet(min_available_nodes=1), 3),
     ),
-    row("which have no differences to compress or add; run it without {}", lambda: Compressed(FedXgbCyclic()), grown),
+    row(
+        "which have no differences to compress or add; run it without {}", lambda: fc.Compressed(FedXgbCyclic()), grown
+    ),
 )
 
 

@@ -11,25 +11,18 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from toy import client_app, model, stack
 
-from fedcomp.clients.client import client
-from fedcomp.clients.compressed import compression
+import fedcomp as fc
 from fedcomp.clients.edge import prepare
-from fedcomp.clients.half import ClientHalf
-from fedcomp.clients.private.topagg import votes_only
-from fedcomp.codecs import TopK
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.folder import StateFolder
-from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.wrapper import as_batch
 from fedcomp.gossip.topology import Edges, topology_of
-from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.overlap import PipelinedStrategy
 from fedcomp.tasks.partition import parse_partitioner
 from fedcomp.timing.links import parse_link
 
 GOOD = ("--superlink", "localhost:9092", "--partition", "0", "--of", "2", "--insecure")
 
-WATCHING = ClientHalf("watching", lambda msg, context, app: app(msg, context))
+WATCHING = fc.ClientHalf("watching", lambda msg, context, app: app(msg, context))
 
 
 def option(text: str, wrong: Any, right: Any) -> Row:
@@ -77,15 +70,15 @@ class Stored(Remembering):
 
 
 def started_again(other: bool) -> Any:
-    strategy = PipelinedStrategy(Compressed(quiet(), TopK(density=0.1)), 1)
-    with InProcessGrid(client_app([compression()]), NODES) as grid:
+    strategy = fc.PipelinedStrategy(fc.Compressed(quiet(), fc.TopK(density=0.1)), 1)
+    with fc.InProcessGrid(client_app([fc.compression()]), NODES) as grid:
         arrays = strategy.start(grid, model(), num_rounds=2).arrays
         return strategy.start(grid, model(5.0) if other else arrays, num_rounds=2).arrays
 
 
 def looped() -> bool:
-    with InProcessGrid(client_app([compression()]), NODES) as grid:
-        result = Compressed(Looping(**ALL)).start(grid, model(), num_rounds=2)
+    with fc.InProcessGrid(client_app([fc.compression()]), NODES) as grid:
+        result = fc.Compressed(Looping(**ALL)).start(grid, model(), num_rounds=2)
     return bool(np.abs(stack(result.arrays)).max() > 0)
 
 
@@ -110,8 +103,8 @@ def below_a_file(path: Path) -> StateFolder:
     return StateFolder(path / "file" / "state", 0)
 
 
-def grid_of(partitions: int, **options: Any) -> InProcessGrid:
-    return InProcessGrid(client_app(), partitions, **options)
+def grid_of(partitions: int, **options: Any) -> fc.InProcessGrid:
+    return fc.InProcessGrid(client_app(), partitions, **options)
 
 
 def replaced_node() -> bool:
@@ -123,24 +116,24 @@ def replaced_node() -> bool:
 CLIENTS = (
     row(
         "stands twice among the halves of one app; leave one out",
-        lambda: client(ClientApp(), only=["compression", "compression"]),
-        lambda: client(ClientApp(), only=["compression"]),
+        lambda: fc.client(ClientApp(), only=["compression", "compression"]),
+        lambda: fc.client(ClientApp(), only=["compression"]),
     ),
     row(
         "this app came out of client() already; name all halves in one call",
-        lambda: client(client(ClientApp()), only=["private"]),
-        lambda: client(ClientApp(), only=["compression", "private"]),
+        lambda: fc.client(fc.client(ClientApp()), only=["private"]),
+        lambda: fc.client(ClientApp(), only=["compression", "private"]),
     ),
     row(
         "write {}(), or its name in quotes",
-        lambda: client(ClientApp(), only=[compression]),
-        lambda: client(ClientApp(), only=[compression()]) and client(ClientApp(), only=["compression"]),
+        lambda: fc.client(ClientApp(), only=[fc.compression]),
+        lambda: fc.client(ClientApp(), only=[fc.compression()]) and fc.client(ClientApp(), only=["compression"]),
     ),
-    row("take it out of ", lambda: client(ClientApp(mods=[compression()])), lambda: client(ClientApp())),
+    row("take it out of ", lambda: fc.client(ClientApp(mods=[fc.compression()])), lambda: fc.client(ClientApp())),
     row(
         "does not work without {}; add it to only=[...]",
-        lambda: client(ClientApp(), only=[votes_only(), "private"]),
-        lambda: client(ClientApp(), only=[votes_only(), "private", "compression"]),
+        lambda: fc.client(ClientApp(), only=[fc.votes_only(), "private"]),
+        lambda: fc.client(ClientApp(), only=[fc.votes_only(), "private", "compression"]),
     ),
 )
 
@@ -251,7 +244,7 @@ FLOWER = (
         lambda: started_again(True),
         lambda: (
             np.abs(stack(started_again(False))).max() > 0
-            and trains(PipelinedStrategy(Compressed(quiet(), TopK(density=0.1)), 1), start=model(5.0))
+            and trains(fc.PipelinedStrategy(fc.Compressed(quiet(), fc.TopK(density=0.1)), 1), start=model(5.0))
         ),
     ),
     row("messages is a {}; pass a list", lambda: as_batch(iter([])), lambda: as_batch([]) == []),
@@ -271,8 +264,8 @@ FLOWER = (
     Row("folder cannot be made: {}; name another one", below_a_file, lambda path: StateFolder(path / "other", 0)),
     row(
         "checks its order; use ",
-        lambda: compression()(None, None, None),
-        lambda: client(ClientApp(), only=[compression()]),
+        lambda: fc.compression()(None, None, None),
+        lambda: fc.client(ClientApp(), only=[fc.compression()]),
     ),
 )
 

@@ -45,15 +45,11 @@ from opacus.validators import ModuleValidator
 from torch import nn
 from toy import client_app, fedavg, model, stack
 
+import fedcomp as fc
 from fedcomp.clients.app import app as node_app
-from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import LEDGER_FILE, OWN_BUDGET, STATE_FOLDER, prepare
 from fedcomp.clients.private.dpsgd import Trainee, train_privately
-from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.mod import private
-from fedcomp.codecs import QSGD, FixedPoint, RandomK, TopK, chain
-from fedcomp.errors import NoUsableReply
-from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.records import to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.privacy.__main__ import main as plan_of
@@ -66,22 +62,11 @@ from fedcomp.privacy.events import Event
 from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.local import LocalPolicy, Privatise
 from fedcomp.privacy.mechanism import GridGaussian
-from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.statement import make_statement
 from fedcomp.privacy.votes import TopkSign, topk_stochastic_sign
-from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.forward import ForwardGradients
-from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.private.distributed_dp import DistributedDp, NoisyMean
-from fedcomp.strategies.private.dp_fedavg import DpFedAvg
-from fedcomp.strategies.private.local_dp import local_dp
-from fedcomp.strategies.private.lsg import Lsg
-from fedcomp.strategies.private.record_dp import RecordDp
-from fedcomp.strategies.private.settings import ShareSettings
-from fedcomp.strategies.private.topagg import TopAgg
 from fedcomp.systems.private.distributed import NoisySum
 from fedcomp.systems.private.lsg import LowRank
-from fedcomp.systems.private.record import DpSgdPlan
 from fedcomp.tasks import get_task
 from fedcomp.tasks.arrays import to_arrays
 
@@ -108,90 +93,93 @@ def rounds_of(found: PrivacyLedger, rounds: int, nodes: Any = (1, 2), event: Eve
 PRIVACY = (
     row(
         "A codec goes outside: Compressed({}(...), codec)",
-        lambda: DpFedAvg(Compressed(quiet(), TopK(0.1)), clip=1.0, **PROMISE),
-        lambda: trains(Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)), PRIVATE),
+        lambda: fc.DpFedAvg(fc.Compressed(quiet(), fc.TopK(0.1)), clip=1.0, **PROMISE),
+        lambda: trains(fc.Compressed(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE), fc.TopK(0.1)), PRIVATE),
     ),
     row(
         "make the inner strategy with fraction_evaluate=0.0",
-        lambda: DpFedAvg(fedavg(), clip=1.0, **PROMISE),
-        lambda: trains(DpFedAvg(fedavg(fraction_evaluate=0.0), clip=1.0, **PROMISE), PRIVATE),
+        lambda: fc.DpFedAvg(fedavg(), clip=1.0, **PROMISE),
+        lambda: trains(fc.DpFedAvg(fedavg(fraction_evaluate=0.0), clip=1.0, **PROMISE), PRIVATE),
     ),
     row(
         "leave it at 1.0 and give sampling=Sampling(...)",
-        lambda: DpFedAvg(quiet(fraction_train=0.5), clip=1.0, **PROMISE),
+        lambda: fc.DpFedAvg(quiet(fraction_train=0.5), clip=1.0, **PROMISE),
         lambda: trains(
-            DpFedAvg(quiet(fraction_train=1.0), clip=1.0, sampling=Sampling("poisson", rate=0.9), **PROMISE),
+            fc.DpFedAvg(quiet(fraction_train=1.0), clip=1.0, sampling=fc.Sampling("poisson", rate=0.9), **PROMISE),
             PRIVATE,
             rounds=4,
         ),
     ),
     row(
         "is not known: give population=N",
-        lambda: ended(DpFedAvg(quiet(), clip=1.0, **{**PROMISE, "population": 0}), PRIVATE),
-        lambda: trains(DpFedAvg(quiet(), clip=1.0, **{**PROMISE, "population": NODES}), PRIVATE),
+        lambda: ended(fc.DpFedAvg(quiet(), clip=1.0, **{**PROMISE, "population": 0}), PRIVATE),
+        lambda: trains(fc.DpFedAvg(quiet(), clip=1.0, **{**PROMISE, "population": NODES}), PRIVATE),
     ),
     row(
         "adaptive clipping needs Gaussian noise; use noise='discrete_gaussian'",
-        lambda: DpFedAvg(quiet(), clip=AdaptiveClip(count_noise=1.0), noise="skellam", **PROMISE),
+        lambda: fc.DpFedAvg(quiet(), clip=AdaptiveClip(count_noise=1.0), noise="skellam", **PROMISE),
         lambda: trains(
-            DpFedAvg(quiet(), clip=AdaptiveClip(count_noise=1.0), noise="discrete_gaussian", **PROMISE), PRIVATE
+            fc.DpFedAvg(quiet(), clip=AdaptiveClip(count_noise=1.0), noise="discrete_gaussian", **PROMISE), PRIVATE
         ),
     ),
     row(
         "Put it inside: {}({}(FedAvg(...), ...), codec)",
-        lambda: ended(DifferentialPrivacyServerSideFixedClipping(Compressed(quiet(), QSGD(7)), 0.1, 1.0, 4)),
-        lambda: trains(Compressed(DifferentialPrivacyServerSideFixedClipping(quiet(), 0.1, 1.0, 4), QSGD(7))),
+        lambda: ended(DifferentialPrivacyServerSideFixedClipping(fc.Compressed(quiet(), fc.QSGD(7)), 0.1, 1.0, 4)),
+        lambda: trains(fc.Compressed(DifferentialPrivacyServerSideFixedClipping(quiet(), 0.1, 1.0, 4), fc.QSGD(7))),
     ),
     row(
         "is the one that is not trusted. Use sampling='capped' or 'everyone'",
-        lambda: local(sampling=Sampling("poisson", rate=0.5)),
+        lambda: local(sampling=fc.Sampling("poisson", rate=0.5)),
         lambda: (
-            trains(local(sampling=Sampling("capped", cap=9)), PRIVATE)
-            and trains(local(sampling=Sampling("everyone")), PRIVATE)
+            trains(local(sampling=fc.Sampling("capped", cap=9)), PRIVATE)
+            and trains(local(sampling=fc.Sampling("everyone")), PRIVATE)
         ),
     ),
     row(
         "Lsg sends bytes of its own; use it without Compressed, or DpFedAvg with a codec",
-        lambda: Compressed(Lsg(quiet(), LowRank(clip=1.0, rank=2), **PROMISE), TopK(0.1)),
+        lambda: fc.Compressed(fc.Lsg(quiet(), LowRank(clip=1.0, rank=2), **PROMISE), fc.TopK(0.1)),
         lambda: (
-            trains(Lsg(quiet(), LowRank(clip=1.0, rank=2), **PROMISE), PRIVATE)
-            and trains(Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)), PRIVATE)
+            trains(fc.Lsg(quiet(), LowRank(clip=1.0, rank=2), **PROMISE), PRIVATE)
+            and trains(fc.Compressed(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE), fc.TopK(0.1)), PRIVATE)
         ),
     ),
     row(
         "is a threshold, which mode={} does not have; use mode='threshold'",
-        lambda: TopAgg(quiet(), BALLOT, server_lr=0.1, mode="mean", beta=0.5, **PROMISE),
-        lambda: trains(TopAgg(quiet(), BALLOT, server_lr=0.1, mode="threshold", beta=0.1, **PROMISE), (private,)),
+        lambda: fc.TopAgg(quiet(), BALLOT, server_lr=0.1, mode="mean", beta=0.5, **PROMISE),
+        lambda: trains(fc.TopAgg(quiet(), BALLOT, server_lr=0.1, mode="threshold", beta=0.1, **PROMISE), (private,)),
     ),
     row(
         "use Sampling('capped') or everyone",
-        lambda: shares(sampling=Sampling("poisson", rate=0.5)),
-        lambda: trains(shares(sampling=Sampling("everyone")), CODED),
+        lambda: shares(sampling=fc.Sampling("poisson", rate=0.5)),
+        lambda: trains(shares(sampling=fc.Sampling("everyone")), CODED),
     ),
     row(
         "is no weighted mean; use one of {}, or Compressed around one",
-        lambda: RecordDp(quiet(FedMedian), PLAN, records=100),
-        lambda: RecordDp(quiet(), PLAN, records=100) and RecordDp(Compressed(quiet(), TopK(0.1)), PLAN, records=100),
+        lambda: fc.RecordDp(quiet(FedMedian), PLAN, records=100),
+        lambda: (
+            fc.RecordDp(quiet(), PLAN, records=100)
+            and fc.RecordDp(fc.Compressed(quiet(), fc.TopK(0.1)), PLAN, records=100)
+        ),
     ),
     row(
         "evaluation on clients would release metrics of their records; make",
-        lambda: RecordDp(fedavg(), PLAN, records=100),
-        lambda: RecordDp(fedavg(fraction_evaluate=0.0), PLAN, records=100),
+        lambda: fc.RecordDp(fedavg(), PLAN, records=100),
+        lambda: fc.RecordDp(fedavg(fraction_evaluate=0.0), PLAN, records=100),
     ),
     row(
         "checks the updates: write Compressed(..., guard=...) around the mean",
-        lambda: RecordDp(Compressed(quiet(), TopK(0.1)), PLAN, records=100, guard=Norms()),
-        lambda: RecordDp(Compressed(quiet(), TopK(0.1), guard=Norms()), PLAN, records=100),
+        lambda: fc.RecordDp(fc.Compressed(quiet(), fc.TopK(0.1)), PLAN, records=100, guard=fc.Norms()),
+        lambda: fc.RecordDp(fc.Compressed(quiet(), fc.TopK(0.1), guard=fc.Norms()), PLAN, records=100),
     ),
     row(
         "the plan says; use one of the two",
-        lambda: RecordDp(DpFedAvg(quiet(), clip=1.0, **PROMISE), PLAN, records=100),
-        lambda: RecordDp(quiet(), PLAN, records=100) and DpFedAvg(quiet(), clip=1.0, **PROMISE),
+        lambda: fc.RecordDp(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE), PLAN, records=100),
+        lambda: fc.RecordDp(quiet(), PLAN, records=100) and fc.DpFedAvg(quiet(), clip=1.0, **PROMISE),
     ),
     row(
         "slopes are neither. Use a codec without forward gradients",
-        lambda: ForwardGradients(DpFedAvg(quiet(), clip=1.0, **PROMISE), 8),
-        lambda: Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)),
+        lambda: fc.ForwardGradients(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE), 8),
+        lambda: fc.Compressed(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE), fc.TopK(0.1)),
     ),
 )
 
@@ -199,18 +187,18 @@ PRIVACY = (
 PRIVATE_PARTS = (
     row(
         "say sampling='poisson', or leave the rate out",
-        lambda: Sampling("everyone", rate=0.5),
-        lambda: Sampling("poisson", rate=0.5) and Sampling("everyone"),
+        lambda: fc.Sampling("everyone", rate=0.5),
+        lambda: fc.Sampling("poisson", rate=0.5) and fc.Sampling("everyone"),
     ),
     row(
         "does not fit Poisson sampling, whose rounds vary in size; use its rate",
-        lambda: Sampling("poisson", rate=0.5).check("zero_out", count=3),
-        lambda: Sampling("poisson", rate=0.5).check("zero_out") is None,
+        lambda: fc.Sampling("poisson", rate=0.5).check("zero_out", count=3),
+        lambda: fc.Sampling("poisson", rate=0.5).check("zero_out") is None,
     ),
     row(
         "sampling='poisson' with rate = count / population, or adjacency='replace'",
-        lambda: Sampling().check("add_remove", count=3),
-        lambda: [Sampling("poisson", rate=3 / 9).check("add_remove"), Sampling().check("replace", count=3)],
+        lambda: fc.Sampling().check("add_remove", count=3),
+        lambda: [fc.Sampling("poisson", rate=3 / 9).check("add_remove"), fc.Sampling().check("replace", count=3)],
     ),
     row(
         "pass uniforms=Key(...) or an array, or stochastic=False",
@@ -258,8 +246,8 @@ PRIVATE_PARTS = (
         lambda: SeededEntropy(KEY),
         lambda: (
             SeededEntropy(KEY, insecure_deterministic=True).words(2).size == 2
-            and trains(DpFedAvg(quiet(), clip=1.0, **{**PROMISE, "insecure_deterministic": False}), PRIVATE)
-            and trains(DpFedAvg(quiet(), clip=1.0, seed=7, **PROMISE), PRIVATE)
+            and trains(fc.DpFedAvg(quiet(), clip=1.0, **{**PROMISE, "insecure_deterministic": False}), PRIVATE)
+            and trains(fc.DpFedAvg(quiet(), clip=1.0, seed=7, **PROMISE), PRIVATE)
         ),
     ),
 )
@@ -279,8 +267,8 @@ LEDGERS = (
     ),
     row(
         "the cap is {}; choose participants by ",
-        lambda: rounds_of(ledger(sampling=Sampling("capped", cap=1)), 2),
-        lambda: rounds_of(ledger(sampling=Sampling("capped", cap=1)), 1),
+        lambda: rounds_of(ledger(sampling=fc.Sampling("capped", cap=1)), 2),
+        lambda: rounds_of(ledger(sampling=fc.Sampling("capped", cap=1)), 1),
     ),
     row(
         "Set count_noise above {}, or have more than {} clients",
@@ -330,9 +318,9 @@ def refining(**options: Any) -> bool:
     """Whether a run goes well whose shares have noise on a grid that is a bit too fine for 16 bits."""
     given = {"clip": 500.0, "tolerated": 1, "scale": 7500, **options}
     clients = given.pop("clients", NODES)
-    strategy = DistributedDp(quiet(), ShareSettings(**given), **{**PROMISE, "population": clients})
+    strategy = DistributedDp(quiet(), fc.ShareSettings(**given), **{**PROMISE, "population": clients})
     app = client_app([half() for half in CODED])
-    with InProcessGrid(app, clients, seed=4) as grid:
+    with fc.InProcessGrid(app, clients, seed=4) as grid:
         return bool(stack(fit(strategy, grid, model(), 1, timeout=9.0).arrays).any())
 
 
@@ -352,7 +340,7 @@ def stepped(norm: nn.Module | None = None, fix: bool = False, loss: Any = loss, 
     return 0.0 < moved <= 0.25 * 1.01
 
 
-def counted(sampling: Sampling) -> bool:
+def counted(sampling: fc.Sampling) -> bool:
     """Whether two steps are in the ledger, and cost less where records are drawn."""
     book, steps = ledger(sampling=sampling), {"steps": 2, "noise_multiplier": 1.0}
     with training(net(), records(8), ledger=book, rate=sampling.event_rate, **steps) as found:
@@ -387,7 +375,7 @@ def without_locks(path: Path | None) -> bool:
 
 
 def capped(population: int, nodes: Any) -> bool:
-    found = ledger(population=population, sampling=Sampling("capped", cap=2))
+    found = ledger(population=population, sampling=fc.Sampling("capped", cap=2))
     for number, node in enumerate(nodes, 1):
         found.record(NOISE, round=number, participants=[node])
     return len(found.participations) <= population
@@ -445,13 +433,13 @@ CORE = (
     ),
     row(
         "the state holds no count of private messages; start from init(layout)",
-        lambda: decoded(chain(PRIVATISE, QSGD(7)), state={}),
-        lambda: decoded(chain(PRIVATISE, QSGD(7))).any(),
+        lambda: decoded(fc.chain(PRIVATISE, fc.QSGD(7)), state={}),
+        lambda: decoded(fc.chain(PRIVATISE, fc.QSGD(7))).any(),
     ),
     row(
         "use Sampling('poisson', rate=...), or Sampling('everyone')",
-        lambda: counted(Sampling("capped", cap=3)),
-        lambda: counted(Sampling("poisson", rate=0.5)) and counted(Sampling("everyone")),
+        lambda: counted(fc.Sampling("capped", cap=3)),
+        lambda: counted(fc.Sampling("poisson", rate=0.5)) and counted(fc.Sampling("everyone")),
     ),
     row(
         "adjacency, the ledger accounts for {}; give both the same",
@@ -490,12 +478,12 @@ def node(partitions: int = 4, task: Any = None, **options: Any) -> Any:
     return nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
 
 
-def noisy(strategy: Any = None, plan: DpSgdPlan = PLAN, over: Any = node_app, **config: Any) -> bool:
+def noisy(strategy: Any = None, plan: fc.DpSgdPlan = PLAN, over: Any = node_app, **config: Any) -> bool:
     """Whether a round of training with noise on one node moves the model."""
     start = to_record(to_arrays(get_task("digits-zero").model(0)))
     given = ConfigRecord({"task": "digits-zero", "clients": 1, "seed": 0})
-    with InProcessGrid(over, 1, node_config=config, seed=4) as grid:
-        run = RecordDp(strategy or quiet(), plan, records=2000)
+    with fc.InProcessGrid(over, 1, node_config=config, seed=4) as grid:
+        run = fc.RecordDp(strategy or quiet(), plan, records=2000)
         return bool(stack(fit(run, grid, start, 1, train_config=given, timeout=9.0).arrays).any())
 
 
@@ -507,7 +495,7 @@ def once(**config: Any) -> bool:
 
 
 def stopped(text: str, call: Callable[[], Any]) -> bool:
-    with pytest.raises(NoUsableReply, match=text):
+    with pytest.raises(fc.NoUsableReply, match=text):
         call()
     return True
 
@@ -517,10 +505,10 @@ def limited(state_dir: Path | None = None, **config: Any) -> bool:
 
     def run() -> bool:
         app = client_app(
-            [local_privacy(LocalPolicy(noise_multiplier=0.5, releases=1), state_dir=state_dir), compression()]
+            [fc.local_privacy(LocalPolicy(noise_multiplier=0.5, releases=1), state_dir=state_dir), fc.compression()]
         )
-        strategy = local_dp(quiet(), Privatise(1e4, 0.5), QSGD(7), population=NODES, delta=1e-3)
-        with InProcessGrid(app, NODES, node_config=config, seed=4) as grid:
+        strategy = fc.local_dp(quiet(), Privatise(1e4, 0.5), fc.QSGD(7), population=NODES, delta=1e-3)
+        with fc.InProcessGrid(app, NODES, node_config=config, seed=4) as grid:
             return bool(stack(fit(strategy, grid, model(), 1, timeout=9.0).arrays).any())
 
     return run() and stopped("has sent 1 private messages", run)
@@ -572,7 +560,7 @@ NODES_OWN = (
 )
 
 
-class Unmeasured(TopK):
+class Unmeasured(fc.TopK):
     """A codec of somebody's own, that does not say how long its frames get."""
 
     def longest(self, layout: Any) -> None:
@@ -588,7 +576,7 @@ def generated(task: str) -> bool:
     """Whether a round moves the model of a task."""
     made, start = system("datalens", k=10, noise_multiplier=5.0), to_record(to_arrays(get_task(task).model(0)))
     made.declare(2)
-    with InProcessGrid(node_app, 2, seed=4) as grid:
+    with fc.InProcessGrid(node_app, 2, seed=4) as grid:
         given = ConfigRecord({"task": task, "clients": 2, "seed": 0})
         return bool((stack(fit(made, grid, start, 1, train_config=given, timeout=9.0).arrays) != stack(start)).any())
 
@@ -612,20 +600,20 @@ SYSTEMS = (
     ),
     row(
         "shows the server single updates; make the strategy with DistributedDp(...)",
-        lambda: Compressed(NoisyMean(quiet(), ShareSettings(clip=500.0, tolerated=1), **PROMISE), QSGD(7)),
+        lambda: fc.Compressed(NoisyMean(quiet(), fc.ShareSettings(clip=500.0, tolerated=1), **PROMISE), fc.QSGD(7)),
         lambda: trains(shares(), CODED),
     ),
     row(
         "has none; use DistributedDp(...)",
-        lambda: NoisySum(codec=FixedPoint(RandomK(1.0), clip=0.5), threshold=1, contributors=4),
+        lambda: NoisySum(codec=fc.FixedPoint(fc.RandomK(1.0), clip=0.5), threshold=1, contributors=4),
         lambda: trains(shares(), CODED),
     ),
     row(
         "use another codec, or accept that with pad=False",
-        lambda: Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), Unmeasured(0.1)),
+        lambda: fc.Compressed(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE), Unmeasured(0.1)),
         lambda: (
-            trains(Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)), PRIVATE)
-            and trains(Compressed(DpFedAvg(quiet(), clip=1.0, pad=False, **PROMISE), Unmeasured(0.1)), PRIVATE)
+            trains(fc.Compressed(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE), fc.TopK(0.1)), PRIVATE)
+            and trains(fc.Compressed(fc.DpFedAvg(quiet(), clip=1.0, pad=False, **PROMISE), Unmeasured(0.1)), PRIVATE)
         ),
     ),
     row("that has, such as 'digits-generator'", lambda: generated("digits"), lambda: generated("digits-generator")),

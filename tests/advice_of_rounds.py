@@ -14,16 +14,10 @@ from linear_toy import model as weights
 from linear_toy import uncoded, vector
 from toy import model, stack, with_halves
 
+import fedcomp as fc
 from fedcomp.clients.app import app as node_app
-from fedcomp.clients.compressed import compression
-from fedcomp.codecs import FixedPoint, RandomK
-from fedcomp.errors import FedcompError
-from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.records import to_record
 from fedcomp.flower.rounds import fit
-from fedcomp.strategies.coded.linear import CodedLinearGD
-from fedcomp.strategies.coded.strategy import CodedFedAvg
-from fedcomp.strategies.compressed import Compressed
 from fedcomp.tasks import get_task
 from fedcomp.tasks.arrays import to_arrays
 
@@ -68,12 +62,12 @@ def round_of(
         metrics = MetricRecord({"num-examples": examples * (partition + 1)})
         return Message(RecordDict({"arrays": to_record(out), "metrics": metrics}), reply_to=message)
 
-    with InProcessGrid(app, NODES, seed=4, **own) as grid:
+    with fc.InProcessGrid(app, NODES, seed=4, **own) as grid:
         after = fit(strategy, grid, model(), 1, timeout=9.0).arrays
     report = strategy.reports[1].coded
     told = [*report.excluded.values(), *report.refused, *report.direct.values()]
     if told:
-        raise FedcompError("; ".join(told))
+        raise fc.FedcompError("; ".join(told))
     return stack(after)
 
 
@@ -82,13 +76,13 @@ def added(*found: Any, what: float) -> bool:
     return all(bool(np.allclose(each, what, atol=0.25)) for each in found)
 
 
-def summed(codec: Any = INTEGERS, **options: Any) -> CodedFedAvg:
-    return coded_sum(Compressed(quiet(), codec), **options)
+def summed(codec: Any = INTEGERS, **options: Any) -> fc.CodedFedAvg:
+    return coded_sum(fc.Compressed(quiet(), codec), **options)
 
 
-EIGHTH = FixedPoint(RandomK(1.0), clip=128.0, levels=1024)
-MORE = FixedPoint(RandomK(1.0), clip=1024.0, levels=8192)
-FINE = FixedPoint(RandomK(1.0), clip=1024.0, levels=32767)
+EIGHTH = fc.FixedPoint(fc.RandomK(1.0), clip=128.0, levels=1024)
+MORE = fc.FixedPoint(fc.RandomK(1.0), clip=1024.0, levels=8192)
+FINE = fc.FixedPoint(fc.RandomK(1.0), clip=1024.0, levels=32767)
 
 
 def dense_or_fine_or_noisy(**options: Any) -> bool:
@@ -101,13 +95,13 @@ def dense_or_fine_or_noisy(**options: Any) -> bool:
 
 
 def gradients(**options: Any) -> Any:
-    return round_of(CodedFedAvg(quiet(), construction="gradcode", losses=1), halves=(compression,), **options)
+    return round_of(fc.CodedFedAvg(quiet(), construction="gradcode", losses=1), halves=(fc.compression,), **options)
 
 
 def descent(given: dict[str, Any], **options: Any) -> bool:
     """Whether a step of coded gradient descent with four nodes is that of all rows of two."""
-    strategy = CodedLinearGD(code="mds", lr=0.5, **options)
-    with InProcessGrid(device(), NODES, seed=4) as grid:
+    strategy = fc.CodedLinearGD(code="mds", lr=0.5, **options)
+    with fc.InProcessGrid(device(), NODES, seed=4) as grid:
         after = fit(strategy, grid, weights(), 1, train_config=ConfigRecord(given), timeout=9.0).arrays
     return bool(np.abs(vector(after) - uncoded(strategy.plan.partitions, [True])).max() < 1e-10)
 
@@ -115,8 +109,8 @@ def descent(given: dict[str, Any], **options: Any) -> bool:
 def task_descends(name: str) -> bool:
     start = to_record(to_arrays(get_task(name).model(0)))
     given = ConfigRecord({"task": name, "clients": 3, "seed": 0})
-    with InProcessGrid(node_app, 3, seed=4) as grid:
-        strategy = CodedLinearGD(partitions=2, parities=1, code="mds", lr=0.5)
+    with fc.InProcessGrid(node_app, 3, seed=4) as grid:
+        strategy = fc.CodedLinearGD(partitions=2, parities=1, code="mds", lr=0.5)
         return bool(stack(fit(strategy, grid, start, 1, train_config=given, timeout=9.0).arrays).any())
 
 

@@ -11,9 +11,8 @@ from flwr.app import Array, ArrayRecord
 from flwr.clientapp import ClientApp
 from toy import model
 
+import fedcomp as fc
 from fedcomp.clients import app as generic
-from fedcomp.clients.client import client
-from fedcomp.codecs import QSGD, ModularSum, RandomK, TopK
 from fedcomp.coding.encodings import encoding_matrix
 from fedcomp.coding.prime import PrimeField
 from fedcomp.experiments.program import main
@@ -22,10 +21,6 @@ from fedcomp.gossip.nids import NIDS
 from fedcomp.gossip.sparse_push import SparsePush
 from fedcomp.gossip.topology import topology_of
 from fedcomp.layout import Update
-from fedcomp.strategies.coded.strategy import CodedFedAvg
-from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.private.dp_fedavg import DpFedAvg
-from fedcomp.strategies.private.record_dp import RecordDp
 from fedcomp.tasks import get_task
 
 RECORD = {"noise_multiplier": 2.0}
@@ -112,31 +107,31 @@ SYSTEMS = (
     ),
     row(
         "approximate=True, or leave it out",
-        lambda: CodedFedAvg(quiet(), construction="gradcode", losses=1, quorum=2),
+        lambda: fc.CodedFedAvg(quiet(), construction="gradcode", losses=1, quorum=2),
         lambda: (
-            CodedFedAvg(quiet(), construction="gradcode", losses=1, quorum=2, approximate=True)
-            and CodedFedAvg(quiet(), construction="gradcode", losses=1)
+            fc.CodedFedAvg(quiet(), construction="gradcode", losses=1, quorum=2, approximate=True)
+            and fc.CodedFedAvg(quiet(), construction="gradcode", losses=1)
         ),
     ),
     row(
         "has no bound. Use GroupNorm instead",
-        lambda: RecordDp(quiet(), PLAN, records=100).adopt(statistics()),
-        lambda: RecordDp(quiet(), PLAN, records=100).adopt(model()) is None,
+        lambda: fc.RecordDp(quiet(), PLAN, records=100).adopt(statistics()),
+        lambda: fc.RecordDp(quiet(), PLAN, records=100).adopt(model()) is None,
     ),
     row(
         "Give it parameters, or train it without ",
-        lambda: ended(DpFedAvg(quiet(), clip=1.0, **PROMISE), PRIVATE, start=integers()),
-        lambda: trains(DpFedAvg(quiet(), clip=1.0, **PROMISE), PRIVATE),
+        lambda: ended(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE), PRIVATE, start=integers()),
+        lambda: trains(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE), PRIVATE),
     ),
     row(
         "whose own logs say more, and start again",
-        lambda: ended(Compressed(quiet(), QSGD(7)), mods=[raising]),
-        lambda: trains(Compressed(quiet(), QSGD(7))),
+        lambda: ended(fc.Compressed(quiet(), fc.QSGD(7)), mods=[raising]),
+        lambda: trains(fc.Compressed(quiet(), fc.QSGD(7))),
     ),
     row(
         "two halves handle messages of type {}; leave {} out",
-        lambda: client(ClientApp(), only=[named("teachers", 1), named("teachers", 2)]),
-        lambda: client(ClientApp(), only=[named("teachers", 1)]),
+        lambda: fc.client(ClientApp(), only=[named("teachers", 1), named("teachers", 2)]),
+        lambda: fc.client(ClientApp(), only=[named("teachers", 1)]),
     ),
 )
 
@@ -166,8 +161,8 @@ OTHERS = (
     ),
     row(
         "they exclude each other: give one, or none for 1 %",
-        lambda: SparsePush(density=0.1, compressor=TopK(0.1)),
-        lambda: SparsePush(density=0.1) and SparsePush(compressor=TopK(0.1)) and SparsePush(),
+        lambda: SparsePush(density=0.1, compressor=fc.TopK(0.1)),
+        lambda: SparsePush(density=0.1) and SparsePush(compressor=fc.TopK(0.1)) and SparsePush(),
     ),
     row(
         "use a linear task, such as 'digits-zero', ",
@@ -207,7 +202,7 @@ OTHERS = (
     ),
 )
 
-RESIDUES = ModularSum(RandomK(1.0), clip=8.0, levels=1000, summands=10)
+RESIDUES = fc.ModularSum(fc.RandomK(1.0), clip=8.0, levels=1000, summands=10)
 
 
 def product_into_operand(same: bool) -> bool:

@@ -78,6 +78,8 @@ def test_an_end_with_status_0_is_a_failure_and_the_clock_says_which(behind, even
 def test_a_signal_is_named_and_a_failure_quotes_the_last_line() -> None:
     assert "signal 9" in classify(-9, [], never).message
     assert classify(1, PYTHON.splitlines(), never).message.endswith("it printed last: ValueError: odd")
+    behind_it = [*PYTHON.splitlines(), "", "For more information, visit: https://flower.ai"]
+    assert classify(1, behind_it, never).message.endswith("ValueError: odd")
     assert isinstance(classify(1, [], never), Failure)
 
 

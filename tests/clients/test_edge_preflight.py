@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import select
@@ -82,6 +83,22 @@ def test_what_a_proxy_stands_before_is_asked_through_it_as_the_node_asks(proxies
     verdict, text = found("address", elsewhere)
     assert verdict == "later"
     assert "put it into no_proxy" in text
+
+
+def test_a_proxy_is_told_the_name_and_the_password_that_it_asks_for(proxies) -> None:
+    seen: list[bytes] = []
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while line := self.rfile.readline().strip():
+                seen.append(line)
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    with in_a_thread(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)) as proxy:
+        proxies(f"http://someone:sec%72et@{proxy}")
+        assert probe.ask(("192.0.2.1", 8000), None).status == 200
+    assert seen[0] == b"GET http://192.0.2.1:8000/health HTTP/1.1"
+    assert b"Proxy-Authorization: Basic " + base64.b64encode(b"someone:secret") in seen
 
 
 def test_tls_through_a_proxy_is_verified_at_its_end(proxies, tmp_path) -> None:
@@ -260,7 +277,7 @@ def test_memory(monkeypatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda _: "MemTotal: 900000 kB\nMemAvailable:     102400 kB\n")
     verdict, text = found("memory")
     assert verdict == "later"
-    assert text.startswith("100 MB free")
+    assert text == "100 MB free, a node with torch takes about 512 MB"
 
 
 def test_versions(monkeypatch) -> None:

@@ -140,6 +140,25 @@ def test_the_gradient_is_drawn_by_iteration_and_node_and_rests_in_the_closing_ph
     assert seen == [(3, "gossip/gradient", 1, 0)]
 
 
+@pytest.mark.parametrize("name", ["sgp", "dpsgd", "nids"])
+def test_running_statistics_move_the_model_once_when_the_iteration_is_finished(name: str) -> None:
+    """Of a synchronous algorithm the model is replaced on the way: a change applied earlier would be lost."""
+    algorithm, drift, ends = get_algorithm({"name": name}), np.zeros(D), []
+    drift[-1] = 0.25
+    alone = {"out": (), "shares": (), "into": (), "weights": ()}
+    for local in (Quadratic(START), Quadratic(START, drift=drift)):
+        memory, _ = turned({}, turn(1, "common", **alone), algorithm=algorithm, local=local)
+        same, answer = turned(memory, Turn("show", 1), algorithm=algorithm, local=local)
+        assert same == memory
+        ends.append(np.frombuffer(answer.frames["model"]))
+        assert dict(zip(answer.say.figures, answer.say.measured, strict=True)) == {"size": D}
+        memory, _ = turned(memory, turn(2, do="finish"), algorithm=algorithm, local=local)
+        ends.append(algorithm.model(state_of(memory)))
+    assert ends[0].tobytes() == ends[1].tobytes()
+    assert ends[2].tobytes() == ends[3].tobytes()
+    np.testing.assert_allclose(ends[2] - ends[0], drift, atol=1e-15)
+
+
 def test_leaving_sends_everything_and_leaves_nothing() -> None:
     memory, _ = turned({}, turn(1, "common"))
     memory, answer = turned(memory, turn(2, do="leave"), message_to_0())

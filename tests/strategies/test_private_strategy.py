@@ -22,7 +22,7 @@ from fedcomp.flower.privacy import PRIVATE, Private, find_private
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout
 from fedcomp.privacy.accounting import gaussian_epsilon
-from fedcomp.privacy.errors import BudgetExceeded
+from fedcomp.privacy.errors import BudgetExceeded, PrivacyLedgerError
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
@@ -118,6 +118,25 @@ def test_a_round_that_is_made_again_has_other_noise_also_from_a_seed(tmp_path: P
     # With the same noise the difference of both releases is that of the updates, to the last bit but one.
     assert np.ptp(shift) < 1e-6
     assert np.ptp(again - first) > 1e-2
+
+
+def test_the_event_is_written_before_noise_is_drawn(monkeypatch, tmp_path: Path) -> None:
+    strategy = DpFedAvg(inner(), **{**BASIC, "noise_multiplier": 1.0})
+    strategy.open_ledger(tmp_path / "privacy.jsonl")
+    seen = []
+
+    def draw(noise, sigma, count, entropy):
+        seen.append(len((tmp_path / "privacy.jsonl").read_text().splitlines()))
+        return np.zeros(count, np.int64)
+
+    monkeypatch.setattr("fedcomp.privacy.mechanism.draw", draw)
+    play(strategy, vectors(3))
+    play(strategy, vectors(3), server_round=2)
+    assert seen == [3, 4]  # head, header and one event, then one more
+    strategy.privacy.close()
+    with pytest.raises(PrivacyLedgerError):
+        play(strategy, vectors(3), server_round=3)
+    assert seen == [3, 4]
 
 
 @pytest.mark.slow

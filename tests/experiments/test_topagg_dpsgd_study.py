@@ -7,13 +7,14 @@ import math
 from typing import Any
 
 import pytest
-from experiment_runs import Ran, ran, resumes
+from experiment_runs import Ran, ran
 
-from fedcomp.experiments.catalog import topagg_dpsgd as module
-from fedcomp.experiments.catalog.topagg_dpsgd import (
+from fedcomp.experiments.catalog.topagg_dpsgd import EXPERIMENT
+from fedcomp.experiments.findings import Say
+from fedcomp.experiments.studies import topagg_dpsgd as module
+from fedcomp.experiments.studies.topagg_dpsgd import (
     CHOSEN,
     DP_SGD,
-    EXPERIMENT,
     LSG,
     MASK,
     METHODS,
@@ -21,14 +22,12 @@ from fedcomp.experiments.catalog.topagg_dpsgd import (
     STEPS,
     TARGETS,
     TOPAGG,
-    claims,
+    RecordCell,
+    RecordOutcome,
     grid,
     label,
 )
-from fedcomp.experiments.findings import Say
-from fedcomp.experiments.kit import Record
-from fedcomp.experiments.record_training import RecordCell, RecordOutcome
-from fedcomp.experiments.tables import specs_of
+from fedcomp.experiments.tables import Found, findings, specs_of
 from fedcomp.privacy.accounting import noise_multiplier_for
 from fedcomp.privacy.statement import Statement
 
@@ -38,7 +37,7 @@ SMALL = ("seeds=1", "workers=1", "task.hidden=6", "rate=1.0", "delta=1e-4")
 
 @pytest.fixture(scope="module")
 def small() -> Ran:
-    return ran(EXPERIMENT, *SMALL, rounds=2, judging=module)
+    return ran(EXPERIMENT, *SMALL, rounds=2)
 
 
 def test_the_chosen_settings_are_of_what_is_tried() -> None:
@@ -92,47 +91,11 @@ def test_every_private_training_has_a_statement_of_its_own_epsilon(small: Ran) -
         assert "INSECURE" in statement.prose()
 
 
-def test_epsilons_are_kept_and_nothing_is_promised_without_noise(small: Ran) -> None:
-    rows = {row[0]: row for row in small.findings.tables[2].rows}
-    for method in METHODS:
-        for target in TARGETS[:-1]:
-            assert 0.98 * target < rows[label(method, target)][4] <= target
-        assert rows[label(method, math.inf)][4] is None
-    holds = {claim.name: claim.ok for claim in small.findings.claims}
-    assert all(holds[f"epsilon {target:g}: the largest of all ledgers"] for target in TARGETS[:-1])
-
-
-def test_a_budget_that_was_crossed_and_a_missing_event_would_be_seen(small: Ran) -> None:
-    """Each gate reads a figure of its own: good figures pass, one bad figure fails one gate."""
-    outcomes, choice = small.judged
-    learnt = {
-        name: [Record({**run, "accuracy": 0.95, "rdp": 1.1 * run.epsilon, "frame": 1}) for run in runs]
-        for name, runs in outcomes.items()
-    }
-
-    def failed(name: str = label(TOPAGG, 3.0), **figures: Any) -> list[str]:
-        forged = {**learnt, name: [Record({**run, **figures}) for run in learnt[name]]}
-        return [claim.name for claim in claims(forged, choice) if claim.gate and not claim.ok]
-
-    assert failed() == []
-    assert failed(epsilon=2.999) == []
-    seen = [
-        failed(epsilon=3.001),
-        failed(releases=1),
-        failed(statement={}),
-        failed(frame=1e4),
-        failed(rdp=0.9 * learnt[label(TOPAGG, 3.0)][0].epsilon),
-        failed(label(DP_SGD, math.inf), accuracy=0.5),
-    ]
-    assert [len(names) for names in seen] == [1] * 6
-    assert len({names[0] for names in seen}) == 6
-
-
 @pytest.mark.long
 def test_a_budget_ends_every_training_that_promises_something_before_it_is_crossed(small: Ran) -> None:
     config = EXPERIMENT.configure(rounds=2, assignments=SMALL, budget=2.5)
     assert specs_of(EXPERIMENT, config) == []
-    ended = EXPERIMENT.measure(config, {}, Say())
+    ended = findings(EXPERIMENT, config, {}, Say())
     whole = {row[0]: row for row in small.findings.tables[2].rows}
     rows = {row[0]: row for row in ended.tables[2].rows}
     for method in METHODS:
@@ -165,29 +128,22 @@ def test_messages_are_as_long_as_what_they_hold(small: Ran) -> None:
 
 
 @pytest.mark.long
-def test_what_is_finished_is_kept(small: Ran) -> None:
-    assert len(small.kept) == 3 + len(METHODS) * len(TARGETS)
-    assert resumes(EXPERIMENT, small)
-
-
-@pytest.mark.long
 def test_choosing_takes_the_best_on_the_validation_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TARGETS", (3.0, math.inf))
     monkeypatch.setattr(module, "STEPS", {3.0: (1e-9, 0.5), math.inf: (1e-9, 0.5)})
     monkeypatch.setattr(module, "VARIANTS", {**dict.fromkeys(METHODS, ({},)), TOPAGG: ({"k": 20},)})
     monkeypatch.setattr(module, "METHODS", {DP_SGD: "dp-sgd", TOPAGG: "topagg"})
-    # Both speak of all methods.
-    monkeypatch.setattr(module, "claims", lambda *figures: [])
-    monkeypatch.setattr(module, "answer", lambda outcomes: "")
+    # They are of all methods.
+    monkeypatch.setattr(module, "quantities", lambda *figures: {})
     kept: dict[str, Any] = {}
     config = EXPERIMENT.configure(rounds=4, assignments=(*SMALL, "tune=true", "seeds=1"))
-    findings = module.measure(config, {}, Say(keep=kept.__setitem__))
+    found = module.study(Found(EXPERIMENT, config, {}, Say(keep=kept.__setitem__)))
     validated = [name for name in kept if name.startswith("validation")]
     assert len(validated) == 2 * 2 * 2 * 2
     assert all("seed 100" in name for name in validated)
     # A step size of 1e-9 learns nothing, and is not chosen.
-    assert all("lr 0.5" in row[1] for row in findings.tables[2].rows)
-    assert len(findings.tables[3].rows) == 8
+    assert all("lr 0.5" in row[1] for row in found.tables[2].rows)
+    assert len(found.tables[3].rows) == 8
 
 
 def cell(**changes: Any) -> RecordCell:
