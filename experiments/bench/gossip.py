@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
+from fedcomp.experiments.bench.readpass import median_seconds
 from fedcomp.experiments.findings import Claim
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View
@@ -208,8 +209,8 @@ def _messages(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
                     "compressor": repr(compressor.codec),
                     "elements": size,
                     "bytes": len(data),
-                    "write_us": 1e6 * _time(write, repeat),
-                    "read_us": 1e6 * _time(read, repeat),
+                    "write_us": 1e6 * median_seconds(write, repeat),
+                    "read_us": 1e6 * median_seconds(read, repeat),
                 }
             )
     return rows
@@ -217,17 +218,6 @@ def _messages(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
 
 def _read(compressor: Compressor, data: bytes, out: Real, key: Key) -> None:
     compressor.decode(memoryview(data), out.size, out.size, out.dtype, key).add_to(out, 1.0)
-
-
-def _time(call: Callable[[], Any], repeat: int) -> float:
-    """Return the median seconds of ``repeat`` calls, after one that warms up."""
-    call()
-    seconds = []
-    for _ in range(repeat):
-        begin = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begin)
-    return median(seconds)
 
 
 class _Idle(Algorithm):

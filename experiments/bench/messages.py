@@ -8,8 +8,8 @@ state apart: less than any fast mode of a grid could do. Processor time of one t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from flwr.app import Context, Message, RecordDict
 
 from fedcomp.clients.app import app as client_app
 from fedcomp.experiments import server_app
+from fedcomp.experiments.bench.readpass import interleaved
 from fedcomp.experiments.central import Plan, simulate, simulate_private
 from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.kit import claim
@@ -107,20 +108,13 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
         if progress is not None:
             progress(name)
         asked = RunSpec(spec.system, rounds=2, clients=3, settings=spec.settings) if quick else spec
-        ways: dict[str, Callable[[RunSpec], Any]] = {
-            "messages": _with_messages,
-            "by reference": _by_reference,
-            "bare loop": _bare,
-        }
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
-        models = {}
+        models: dict[str, Any] = {}
+
+        def train(way: str, asked: RunSpec = asked, models: dict[str, Any] = models) -> None:
+            models[way] = WAYS[way](asked).arrays
+
         with quiet():
-            for repetition in range(-1, 1 if quick else REPETITIONS):
-                for way, train in ways.items():
-                    start = time.thread_time()
-                    models[way] = train(asked).arrays
-                    if repetition >= 0:  # the first repetition builds tables and warms caches
-                        seconds[way].append(time.thread_time() - start)
+            seconds = interleaved({way: partial(train, way) for way in WAYS}, 1 if quick else REPETITIONS)
         bare = median(seconds["bare loop"])
         for way, taken in seconds.items():
             each = 1000 * median(taken) / (asked.rounds * asked.clients)
@@ -133,7 +127,7 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
                 }
             )
         # Three ways to one model, or the times would compare different work.
-        differ = sum(different_bytes(models["messages"], models[way]) for way in ways)
+        differ = sum(different_bytes(models["messages"], models[way]) for way in WAYS)
         claims += [
             claim(f"{name}: bytes of the models that differ", differ, "== 0", "theory: the same arithmetic"),
             claim(
@@ -165,3 +159,11 @@ def _served(spec: RunSpec, grid: InProcessGrid) -> RunResult:
 
 def _bare(spec: RunSpec) -> Any:
     return simulate_private(spec) if spec.system == "topagg" else simulate(*Plan.of(spec))
+
+
+WAYS: Final[Mapping[str, Callable[[RunSpec], Any]]] = {
+    "messages": _with_messages,
+    "by reference": _by_reference,
+    "bare loop": _bare,
+}
+"""To one model."""

@@ -6,7 +6,6 @@ the others take their randomness from ChaCha20 under a key of the operating syst
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from fedcomp.experiments.bench.readpass import interleaved
 from fedcomp.experiments.findings import Claim
 from fedcomp.privacy.entropy import SystemEntropy
 from fedcomp.privacy.noise import discrete_gaussian, gaussian, skellam
@@ -42,17 +42,12 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
                 partial(discrete_gaussian, sigma, _RATIONAL, entropy, exact=True),
             ),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in samplers}
-        for repetition in range(-1, 1 if quick else _REPETITIONS):
-            for name, (count, call) in samplers.items():
-                taken = _seconds(call) / count
-                if repetition >= 0:  # the first repetition builds tables and warms caches
-                    seconds[name].append(taken)
-        for name, times in seconds.items():
-            rows.append({"sigma": sigma, "sampler": name, "nanoseconds a draw": round(1e9 * median(times), 1)})
-        plain = median(seconds["numpy standard_normal (float, for comparison)"])
-        rational = median(seconds["discrete_gaussian, exact=True"])
-        fast = median(seconds["discrete_gaussian"])
+        taken = interleaved({name: call for name, (_, call) in samplers.items()}, 1 if quick else _REPETITIONS)
+        seconds = {name: median(times) / samplers[name][0] for name, times in taken.items()}
+        for name, each in seconds.items():
+            rows.append({"sigma": sigma, "sampler": name, "nanoseconds a draw": round(1e9 * each, 1)})
+        plain = seconds["numpy standard_normal (float, for comparison)"]
+        rational, fast = seconds["discrete_gaussian, exact=True"], seconds["discrete_gaussian"]
         ratios.append((fast / plain, rational / fast))
     claims = [
         Claim(
@@ -74,9 +69,3 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
         ),
     ]
     return {"rows": rows, "claims": claims}
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.thread_time()
-    call()
-    return time.thread_time() - start

@@ -196,6 +196,31 @@ def one_thread() -> Iterator[None]:
         yield
 
 
+def interleaved(calls: Mapping[str, Callable[[], object]], repetitions: int) -> dict[str, list[float]]:
+    """Return the processor seconds of every call, one a repetition: load that comes and goes meets all of them.
+
+    One repetition more goes before, which warms caches and allocators and is not counted.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for repetition in range(-1, repetitions):
+        for name, call in calls.items():
+            taken = _seconds(call)
+            if repetition >= 0:
+                seconds[name].append(taken)
+    return seconds
+
+
+def median_seconds(call: Callable[[], object], repeats: int) -> float:
+    """Return the median time by the clock of ``repeats`` calls, after one that warms up."""
+    call()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
+
+
 def _seconds(call: Callable[[], object]) -> float:
     start = time.thread_time()
     call()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
@@ -17,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
+from fedcomp.experiments.bench.readpass import interleaved
 from fedcomp.experiments.kit import claim
 from fedcomp.flower.folder import Stamp, StateFolder, pack
 
@@ -67,14 +67,7 @@ def state(size: int, repetitions: int) -> list[dict[str, Any]]:
 
         data = pack(records)[0]
         calls = {"save": save, "load": load, "look at the head": folder.stamps, "write and flush": write}
-        seconds: dict[str, list[float]] = {what: [] for what in calls}
-        # Interleaved: load that comes and goes meets all of them.
-        for repetition in range(-1, repetitions):
-            for what, call in calls.items():
-                start = time.thread_time()
-                call()
-                if repetition >= 0:  # the first one warms caches and allocators
-                    seconds[what].append(time.thread_time() - start)
+        seconds = interleaved(calls, repetitions)
     base = median(seconds["write and flush"])
     return [
         {

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-import time
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from fedcomp import wire
 from fedcomp.codecs import EDEN, QSGD, STC, NaturalCompression, ScaledSign, TernGrad, TopK
 from fedcomp.errors import why_missing
-from fedcomp.experiments.bench.readpass import Times
+from fedcomp.experiments.bench.readpass import Times, median_seconds
 from fedcomp.experiments.findings import Claim
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
@@ -278,17 +277,6 @@ def _resnet18_shapes() -> list[tuple[int, ...]]:
             shapes += [(out, width, 1, 1), (out,), (out,)]
         width = out
     return [*shapes, (1000, 512), (1000,)]
-
-
-def median_seconds(call: Callable[[], Any], repeats: int) -> float:
-    """Return the median time of ``repeats`` calls after one that warms up."""
-    call()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def _speed(quick: bool, say: Say) -> tuple[list[Row], list[Claim]]:

@@ -296,9 +296,7 @@ def study(found: Found) -> Studied:
                 "Error: distance of all models from the mean of the first ones, relative to what it was. Rate: factor "
                 "per round, fitted; 0 is exact averaging in finitely many rounds. By matrices: second eigenvalue, on "
                 "the random digraph the second Lyapunov exponent. Digits: decimal digits of error removed per kB a "
-                "node sends. float64 throughout. Sum moved: largest coordinate by which the sum over all nodes differs "
-                "from that of the first vectors. w are push-sum's weights at the end. Error of x: of the numerators, "
-                "without dividing by w.",
+                "node sends. float64 throughout.",
             ),
             *(
                 _table(
@@ -320,6 +318,7 @@ def study(found: Found) -> Studied:
                 "Random matrices, which no low rank describes. PowerGossip has no step size to tune.",
             ),
             _variant_table(variants),
+            _sums_table({**dense, **compressed, **on_matrices}),
         ],
         figures=_figures(dense, compressed, matrices, variants, sweep, config),
     )
@@ -407,17 +406,30 @@ def _table(title: str, tracks: Mapping[Cell, Track], own: Mapping[str, Any], ene
         "rate": lambda cell: tracks[cell].rate,
         "last error": lambda cell: tracks[cell].final,
         "bytes a message": lambda cell: tracks[cell].message,
-        "bytes a node, round": lambda cell: tracks[cell].sent,
         "digits per kB": lambda cell: tracks[cell].digits,
         "joules per digit": lambda cell: tracks[cell].joules(energy.per_byte),
-        "sum moved": lambda cell: tracks[cell].moved,
-        "sum of w moved": lambda cell: tracks[cell].weights,
-        "least w": lambda cell: tracks[cell].least,
-        "largest w": lambda cell: tracks[cell].most,
-        "last error of x": lambda cell: tracks[cell].biased,
     }
     # Joules are shown only where the energy of a byte is given.
     return table(title, columns, tracks, caption, optional=("joules per digit",))
+
+
+def _sums_table(tracks: Mapping[Cell, Track]) -> Table:
+    columns: dict[str, Any] = {
+        "run": lambda run: f"{run[0][0].partition(', gamma')[0]}, {run[0][1]}, {run[0][2]} nodes",
+        "bytes a node, round": lambda run: run[1].sent,
+        "sum moved": lambda run: run[1].moved,
+        "sum of w moved": lambda run: run[1].weights,
+        "least w": lambda run: run[1].least,
+        "largest w": lambda run: run[1].most,
+        "last error of x": lambda run: run[1].biased,
+    }
+    return table(
+        "What is conserved",
+        columns,
+        tracks.items(),
+        "Sum moved: largest coordinate by which the sum over all nodes differs from that of the first vectors. w are "
+        "push-sum's weights at the end. Error of x: of the numerators, without dividing by w.",
+    )
 
 
 def _variant_table(variants: Records) -> Table:

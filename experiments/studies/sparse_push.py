@@ -81,10 +81,19 @@ class Setting:
     twice: bool = False
 
     @property
+    def place(self) -> str:
+        """Graph and nodes."""
+        return self.graph + ", twice the nodes" * self.twice
+
+    @property
+    def short(self) -> str:
+        """For a table that says the place elsewhere."""
+        return f"{self.data}, {self.level}" + ", twice as long" * self.long + ", with loss" * self.lossy
+
+    @property
     def label(self) -> str:
         """The row's name."""
-        ends = ", twice as long" * self.long + ", with loss" * self.lossy + ", twice the nodes" * self.twice
-        return f"{self.graph}, {self.data}, {self.level}{ends}"
+        return f"{self.place}, {self.short}"
 
     def iterations(self, config: Config) -> int:
         """Return how many iterations have gradients."""
@@ -228,6 +237,7 @@ def _figures(setting: Setting, runs: Sequence[Trained], dense: Sequence[Trained]
     )
     return {
         "row": setting.label,
+        "data, messages": setting.short,
         **dict(zip(_BEFORE, (*before, _before(runs, end, "consensus")), strict=True)),
         # SGP has no closing phase.
         **dict(zip(_CLOSED, (None,) * 3 if setting.level == SGP else after, strict=True)),
@@ -276,13 +286,22 @@ def study(found: Found) -> Studied:
     return Studied(
         {**quantities, **differ},
         tables=[
-            _table("Bytes and accuracy lost", _LOST, [row for each, row in rows.items() if each.level != SGP], _RATIOS),
             _table(
-                "Accuracy and what is conserved",
-                (*_BEFORE, *_CLOSED, "sum of weights", "instructions repeated"),
-                rows.values(),
-                "Accuracy on held-out images, before and after the closing iterations, in which whole models are "
-                "averaged. Distance: root mean square of the nodes' distances from their average, over its length.",
+                "Bytes and accuracy lost",
+                ("row", *_LOST),
+                [row for each, row in rows.items() if each.level != SGP],
+                _RATIOS,
+            ),
+            *(
+                _table(
+                    f"Accuracy, {place}",
+                    ("data, messages", *_BEFORE, *_CLOSED, "sum of weights", "instructions repeated"),
+                    [row for each, row in rows.items() if each.place == place],
+                    "Accuracy on held-out images, before and after the closing iterations, in which whole models "
+                    "are averaged. Distance: root mean square of the nodes' distances from their average, over its "
+                    "length.",
+                )
+                for place in dict.fromkeys(each.place for each in rows)
             ),
             cost_table(
                 "Cost of a run",
@@ -308,7 +327,7 @@ _RATIOS: Final = (
 
 
 def _table(title: str, names: Sequence[str], rows: Any, caption: str) -> Table:
-    return table(title, {name: name for name in ("row", *names)}, rows, caption)
+    return table(title, {name: name for name in names}, rows, caption)
 
 
 def _variants(records: Records) -> Table:
