@@ -19,6 +19,7 @@ from fedcomp.experiments.studies.fft import (
     errors,
     noise,
     rising,
+    rounding,
 )
 
 
