@@ -381,6 +381,18 @@ def without_messages(spec: RunSpec, training: Training) -> dict[str, Any]:
     }
 
 
+def of_codec(id: str, feedback: bool = False, **options: Any) -> System:  # what configurations call it
+    """Return the program of a codec by its name, a rival of rows ``"codec codec.id=fft codec.density=0.15"``.
+
+    Every tensor that the codec takes is coded, also where the table's system of that name would send it whole.
+    """
+    from fedcomp.codecs import get_codec
+    from fedcomp.experiments.central import program_of
+
+    codec = {"id": id, **options}
+    return program_of(get_codec({"id": "feedback", "codec": codec} if feedback else codec))
+
+
 def findings(experiment: Experiment, config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Train what the runner did not, study, and return what was found.
 

@@ -6,7 +6,8 @@ import pytest
 from experiment_runs import ran
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.catalog.compare import EXPERIMENT, KINDS, kind_of
+from fedcomp.experiments.catalog.compare import EXPERIMENT
+from fedcomp.experiments.studies.compare import KINDS, kind_of
 from fedcomp.experiments.systems import SYSTEMS, check
 from fedcomp.experiments.tables import specs_of
 

@@ -1,0 +1,63 @@
+"""Which systems may be compared: those whose rounds and bytes are the same things."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from fedcomp.errors import ConfigError
+from fedcomp.experiments.spec import Scalar, parse_settings
+
+REFERENCES: Final[Mapping[str, str]] = {"records": "fedavg", "gossip": "dpsgd"}
+"""By kind of system: what the others are compared with where nothing else is asked for."""
+
+KINDS: Final[Mapping[str, str]] = {
+    "records": "trains on each client's records and averages at the server",
+    "gossip": "is decentralised: a round is one gradient step of each node, and its bytes go from node to node",
+    "linear": "makes one step of full-batch gradient descent in a round",
+    "generator": "trains a generator by votes",
+    "graph": "trains on a graph whose owners exchange rows",
+}
+
+
+def named(entry: str) -> tuple[str, dict[str, Scalar]]:
+    """Return the name at the beginning of ``"name key=value ..."``, and the settings behind it."""
+    name, _, settings = entry.strip().partition(" ")
+    return name, parse_settings(settings)
+
+
+def entries_of(text: str) -> list[str]:
+    """Return what commas separate."""
+    return [" ".join(entry.split()) for entry in text.split(",") if entry.strip()]
+
+
+def kind_of(name: str) -> str:
+    """Return which kind of system ``name`` is, a key of :data:`KINDS`; only systems of one kind can be compared."""
+    from fedcomp.experiments.systems import get_system
+
+    needs = get_system(name).needs
+    return needs.get("task") or ("gossip" if "topology" in needs else "records")
+
+
+def check_systems(text: str) -> None:
+    """Raise :class:`ConfigError` when there is no system in a text, or when two are of different kinds."""
+    names = [named(entry)[0] for entry in entries_of(text)]
+    if not names:
+        raise ConfigError("name at least one system, for instance systems=topk,qsgd")
+    first, *others = names
+    for name in others:
+        if kind_of(name) != kind_of(first):
+            raise ConfigError(
+                f"{first!r} {KINDS[kind_of(first)]}, and {name!r} {KINDS[kind_of(name)]}: their rounds and bytes are "
+                "not the same things; compare each with systems of its own kind"
+            )
+    # One name alone was compared with nothing so far: this refuses it if it is unknown.
+    kind_of(first)
+
+
+def check_task(text: str) -> None:
+    """Raise :class:`ConfigError` when a text does not name a task and its options."""
+    from fedcomp.tasks import get_task  # brings torch
+
+    name, options = named(text)
+    get_task(name, **options)
