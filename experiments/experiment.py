@@ -105,7 +105,8 @@ def read_claims(text: str) -> list[Line]:
         kind, colon, reason = parts[-1].partition(":")
         if len(parts) != 4 or not colon or kind not in ("gate", "goal") or not parts[1] or not reason.strip():
             raise ConfigError(f"claim {written!r}; expected 'row | quantity | bound | gate or goal: reason'")
-        lines.append(Line(*parts[:3], kind == "gate", reason.strip()))
+        row, quantity, bound, _ = parts
+        lines.append(Line(row, quantity, bound, kind == "gate", reason.strip()))
     return lines
 
 

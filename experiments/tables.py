@@ -368,7 +368,7 @@ def without_messages(spec: RunSpec, training: Training) -> dict[str, Any]:
         system = make(**given)
     with quiet():
         out = simulate(plan, system)
-    line = [[float(p.round), 100 * p.accuracy, float(p.uplink), None, None] for p in out.points]
+    line = [(float(p.round), 100 * p.accuracy, float(p.uplink), None, None) for p in out.points]
     nothing = dict.fromkeys(("downlink", "late", "wire_up", "wire_down", "peer", "simulated", "seconds"))
     return {
         "points": line,

@@ -48,7 +48,7 @@ _OF_MEMORIES: Final = """
 
 def claims(found: Found) -> str:
     """Return the claims; bounds of norms are those of long measurements: before, they are still on their way."""
-    return _CLAIMS + (_OF_MEMORIES if found.config.settings["norm_rounds"] >= 200 else "")
+    return _CLAIMS + (_OF_MEMORIES if int(found.config.settings["norm_rounds"]) >= 200 else "")
 
 
 EXPERIMENT = Experiment(
