@@ -50,4 +50,4 @@ def test_the_experiment_runs_at_its_smallest_size(
     monkeypatch.setattr(codecs, "_classes", dict(codecs._classes))
     setup = RunnerSetup(catalog={"mine": page().EXPERIMENT})
     assert run_experiment(["mine", "--quick", "--out", str(tmp_path)], setup=setup) == 0
-    assert "times fewer uplink" in capsys.readouterr().out
+    assert "top-k: times fewer up" in capsys.readouterr().out
