@@ -14,7 +14,7 @@ SAYS_NOTHING_OF_ITS_OWN = {
         "What cannot be closed": "what is not promised",
         "What is not protected": "what is not promised",
     },
-    "peers": {"What is not protected": "what is not promised"},
+    "peers": {"What is not protected": "what is not promised", "Why not gRPC": "what another transport would not keep"},
     "privacy": {
         "Which system": "leads to the pages that promise",
         "The drop-in lines": "leads to the pages that promise",
