@@ -206,10 +206,6 @@ class Found:
         (row,) = (row for row in self.rows if column in row and all(row.get(k) == v for k, v in where.items()))
         return row[column]
 
-    def ratio(self, column: str, of: Row, to: Row) -> float:
-        """Return a column of one row over that of another, each given by values of its other columns."""
-        return float(self.of(column, **of) / self.of(column, **to))
-
 
 @dataclass(frozen=True)
 class Bound:
@@ -219,9 +215,10 @@ class Bound:
     ----------
     name : str
         Of the claim.
-    value : str or callable
-        A method, whose time is divided by the limit's; ``"A / B"``, the time of one method over another's; or a
-        function of what was found.
+    value : str, tuple or callable
+        A method, whose time is divided by the limit's; ``"A / B"``, the time of one method over another's; a column of
+        the row that has certain values in others, ``("ms", {"clients": 10})``, or over that of another row,
+        ``("ms", {"clients": 10}, {"clients": 1})``; or a function of what was found.
     bound : str
         ``"<= 1.2"``.
     source : str
@@ -235,7 +232,7 @@ class Bound:
     """
 
     name: str
-    value: str | Callable[[Found], float]
+    value: str | tuple[Any, ...] | Callable[[Found], float]
     bound: str
     source: str
     gate: bool = True
@@ -250,6 +247,10 @@ class Bound:
         return Claim(self.name, value, op, float(bound), self.source, gate, self.skipped)
 
     def _value(self, found: Found) -> float:
+        if isinstance(self.value, tuple):
+            column, *rows = self.value
+            of, *to = [found.of(column, **where) for where in rows]
+            return float(of / to[0] if to else of)
         if not isinstance(self.value, str):
             return self.value(found)
         of, _, to = self.value.partition(" / ")

@@ -68,8 +68,8 @@ def test_preparing_is_not_timed() -> None:
 
 def test_a_quick_run_gates_what_is_sure_and_nothing_else() -> None:
     bounds = [
-        Bound("size", lambda found: found.of("bytes", what="a"), "<= 3", "derived", sure=True),
-        Bound("growth", lambda found: found.ratio("bytes", {"what": "b"}, {"what": "a"}), "<= 1", "goal"),
+        Bound("size", ("bytes", {"what": "a"}), "<= 3", "derived", sure=True),
+        Bound("growth", ("bytes", {"what": "b"}, {"what": "a"}), "<= 1", "goal"),
         Bound("aim", lambda found: math.nan, ">= 1", "goal", gate=False),
         Bound("peer", "x / y", ">= 1", "goal", skipped="y is not installed"),
     ]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import platform
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -47,7 +45,7 @@ def cases(quick: bool) -> Iterator[Case]:
     """Yield everything."""
     # Compilation is not what is measured.
     kernels.warm()
-    for part in (encoding, few_rows, many_symbols, small_generations, decoding, primes, scale, end_to_end):
+    for part in (encoding, many_symbols, small_generations, decoding, primes, end_to_end):
         yield from part(QUICK if quick else Size())
 
 
@@ -176,14 +174,6 @@ def _encoding_bounds(calls: Calls, k: int) -> list[Bound]:
     return bounds
 
 
-def few_rows(size: Size) -> Iterator[Case]:
-    """A few coded symbols of a generation: what a sender of parities, or a decoder with few losses, computes."""
-    for k in SYMBOLS:
-        for outputs in (1, 4):
-            a, b, out = _matrices(outputs, k, size.generation // k)
-            yield _case("few rows", k, outputs, b.size, _best(a, b, out), size)
-
-
 def many_symbols(size: Size) -> Iterator[Case]:
     """Where products become slow: their time grows with K, beside that of a payload's bytes."""
     for k in (64, MOST_SYMBOLS, 2 * MOST_SYMBOLS, 4 * MOST_SYMBOLS):
@@ -279,17 +269,6 @@ def primes(size: Size) -> Iterator[Case]:
         name = f"product over {field.name}, K = 16: times as fast as galois"
         bound = Bound(name, f"galois / {field.name}", ">= 1", GOAL, False, skipped=why_missing("galois"))
         yield _case(f"product, {field.name}", 16, 16, b.nbytes, calls, size, [bound])
-
-
-def scale(size: Size) -> Iterator[Case]:
-    """What else is done to every payload byte: checksums, digests, a copy."""
-    data = SplitMix64(3).bytes(size.generation)
-    calls: Calls = {
-        "crc32": lambda: zlib.crc32(data.data),
-        "blake2b": lambda: hashlib.blake2b(data.data, digest_size=8),
-        "memcpy": _copy(data),
-    }
-    yield _case("for scale", 1, 1, data.size, calls, size)
 
 
 def end_to_end(size: Size) -> Iterator[Case]:

@@ -58,10 +58,8 @@ def cases(quick: bool) -> Iterator[Case]:
         ]
     )
     few, more = (4, 20) if quick else (10, 200)
-    for strategy in ("compressed", "fedavg"):
-        for nodes in (few, more):
-            text = f"memory of {strategy} aggregation, {nodes} clients"
-            yield _alone(text, "memory", {}, aggregation_memory, strategy=strategy, nodes=nodes)
+    for nodes in (few, more):
+        yield _alone(f"memory of aggregation, {nodes} clients", "memory", {}, aggregation_memory, nodes=nodes)
     grown = partial(_grown, "memory", few, more)
     text, derived = (
         "aggregation memory beside the frames",
@@ -72,8 +70,7 @@ def cases(quick: bool) -> Iterator[Case]:
         yield _alone(f"{what}, {options}", what, columns, measure, **options)
     few, more = (4, 8) if quick else (100, 1000)
     for nodes in (few, more):
-        text = f"memory of compressed aggregation, {nodes} clients, 64 kB"
-        how = {"strategy": "compressed", "nodes": nodes, "elements": many.ELEMENTS}
+        text, how = f"memory of aggregation, {nodes} clients, 64 kB", {"nodes": nodes, "elements": many.ELEMENTS}
         yield _alone(text, "memory, many", {}, aggregation_memory, **how)
     each = partial(_grown, "memory, many", few, more)
     text = f"aggregation memory for one client more / a model of 64 kB, {few} to {more} clients"
@@ -84,12 +81,12 @@ def cases(quick: bool) -> Iterator[Case]:
 def _of_ray(text: str, column: str, clients: int, bound: str, missing: str, *, gate: bool = True) -> Bound:
     of, to = ({"engine": engine, "clients": clients} for engine in ("ray", "in-process"))
     name = f"{text}: Ray / in process"
-    return Bound(name, lambda found: found.ratio(column, of, to), bound, GOAL, gate, skipped=missing)
+    return Bound(name, (column, of, to), bound, GOAL, gate, skipped=missing)
 
 
 def _grown(measure: str, few: int, more: int, found: Found) -> tuple[float, float]:
     """Return how memory grew: over that of few clients, and for one client more, in models."""
-    of, to = ({"measure": measure, "strategy": "compressed", "clients": clients} for clients in (more, few))
+    of, to = ({"measure": measure, "clients": clients} for clients in (more, few))
     peaks = [found.of(PEAK, **at) for at in (of, to)]
     return peaks[0] / peaks[1], (peaks[0] - peaks[1]) / (more - few) / found.of("model_mb", **of)
 
@@ -195,8 +192,8 @@ def run_engine(engine: str, nodes: int, rounds: int) -> dict[str, Any]:
     return {"rounds": np.diff(marks).tolist(), "run_s": time.perf_counter() - start}
 
 
-def aggregation_memory(strategy: str, nodes: int, elements: int = ELEMENTS) -> dict[str, Any]:
-    """Return what ``aggregate_train`` allocates at its peak beside the replies it is given.
+def aggregation_memory(nodes: int, elements: int = ELEMENTS) -> dict[str, Any]:
+    """Return what top-k's ``aggregate_train`` allocates at its peak beside the replies it is given.
 
     The replies of a second round are made by real clients beforehand; only allocations during aggregation are traced,
     so that neither the simulated clients nor the replies count.
@@ -210,10 +207,8 @@ def aggregation_memory(strategy: str, nodes: int, elements: int = ELEMENTS) -> d
     from fedcomp.flower.payload import payload_bytes
     from fedcomp.strategies.compressed import Compressed
 
-    compressed, server, arrays = strategy == "compressed", _fedavg(nodes), _model(elements)
-    if compressed:
-        server = Compressed(server, TopK(density=0.01))
-    with InProcessGrid(_adding_app([compression()] if compressed else []), nodes) as inner:
+    server, arrays = Compressed(_fedavg(nodes), TopK(density=0.01)), _model(elements)
+    with InProcessGrid(_adding_app([compression()]), nodes) as inner:
         grid = MeteredGrid(inner)
         for server_round in (1, 2):
             replies = grid.send_and_receive(list(server.configure_train(server_round, arrays, ConfigRecord(), grid)))
@@ -222,12 +217,12 @@ def aggregation_memory(strategy: str, nodes: int, elements: int = ELEMENTS) -> d
                 tracemalloc.start()
             arrays, _ = server.aggregate_train(server_round, replies)
             if arrays is None:
-                raise BenchError(f"{strategy} aggregated nothing from {nodes} clients")
+                raise BenchError(f"nothing was aggregated from {nodes} clients")
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     frames = sum(payload_bytes(reply) for reply in replies)
     sizes = {"model_mb": 4 * elements / 1e6, "replies_mb": frames / 1e6, PEAK: peak / 1e6}
-    return {"strategy": strategy, "clients": nodes, **sizes}
+    return {"clients": nodes, **sizes}
 
 
 def _fedavg(nodes: int) -> Any:

@@ -1,4 +1,4 @@
-"""Graph learning as graphs grow: time and memory of a step and of a round, the sampler beside plain scipy, row codecs.
+"""Graph learning as graphs grow: time and memory of a step and of a round, the sampler beside plain scipy.
 
 A step looks at the rows it samples and at nothing else: neither its time nor its memory may grow with the graph. That
 is measured on planted graphs of mean degree 20 up to 200 000 nodes and 2 000 000 undirected edges (4 200 000 entries of
@@ -17,9 +17,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fedcomp.experiments.bench.graph_rows import row_table
 from fedcomp.measuring import Bound, Case, Row
 from fedcomp.rng import Key
 
@@ -39,7 +37,7 @@ GOAL: Final = "goal: a step does not know how large the graph is"
 
 def cases(quick: bool) -> Iterator[Case]:
     """Yield, by number of nodes, a client's step, two layers of this sampler and of a LADIES-style one in plain scipy,
-    and a round of eight clients with all their messages; steps of parts that keep their size; row codecs.
+    and a round of eight clients with all their messages; steps of parts that keep their size.
 
     Times are milliseconds of processor time, medians; memory is the peak of what numpy allocates.
     """
@@ -58,7 +56,7 @@ def cases(quick: bool) -> Iterator[Case]:
         unit, limit = ("memory", 1.2) if column.endswith("kb") else ("time", 1.5)
         of, to = ({"nodes": nodes, **({"parts": parts[nodes]} if parts else {})} for nodes in (many, few))
         name = f"{unit} of {what}: {many} nodes / {few}"
-        return Bound(name, lambda found: found.ratio(column, of, to), f"<= {limit}", GOAL, gate)
+        return Bound(name, (column, of, to), f"<= {limit}", GOAL, gate)
 
     eight, alike, whole = {few: PARTS, many: PARTS}, {few: PARTS, many: many // owned}, {}
     yield Case(
@@ -72,13 +70,6 @@ def cases(quick: bool) -> Iterator[Case]:
             growth(f"a round of {PARTS} clients", whole, "round_kb"),
         ]
     )
-    count = 64 if quick else 512
-    shapes = {
-        "64 numbers": Key(0, "bench-graphs/rows").uniform(count * 64).reshape(count, 64).astype(np.float32),
-        "1433 words, 18 of them": _words(count, 1433, 18),
-    }
-    for what, rows in shapes.items():
-        yield Case(f"row codecs, {what}", partial(_codecs, what, rows, 1 if quick else 20))
 
 
 def _graph(nodes: int, parts: int, steps: int, rounds: int, _: Any) -> list[Row]:
@@ -252,17 +243,3 @@ def _round(task: GraphTask, rounds: int) -> dict[str, float]:
         "remote_inputs": report.train.remote_inputs,
         "link_bytes": report.train.feature_bytes_link,
     }
-
-
-def _codecs(what: str, rows: NDArray[np.float32], repeats: int, _: Any) -> list[Row]:
-    """Return bytes and microseconds per row of every codec."""
-    kept = ("per_row", "encode_us", "decode_us", "error")
-    lines = row_table(7 * np.arange(len(rows), dtype=np.int64), rows, repeats=repeats)
-    return [{"row codec": line["what"], "rows": what, **{key: line[key] for key in kept}} for line in lines]
-
-
-def _words(count: int, features: int, each: int) -> NDArray[np.float32]:
-    rows = np.zeros((count, features), np.float32)
-    order = np.argsort(Key(0, "bench-graphs/words").uniform(count * features).reshape(count, features), axis=1)
-    np.put_along_axis(rows, order[:, :each], 1.0, axis=1)
-    return rows

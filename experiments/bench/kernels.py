@@ -1,4 +1,4 @@
-"""Selection, error feedback, scatter-add, transforms and bases against merely reading the vector, and the usual ways.
+"""Selection, error feedback, scatter-add, transforms and a basis against merely reading the vector, and the usual ways.
 
 Times are read passes, see :mod:`experiments.bench.readpass`. The kernels of the other sparsifiers, in
 :mod:`experiments.bench.sparsifiers`, and inputs that are hard to rank, in :mod:`experiments.bench.worst`, are part of
@@ -17,13 +17,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedcomp.codecs import FFT, LGC, PowerSGD, TopK
-from fedcomp.codecs.autoencoder import ConvDecoder, ConvEncoder
+from fedcomp.codecs import FFT, PowerSGD, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.lowrank import LEFT, Basis
 from fedcomp.codecs.orthonormal import rotate
-from fedcomp.codecs.slices import Slices
-from fedcomp.codecs.subspace import SliceBasis, Subspace
 from fedcomp.errors import why_missing
 from fedcomp.experiments.bench.readpass import LAYERS, Vector, in_passes, layered, one_thread, read_pass
 from fedcomp.experiments.bench.sparsifiers import sparsifiers
@@ -53,8 +50,7 @@ LIMITS: Final = {
     "PowerSGD, rank 4, to bytes": 6.0,
     "PowerSGD, rank 4, sum to matrix": 8.0,
 }
-"""Read passes of methods on the whole vector, signs and selection included. GradiVeQ's slices of 512 in 64 dimensions
-are 128 operations a value and LGC's convolutions 21 000, far from memory's speed: nothing is claimed of them."""
+"""Read passes of methods on the whole vector, signs and selection included."""
 
 GOAL: Final = "our goal, set from measurements of these kernels on a quiet machine"
 COUNT: Final = 32
@@ -73,7 +69,7 @@ def cases(quick: bool) -> Iterator[Case]:
         held = vector.copy()
         turns = {"rotation": partial(rotate, held, _TURN), "rotation back": partial(rotate, held, _TURN, inverse=True)}
         yield _limited("rotation", vector, turns, repetitions)
-        for make in (low_rank, spectra, sliced, latents):
+        for make in (low_rank, spectra):
             for name, part, calls in make(vector):
                 yield _limited(name, part, calls, repetitions, claimed=part.size > SMALL)
         yield from sparsifiers(vector, repetitions)
@@ -198,35 +194,6 @@ def low_rank(vector: Vector) -> Made:
         to_bytes = partial(fixed.encode, update, {}, _TURN)
         calls = {"PowerSGD, rank 4, to bytes": to_bytes, "PowerSGD, rank 4, sum to matrix": back}
         yield f"PowerSGD, {side} x {side}", update.vector, calls
-
-
-def sliced(vector: Vector) -> Made:
-    """Yield a convolution in a basis of its slices, there and back, of 1M values and of all."""
-    for side in sorted({math.isqrt(min(SMALL, vector.size) // 9), math.isqrt(vector.size // 9)}):
-        shape, size = (side, side, 3, 3), 9 * side * side
-        slices = Slices.of(Layout((TensorSpec("conv", shape, "float32", 0, size),), (), ("conv",)))
-        normal = _TURN.generator().standard_normal((slices.width, 64))
-        carriers = np.ascontiguousarray(np.linalg.qr(normal)[0][None], np.float32)
-        means = [np.zeros((p.count, slices.width), np.float32) for p in slices.parts]
-        basis = SliceBasis(slices, tuple(Subspace(carriers, mean) for mean in means))
-        encode = partial(basis.project, vector[:size])
-        decode = partial(basis.reconstruct, encode())
-        calls = {"GradiVeQ, 64 of 512, encode": encode, "GradiVeQ, 64 of 512, decode": decode}
-        yield f"GradiVeQ, {shape}", vector[:size], calls
-
-
-def latents(vector: Vector) -> Made:
-    """Yield the autoencoder on a support of .1 %, there and back, of 1M values and of all."""
-    encoder, decoder = ConvEncoder.draw(_TURN), ConvDecoder.draw(_TURN)
-    for size in sorted({min(SMALL, vector.size), vector.size}):
-        layout, codec = Layout.flat(size), LGC(0.001, raw=0, encoder=encoder.id)
-        fixed = codec.latents_on((np.arange(0, size, 1000),), 1, layout, encoder, decoder)
-        update, total = Update(vector[:size], layout), Update(np.zeros(size, np.float32), layout)
-        fixed.gather(fixed.encode(update, {}, _TURN)[0], 1.0, total)
-        # What is summed is overwritten by what it decodes to: any numbers take as long.
-        to_bytes, back = partial(fixed.encode, update, {}, _TURN), partial(fixed.conclude, total)
-        calls = {"LGC, latents of .1 %, to bytes": to_bytes, "LGC, latents of .1 %, sum to values": back}
-        yield f"LGC, {size:,} values", update.vector, calls
 
 
 def directions(vector: Vector, repetitions: int, *, claimed: bool) -> Case:

@@ -142,39 +142,33 @@ def measures(quick: bool) -> Iterator[tuple[str, dict[str, Any], Callable[..., d
 
 def bounds() -> list[Bound]:
     """Return what is claimed of the rows of these measurements."""
-    each, state, half = "client_round_ms", "state_kb", {"memory": "float16", "kept_in": "memory"}
+    half, files = {"memory": "float16", "kept_in": "memory"}, {"memory": "float32", "kept_in": "files"}
+    flat = "one client after the other, whoever else there is (derived)"
+    before = "goal, in one run; 4.4 when models, codecs and records were made anew for each message (measured)"
+    over = "digits: overhead of a client-round"
+    by_construction = Bound(
+        "client state in files: of it in memory, kB",
+        ("of_it_in_memory_kb", files),
+        "<= 0",
+        "by construction",
+        sure=True,
+    )
     return [
-        Bound("digits: overhead of a client-round, ms", lambda f: f.of("overhead_ms"), "<= 4", "goal", gate=False),
-        Bound(
-            "digits: overhead of a client-round / its training",
-            lambda f: f.of("overhead_ms") / f.of("training_ms"),
-            "<= 3",
-            "goal, in one run; 4.4 when models, codecs and records were made anew for each message (measured)",
-        ),
+        Bound(f"{over}, ms", ("overhead_ms", {}), "<= 4", "goal", gate=False),
+        Bound(f"{over} / its training", lambda f: f.of("overhead_ms") / f.of("training_ms"), "<= 3", before),
         *(
-            Bound(
-                f"client-round, {case} clients / {FEW}",
-                lambda f, case=case: f.ratio(each, {"case": case}, {"case": FEW}),  # type: ignore[misc]
-                "<= 1.3",
-                "one client after the other, whoever else there is (derived)",
-            )
-            for case in CASES
-            if case != FEW
+            Bound(f"client-round, {c} clients / {FEW}", ("client_round_ms", {"case": c}, {"case": FEW}), "<= 1.3", flat)
+            for c in CASES
+            if c != FEW
         ),
         Bound(
             "client state, memory as float16 / as float32",
-            lambda f: f.ratio(state, half, {**half, "memory": "float32"}),
+            ("state_kb", half, {**half, "memory": "float32"}),
             "<= 0.6",
             "half of the memory, and the last reply (derived)",
             sure=True,
         ),
-        Bound(
-            "client state in files: of it in memory, kB",
-            lambda f: f.of("of_it_in_memory_kb", memory="float32", kept_in="files"),
-            "<= 0",
-            "by construction",
-            sure=True,
-        ),
+        by_construction,
     ]
 
 

@@ -13,7 +13,7 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from fedcomp.experiments.engines.processes import Child, sigterm_raises
 from fedcomp.experiments.engines.superlink import TASK_POLL, Deployment
 from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.spec import ROUNDS_FILE, RunResult, RunSpec
-from fedcomp.measuring import Bound, Case, Found, Row
+from fedcomp.measuring import Bound, Case, Row
 
 APP: Final = Path(__file__).resolve().parents[1] / "node_app"
 WAYS: Final = ("Flower's executor", "fork server")
@@ -133,15 +133,23 @@ def rows_of(
     return [*rows, *({"quiet node": way, **found} for way, found in zip(WAYS, quiet, strict=True)), {DIFFER: differ}]
 
 
-def _cost(message: str) -> Callable[[Found], float]:
-    return lambda found: found.of(CPU, message=message, executor=WAYS[-1])  # type: ignore[no-any-return]
-
-
 # How busy the machine is shows in processor time as well.
 BOUNDS: Final = (
-    Bound("CPU seconds of a message beyond training, torch app", _cost("torch"), "<= 0.2", GOAL, gate=False),
-    Bound("CPU seconds of a top-k round of digits in all", _cost(TRAINED), "<= 0.7", GOAL, gate=False),
-    Bound(DIFFER, lambda found: found.of(DIFFER), "== 0", "theory: the same code", sure=True),
+    Bound(
+        "CPU seconds of a message beyond training, torch app",
+        (CPU, {"message": "torch", "executor": WAYS[-1]}),
+        "<= 0.2",
+        GOAL,
+        gate=False,
+    ),
+    Bound(
+        "CPU seconds of a top-k round of digits in all",
+        (CPU, {"message": TRAINED, "executor": WAYS[-1]}),
+        "<= 0.7",
+        GOAL,
+        gate=False,
+    ),
+    Bound(DIFFER, (DIFFER, {}), "== 0", "theory: the same code", sure=True),
 )
 
 

@@ -381,17 +381,17 @@ def at_error(found: Found, update: str, name: str, of: str) -> float:
     """Return the bytes of ``name`` over those of ``of``, with the bits more or fewer that make the errors equal."""
     mine, other = ({"update": update, "method": method} for method in (name, of))
     n = found.of("n", **mine)
-    bits = 8 * found.of("bytes", **mine) / n + 0.5 * math.log2(found.ratio("error", mine, other))
+    bits = 8 * found.of("bytes", **mine) / n + 0.5 * math.log2(found.of("error", **mine) / found.of("error", **other))
     return float(bits * n / 8 / found.of("bytes", **other))
 
 
 def _bounds(update: str, missing: str) -> list[Bound]:
-    def bound(text: str, value: str | Callable[[Found], float], most: float, source: str, needs: str = "") -> Bound:
+    def bound(text: str, value: Any, most: float, source: str, needs: str = "") -> Bound:
         skipped = missing or (why_missing(needs) if needs else "")
         return Bound(f"{update}: {text}", value, f"<= {most}", source, skipped=skipped)
 
-    def size(found: Found, peer: str) -> float:
-        return found.ratio("bytes", {"update": update, "method": EXACT}, {"update": update, "method": peer})
+    def sent(name: str) -> Row:
+        return {"update": update, "method": name}
 
     bounds = [
         bound(f"selecting 1 %, time over {peer}", f"select_topk / {peer}", 1.0, NEVER_SLOWER, needs)
@@ -401,13 +401,11 @@ def _bounds(update: str, missing: str) -> list[Bound]:
     for peer, most, source in LISTS:
         needs, times = METHODS[peer].needs, f"{EXACT}, encoding / {peer}, encoding"
         bounds.append(bound(f"{EXACT} to bytes, time over {peer}", times, 1.0, NEVER_SLOWER, needs))
-        bounds.append(
-            bound(f"{EXACT}, bytes over {peer}", lambda found, peer=peer: size(found, peer), most, source, needs)
-        )
+        bounds.append(bound(f"{EXACT}, bytes over {peer}", ("bytes", sent(EXACT), sent(peer)), most, source, needs))
     few, rough = f"{TWO_BITS}, error over {RIVAL}", "goal: rough values of many coordinates tell more"
 
     def over_rival(found: Found) -> float:
-        return float(found.of("error", update=update, method=TWO_BITS) / found.of(RIVAL, update=update))
+        return float(found.of("error", **sent(TWO_BITS)) / found.of(RIVAL, update=update))
 
     bounds.append(bound(few, over_rival, 1.0, rough))
     for name, peer, most, source in DENSE:

@@ -90,7 +90,7 @@ def _cheaper(text: str, what: str, size: int, clients: int, measure: Any) -> Cas
     head = {"what": what, "parameters": size, "clients": clients}
     name = f"{what}, {size} parameters, {clients} clients: cost without it"
     source = "nothing is done that was not done before"
-    bound = Bound(name, lambda found: found.of("ratio", **head), ">= 1", source, gate=False)
+    bound = Bound(name, ("ratio", head), ">= 1", source, gate=False)
     return Case(text, lambda found: [{**head, **measure()}], [bound])
 
 

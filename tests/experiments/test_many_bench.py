@@ -28,7 +28,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_case_is_measured_and_every_claim_made() -> None:
     found = run(engine.cases(True), quick=True)
     count = Counter(row["measure"] for row in found.rows)
-    both = {"memory": 4, "client-round": 1, "many clients": 3, "client state": 3, "memory, many": 2}
+    both = {"memory": 2, "client-round": 1, "many clients": 3, "client state": 3, "memory, many": 2}
     assert count == {"engine": 4 if not why_missing("ray") else 2, **both}
     assert [row["case"] for row in found.rows if "case" in row] == list(many.CASES) == list(many.QUICK)
     claims = {claim.name: claim for claim in found.claims}

@@ -84,8 +84,6 @@ def of_graphs(rows: Rows) -> None:
     whole = [row for row in rows if "round_ms" in row]
     assert all(row["link_bytes"] >= 2 * 256 * row["remote_inputs"] > 0 for row in whole)
     assert len([row for row in rows if "times_faster" in row]) == len(graphs.QUICK)
-    sizes = {(row["row codec"], row["rows"]): row["per_row"] for row in rows if "row codec" in row}
-    assert sizes["auto", "1433 words, 18 of them"] < 25 < 5732 < sizes["dense-f32", "1433 words, 18 of them"]
 
 
 def of_gossip(rows: Rows) -> None:
@@ -96,9 +94,6 @@ def of_gossip(rows: Rows) -> None:
     assert {row["graph"] for row in runs} == {"exponential", "ring"}
     assert {row["gradient"] for row in runs} == {"synthetic", "torch"}
     assert all(row["us_per_edge"] > 1.0 for row in runs)
-    lengths = {row["compressor"].split("(")[0]: row["bytes"] for row in rows if "compressor" in row}
-    assert lengths["Identity"] == 4 * gossip.SIZE
-    assert 32 * lengths["ScaledSign"] < 1.1 * lengths["Identity"]
     assert any("protocol" in row for row in rows)
 
 
