@@ -209,16 +209,6 @@ def test_a_custom_metrics_function_sees_every_reply_once() -> None:
     assert dict(result.train_metrics_clientapp[1]) == {"replies": 4}
 
 
-def test_a_codec_the_client_does_not_accept_is_answered_densely_and_reported() -> None:
-    strategy = Compressed(fedavg(), TopK(density=0.1))
-    _, ledger = run(strategy, client_app([compression(accept=["qsgd"])]), rounds=1)
-    report = strategy.reports[1]
-    assert report.plain == 4
-    assert len(report.unsupported) == 4
-    assert all("topk" in reason for reason in report.unsupported.values())
-    assert ledger.total(direction="up", value="payload") > 4 * 4 * 1212
-
-
 def test_a_codec_the_client_does_not_accept_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Building imports what an id names; and an accepted wrapper must not bring in another codec, however deep."""
     built: list[str] = []
@@ -337,15 +327,6 @@ def test_a_server_of_another_protocol_version_is_refused_by_name(version: int) -
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
     with pytest.raises(NoUsableReply, match=f"is {version}, expected version 4; run the same release"):
         run(strategy, altered(lambda config: config.__setitem__("fedcomp.protocol", version)), rounds=1)
-
-
-@pytest.mark.slow
-def test_an_unknown_codec_is_answered_densely_and_reported_with_the_nearest_name() -> None:
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
-    asked = '{"codec":{"id":"topq"},"id":"pair"}'
-    run(strategy, altered(lambda config: config.__setitem__("fedcomp.system", asked)), rounds=1)
-    assert strategy.reports[1].plain == 4
-    assert all("topk" in reason for reason in strategy.reports[1].unsupported.values())
 
 
 def test_a_policy_of_ones_own_travels_to_the_clients() -> None:

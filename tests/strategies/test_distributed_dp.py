@@ -28,7 +28,6 @@ from fedcomp.flower.rounds import fit
 from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.local import Local
 from fedcomp.privacy.bounded import BoundedFixedPoint
-from fedcomp.privacy.errors import BudgetExceeded
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
@@ -178,18 +177,6 @@ def test_the_event_is_recorded_before_any_sum_is_asked_for(monkeypatch: pytest.M
     assert sorted(private.privacy.participations) == sorted(grid.get_node_ids())
 
 
-def test_without_a_record_no_sum_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    grid, strategy = grid_of(), distributed()
-
-    def refuse(*args, **options) -> None:
-        raise BudgetExceeded("over")
-
-    monkeypatch.setattr(find_private(strategy).privacy, "record", refuse)
-    with pytest.raises(BudgetExceeded):
-        run(strategy, grid)
-    assert not grid.asked("AddUp")
-
-
 @pytest.mark.slow
 def test_the_budget_is_asked_before_any_client_is() -> None:
     grid, strategy = grid_of(), distributed(budget=3.5, noise_multiplier=1.5)
@@ -318,14 +305,6 @@ def test_a_seed_repeats_a_run_and_says_so_the_default_does_not() -> None:
     runs = [stack(run(distributed(insecure_deterministic=flag), grid_of()).arrays) for flag in (True, True, False)]
     np.testing.assert_array_equal(runs[0], runs[1])
     assert not np.array_equal(runs[0], runs[2])
-
-
-def test_the_ledger_is_part_of_the_state() -> None:
-    strategy = distributed()
-    run(strategy, grid_of())
-    other = distributed()
-    restore_strategy(other, capture_strategy(strategy))
-    assert find_private(other).privacy.epsilon() == find_private(strategy).privacy.epsilon() > 0.0
 
 
 @pytest.mark.parametrize(

@@ -156,13 +156,6 @@ def test_over_budget_nobody_is_asked_and_it_is_said_once(caplog, codec) -> None:
     assert result.arrays is not None
 
 
-def test_a_budget_too_small_for_one_round_contacts_nobody() -> None:
-    strategy = DpFedAvg(inner(), **{**SEEDED, "budget": 0.1})
-    assert asked(strategy, range(1, 11)) == []
-    assert play(strategy, vectors(3)) is None
-    assert strategy.privacy.events == []
-
-
 def test_a_release_that_the_ledger_refuses_draws_nothing(monkeypatch) -> None:
     strategy = DpFedAvg(inner(), **{**SEEDED, "budget": 3.5})
     monkeypatch.setattr(strategy, "over", lambda server_round: "")

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.serverapp.strategy import FedAvg, FedMedian, Strategy
 from message_examples import all_damages
 from plain_grid import PlainGrid
-from toy import client_app, model, stack, update
+from toy import client_app, model, stack
 
 from fedcomp.clients import memory as kept
 from fedcomp.clients.compressed import compression
@@ -28,9 +28,7 @@ from fedcomp.flower.payload import EXACT, FRAME, NODE_RECORD, frames, payload_by
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import NONE_DENSE, Layout
-from fedcomp.local import Local
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.server import Server
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
@@ -60,25 +58,6 @@ def bits(arrays: ArrayRecord) -> dict[str, tuple[str, bytes]]:
 
 def play(strategy: Strategy, grid: Any, rounds: int = ROUNDS, **options: Any) -> ArrayRecord:
     return fit(strategy, grid, options.pop("arrays", None) or model(), rounds, timeout=9, **options).arrays
-
-
-def test_the_driver_in_memory_is_flowers_bit_for_bit() -> None:
-    """After every round, whose model the next one trains from."""
-
-    def train(number: int, node: int, start: np.ndarray) -> np.ndarray:
-        steps = {name: update(number, node, array.shape, i) for i, (name, array) in enumerate(model().items())}
-        return start + LAYOUT.flatten({name: array.numpy() * 0 + steps[name] for name, array in model().items()})
-
-    system, made = Pair(SPARSE), list[bytes]()
-    local = Local(system, LAYOUT, np.zeros(LAYOUT.size, np.float32), train, lambda node: 10.0 * (node + 1), NODES)
-    play(
-        Server(system, FedAvg(**QUIET)),
-        grid_of(),
-        on_round=lambda number, arrays, outcome: made.append(LAYOUT.flatten(to_arrays(arrays)).tobytes()),
-    )
-    for number, model_ in enumerate(made, start=1):
-        local.step(number)
-        assert local.model.tobytes() == model_
 
 
 # Faults.
@@ -196,16 +175,6 @@ def test_values_of_an_app_that_has_not_trained_are_refused() -> None:
     assert server.reports[1].used == NODES - 1
 
 
-def test_a_client_that_trained_without_weight_or_in_another_form_is_refused() -> None:
-    for metrics in ({"num-examples": float("nan")}, {"num-examples": 3, "other": 1}):
-
-        def about(reply: Message, metrics: dict[str, Any] = metrics) -> None:
-            reply.content["metrics"] = MetricRecord(metrics)
-
-        server = Server(Pair(SPARSE), FedAvg(**QUIET))
-        assert bits(play(server, grid_of(lying(about), compression()), 1)) == bits(of_honest(2))
-
-
 def test_clients_without_the_half_are_named_and_a_run_that_learns_nothing_ends() -> None:
     why = "the client answered with a model: its app cannot take part in SharedSupport"
     with pytest.raises(NoUsableReply, match=f"4 x {why}"):
@@ -286,17 +255,6 @@ def test_reports_count_the_bytes_of_replies_that_are_used() -> None:
     # No tensor of these is dense but the buffers that travel as values.
     assert report.dense_bytes == sum(buffers.values()) > 0
     assert evaluation.payload_bytes == sum(whole["evaluate"].values()) >= 4 * sum(10 + node for node in range(NODES))
-
-
-def test_an_outlier_is_dropped_for_good_and_the_others_are_used() -> None:
-    def about(reply: Message) -> None:
-        reply.content["metrics"] = MetricRecord({**reply.content["metrics"], "num-examples": 10**9})
-
-    server = Server(Pair(SPARSE), FedAvg(**QUIET), guard=Norms())
-    assert bits(play(server, grid_of(lying(about), compression()), 1)) == bits(of_honest(2))
-    (address,) = server.reports[1].refused
-    assert "times the usual" in server.reports[1].refused[address]
-    assert server.roster.peer(address).consumed == 1
 
 
 # Who is there.
@@ -380,20 +338,6 @@ def test_a_model_that_somebody_changed_goes_down_whole_and_steps_go_on() -> None
     changed = play(server, grid, 4, start_round=3, arrays=model(3.0))
     assert all(report.used == NODES for report in server.reports.values())
     assert np.array_equal(server.down.broadcast.reference, LAYOUT.flatten(to_arrays(changed)))
-
-
-def test_steps_cost_less_than_models_and_a_lost_replica_is_replaced() -> None:
-    server, grid = SYSTEMS["shared support"](), grid_of()
-    play(server, grid, 3)
-    down = grid.ledger.total("payload", direction="down")
-    assert forget_all(grid, kept.MODEL)
-    held = to_record(LAYOUT.unflatten(server.down.broadcast.reference))
-    play(server, grid, 5, start_round=4, arrays=held)
-    (reason,) = server.reports[4].refused.values()
-    assert "fedcomp.resync" in reason
-    assert server.reports[5].used == NODES
-    # Three rounds before, two since: one whole model more.
-    assert grid.ledger.total("payload", direction="down") < 2 * down
 
 
 @pytest.mark.parametrize("codec", [Identity(), SPARSE], ids=["whole models", "changes"])
