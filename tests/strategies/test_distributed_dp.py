@@ -34,7 +34,9 @@ from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.distributed_dp import DistributedDp, NoisyMean
 from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.systems.coded import sums
-from fedcomp.systems.private.distributed import NoisySum
+from fedcomp.systems.coded.relay import CodedRelay
+from fedcomp.systems.pair import Pair
+from fedcomp.systems.private.distributed import NoisySum, shared_only
 
 NODES = 6
 CLIP = 500.0
@@ -283,6 +285,15 @@ def test_a_bare_request_for_such_an_update_is_refused() -> None:
         strategy.start(grid, model(), num_rounds=1, timeout=9)
     assert len(grid.received) == NODES
     assert all(m.has_error() and "not sent without one" in m.error.reason for m in grid.received)
+
+
+def test_only_a_noisy_sum_may_ask_for_what_gets_its_noise_on_the_way() -> None:
+    """Wherever in a system the codec stands; a private half refuses what would show it without."""
+    sum_of = NoisySum(codec=BOUNDED, threshold=1, contributors=NODES, min_contributors=4)
+    assert not shared_only(sum_of.to_config())
+    for system in (Pair(BOUNDED), CodedRelay(inner=Pair(BOUNDED), symbols=2)):
+        assert shared_only(system.to_config())
+    assert not any(map(shared_only, (Pair(RandomK(1.0)).to_config(), "no system", None)))
 
 
 def test_the_statement_says_who_is_trusted_and_what_losses_do() -> None:

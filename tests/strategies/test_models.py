@@ -53,18 +53,6 @@ def record(**arrays) -> ArrayRecord:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("downlink", [None, QSGD(levels=64, bucket=64), TopK(density=0.2, values="bf16"), Identity()])
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_every_float_type_works_over_every_downlink(dtype, downlink) -> None:
-    rng = np.random.default_rng(1)
-    initial = record(w=rng.normal(size=2000).astype(dtype), b=rng.normal(size=7).astype(dtype))
-    strategy = Compressed(FedAvg(**ONE, fraction_evaluate=0.0), TopK(density=0.5), downlink=downlink)
-    result = go(strategy, initial)
-    assert all(r.compressed == 3 for r in strategy.reports.values()), strategy.reports
-    assert result.arrays["w"].numpy().dtype == dtype
-
-
-@pytest.mark.slow
 def test_a_mask_of_infinities_travels_unchanged() -> None:
     mask = np.triu(np.full((8, 8), -np.inf, np.float32), 1)
     for downlink in (None, TopK(density=0.2)):

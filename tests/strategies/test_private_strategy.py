@@ -17,9 +17,7 @@ from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.flower import checkpoint
 from fedcomp.flower.privacy import PRIVATE, Private, find_private
-from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.errors import BudgetExceeded, PrivacyLedgerError
@@ -359,40 +357,6 @@ def test_without_noise_the_statement_says_that_nothing_is_protected() -> None:
     play(strategy, vectors(3))
     assert strategy.privacy.epsilon() == math.inf
     assert strategy.statement().prose().startswith("NOT PRIVATE")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Compressed(DpFedAvg(FedAdam(fraction_evaluate=0.0), **{**SEEDED, "clip": 3e4}), TopK(density=0.1)),
-        lambda: DpFedAvg(FedAvgM(server_momentum=0.9, fraction_evaluate=0.0), **{**SEEDED, "clip": 3e4}),
-    ],
-    ids=["adam in the pair", "momentum"],
-)
-def test_a_run_that_is_resumed_gives_the_bits_and_the_ledger_of_one_that_was_not(tmp_path: Path, make) -> None:
-    whole, grid = make(), federation([compression(), private()], 3)
-    expected = fit(whole, grid, model(), 6, timeout=9)
-
-    path, first, grid = tmp_path / "run.ckpt", make(), federation([compression(), private()], 3)
-    find_private(first).open_ledger(tmp_path / "privacy.jsonl")
-
-    def keep(server_round, arrays, outcome) -> None:
-        if server_round == 3:
-            checkpoint.save(path, server_round=3, arrays=arrays, strategy=first, grid=grid)
-
-    fit(first, grid, model(), 3, timeout=9, on_round=keep)
-    find_private(first).privacy.close()
-
-    second, again = make(), federation([compression(), private()], 3)
-    held = checkpoint.load(path)
-    held.apply(second, again)
-    find_private(second).open_ledger(tmp_path / "privacy.jsonl")
-    resumed = fit(second, again, held.arrays, 6, start_round=4, timeout=9)
-    np.testing.assert_array_equal(stack(resumed.arrays), stack(expected.arrays))
-    ledger = find_private(second).privacy
-    assert (len(ledger.events), ledger.rounds) == (6, 6)
-    assert ledger.epsilon() == find_private(whole).privacy.epsilon()
 
 
 def test_a_checkpoint_of_other_settings_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
-from flwr.serverapp.strategy import FedAvg, FedMedian, Strategy
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, Strategy
 from message_examples import all_damages
 from plain_grid import PlainGrid
 from toy import client_app, model, stack
@@ -28,11 +29,14 @@ from fedcomp.flower.payload import EXACT, FRAME, NODE_RECORD, frames, payload_by
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import NONE_DENSE, Layout
+from fedcomp.program import Ask, Now, Round
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.inbox import Inbox
 from fedcomp.strategies.server import Server
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
 from fedcomp.systems.shared_support import SharedSupport
+from fedcomp.versions import Broadcast
 
 NODES, ROUNDS = 4, 5
 ONE: dict[str, Any] = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
@@ -381,16 +385,70 @@ def test_what_does_not_fit_is_refused_with_reason() -> None:
         server.aggregate_train(3, [])
 
 
-def test_another_training_begins_with_nothing_known() -> None:
+def test_another_training_begins_with_nothing_known(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     server = Server(Pair(SPARSE), FedAvg(**QUIET))
     once = server.start(grid_of(), model(), num_rounds=2, timeout=9).arrays
+    assert "started again" not in caplog.text
     grid = grid_of()
     again = server.start(grid, model(), num_rounds=2, timeout=9).arrays
+    assert caplog.text.count("started again, with another model") == 1
     assert bits(once) == bits(again)
     assert len(server.reports) == 2
     more = server.start(grid, again, num_rounds=2, timeout=9).arrays
+    assert caplog.text.count("started again") == 1
     assert stack(more).any()
     assert not any(report.fresh for report in server.reports.values() if report.round > 2)
+
+
+@pytest.mark.parametrize(
+    ("inner", "downlink", "steps"),
+    [(FedAvg, ScaleCom(0.05), 2), (FedAvg, None, 0), (FedAdam, ScaleCom(0.05), 0)],
+    ids=["the mean", "no downlink", "no mean"],
+)
+def test_a_systems_own_step_goes_down_where_it_is_what_the_model_moved_by(
+    inner: type[FedAvg], downlink: Codec | None, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: list[int] = []
+    push = Broadcast.push
+
+    def counted(self: Broadcast, *args: Any) -> int:
+        pushed.append(1)
+        return push(self, *args)
+
+    monkeypatch.setattr(Broadcast, "push", counted)
+    server = Server(SharedSupport(ScaleCom(0.05)), inner(**QUIET), downlink=downlink)
+    play(server, grid_of(), 2)
+    assert len(pushed) == steps
+    assert [report.used for report in server.reports.values()] == [NODES] * 2
+
+
+def test_a_report_says_how_long_the_server_worked_and_not_how_long_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def slowly(seconds: float, work: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*args: Any, **options: Any) -> Any:
+            clock[0] += seconds
+            return work(*args, **options)
+
+        return slow
+
+    class Slow(Pair):
+        def round(self, now: Now) -> Round:
+            clock[0] += 1.0
+            answers = yield [Ask(node) for node in now.nodes]
+            clock[0] += 2.0
+            return now.mean_of(self.codec, answers)
+
+    monkeypatch.setattr("fedcomp.strategies.server.time.perf_counter", lambda: clock[0])
+    inner = FedAvg(**QUIET)
+    monkeypatch.setattr(inner, "aggregate_train", slowly(4.0, inner.aggregate_train))
+    server = Server(Slow(SPARSE), inner)
+    monkeypatch.setattr(Inbox, "agree", slowly(8.0, Inbox.agree))
+    app = client_app([compression()])
+    grid = MeteredGrid(InProcessGrid(slowly(1000.0, app), NODES, seed=4), TrafficLedger())
+    play(server, grid, 2)
+    assert [report.seconds for report in server.reports.values()] == [15.0, 15.0]
 
 
 def test_updates_that_wait_for_a_lost_exchange_do_not_end_a_run() -> None:
