@@ -82,8 +82,8 @@ CASES: Final = (
 
 @dataclass(frozen=True)
 class Row:
-    """What a case costs by each accountant: epsilon at :data:`DELTA`, in the order of :data:`COLUMNS`, None where it does
-    not know the event."""
+    """What a case costs by each accountant: epsilon at :data:`DELTA`, in the order of :data:`COLUMNS`, None where it
+    does not know the event."""
 
     case: Case
     epsilons: tuple[float | None, ...]
