@@ -26,7 +26,7 @@ from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip.vector import GossipPolicy, flatten, unflatten
-from fedcomp.gossip_simulation import FaultPlan, Simulation, SimulationSettings, simulate
+from fedcomp.gossip_simulation import FaultPlan, GossipOutcome, Simulation, SimulationSettings, simulate
 from fedcomp.layout import Layout
 
 if TYPE_CHECKING:
@@ -96,6 +96,34 @@ class GossipTraining:
         options: dict[str, Any] = {"seed": self.seed, "batch_size": self.batch_size, "dtype": self.dtype}
         return tuple(LocalObjective(self.task, i, n, **options) for i in range(n))
 
+    @cached_property
+    def start(self) -> dict[str, Real]:
+        """The initial model, which is everybody's."""
+        return self.objectives[0].start()
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Of that model."""
+        return Layout.of(self.start, self.policy)
+
+    def nodes(self) -> list[FlatObjective]:
+        """Return what nodes compute, with a home of its own for each: its buffers move with its gradients."""
+        home = {t.name: self.start[t.name] for t in self.layout.exact}
+        return [FlatObjective(objective, self.layout, dict(home)) for objective in self.objectives]
+
+    def run(self, nodes: Sequence[FlatObjective], settings: SimulationSettings) -> GossipOutcome:
+        """Simulate; raises what :func:`fedcomp.gossip_simulation.simulate` raises, :class:`Diverged` among it."""
+        return simulate(
+            self.algorithm,
+            self.topology,
+            nodes,
+            flatten(self.start, self.layout, self.dtype),
+            self.iterations,
+            layout=self.layout,
+            seed=self.seed,
+            settings=settings,
+        )
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -156,115 +184,65 @@ class Trained:
     diverged: str = ""
 
 
-class Recorder:
-    """Takes part in a simulation: keeps it, and what was seen, also when the run is ended by an error."""
-
-    def __init__(self, look: Callable[[int, Mapping[int, Real], GossipTraffic], Any]) -> None:
-        self.seen: list[Any] = []
-        self.run: Simulation | None = None
-        self._look = look
-
-    def before(self, run: Simulation) -> None:
-        """Know the run."""
-        self.run = run
-
-    def observe(self, iteration: int, models: Mapping[int, Real]) -> None:
-        """Look at the models."""
-        self.seen.append(self._look(iteration, models, self.traffic))
-
-    @property
-    def traffic(self) -> GossipTraffic:
-        """What was sent so far."""
-        return GossipTraffic() if self.run is None else self.run.traffic
-
-
 def train(plan: GossipTraining) -> Trained:
     """Run ``plan`` in this process. A run that diverges is an outcome, not an error."""
-    objectives = plan.objectives
-    start = objectives[0].start()
-    layout = Layout.of(start, plan.policy)
-    home = {t.name: start[t.name] for t in layout.exact}
+    objectives, layout, nodes = plan.objectives, plan.layout, plan.nodes()
+    # They outlive a run that ends in an error, so that what was sent until then can be told.
+    runs: list[Simulation] = []
+    points: list[Evaluation] = []
 
-    nodes = [FlatObjective(f, layout, home) for f in objectives]
+    def look(iteration: int, models: Mapping[int, Real]) -> None:
+        # What stays at home moves with each node's own gradients.
+        found = [objectives[i].evaluate({**unflatten(models[i], layout), **nodes[i].at_home()}) for i in sorted(models)]
+        # In float64: near consensus the distances are of the size of float32's rounding.
+        stack = np.stack([models[node] for node in sorted(models)]).astype(np.float64)
+        mean = stack.mean(axis=0)
+        averaged = {**unflatten(mean.astype(objectives[0].dtype), layout), **nodes[0].at_home()}
+        spread = math.sqrt(float(np.mean(np.sum((stack - mean) ** 2, axis=1))))
+        points.append(
+            Evaluation(
+                iteration=iteration,
+                accuracy=math.fsum(f["accuracy"] for f in found) / len(found),
+                worst=min(f["accuracy"] for f in found),
+                average=objectives[0].evaluate(averaged)["accuracy"],
+                loss=math.fsum(f["loss"] for f in found) / len(found),
+                # A mean of zero has no relative distance.
+                consensus=spread / (float(np.linalg.norm(mean)) or math.nan),
+                # The initial models are looked at before there is a run.
+                edge_bytes=runs[0].traffic.edge_bytes if runs else 0,
+            )
+        )
 
-    def look(iteration: int, models: Mapping[int, Real], traffic: GossipTraffic) -> Evaluation:
-        return _point(iteration, models, traffic, nodes, objectives, layout)
-
-    # It outlives a run that ends in an error, so that what was sent until then can be told.
-    record = Recorder(look)
     # Both sides of a loss: of one half nothing was done, of the other all of it, and only the answer is missing.
     rates = {"silent": plan.drop / 2, "lost": plan.drop / 2}
-    outcome, diverged = None, ""
+    settings = SimulationSettings(
+        faults=FaultPlan(plan.seed, rates) if plan.drop else None,
+        skew_rounds=plan.skew_rounds,
+        every=plan.every,
+        observe=look,
+        before=runs.append,
+        patience=plan.patience,
+        watch=plan.watch,
+    )
+    last = Evaluation(plan.iterations, math.nan, math.nan, math.nan, math.inf, math.nan, 0)
+    invariants: Mapping[str, float] = {}
+    diverged = ""
     try:
         # Numbers that leave the range are what ends a run that diverges.
         with np.errstate(over="ignore", invalid="ignore"):
-            outcome = simulate(
-                plan.algorithm,
-                plan.topology,
-                nodes,
-                flatten(start, layout, plan.dtype),
-                plan.iterations,
-                layout=layout,
-                seed=plan.seed,
-                settings=SimulationSettings(
-                    faults=FaultPlan(plan.seed, rates) if plan.drop else None,
-                    skew_rounds=plan.skew_rounds,
-                    every=plan.every,
-                    observe=record.observe,
-                    before=record.before,
-                    patience=plan.patience,
-                    watch=plan.watch,
-                ),
-            )
+            outcome = plan.run(nodes, settings)
+        last, invariants = points[-1], plan.algorithm.invariants(outcome.states.values())
     except (Diverged, NonFiniteUpdate) as error:
         diverged = f"{type(error).__name__}: {error}"
-    last = None if outcome is None else record.seen[-1]
+    counted = {f.name: getattr(runs[0].report, f.name) for f in fields(runs[0].report)} if runs else {}
     return Trained(
-        accuracy=math.nan if last is None else last.accuracy,
-        worst=math.nan if last is None else last.worst,
-        average=math.nan if last is None else last.average,
-        loss=math.inf if last is None else last.loss,
-        consensus=math.nan if last is None else last.consensus,
-        points=record.seen,
-        traffic=record.traffic,
-        invariants={} if outcome is None else plan.algorithm.invariants(outcome.states.values()),
-        events=_events(record.run),
+        *(last.accuracy, last.worst, last.average, last.loss, last.consensus),
+        points=points,
+        traffic=runs[0].traffic if runs else GossipTraffic(),
+        invariants=invariants,
+        events={name: value if isinstance(value, int) else len(value) for name, value in counted.items()},
         diverged=diverged,
     )
-
-
-def _point(
-    iteration: int,
-    models: Mapping[int, Real],
-    traffic: GossipTraffic,
-    nodes: Sequence[FlatObjective],
-    objectives: Sequence[LocalObjective],
-    layout: Layout,
-) -> Evaluation:
-    # What stays at home moves with each node's own gradients.
-    found = [objectives[i].evaluate({**unflatten(models[i], layout), **nodes[i].at_home()}) for i in sorted(models)]
-    # In float64: near consensus the distances are of the size of float32's rounding.
-    stack = np.stack([models[node] for node in sorted(models)]).astype(np.float64)
-    mean = stack.mean(axis=0)
-    averaged = unflatten(mean.astype(objectives[0].dtype), layout)
-    spread = math.sqrt(float(np.mean(np.sum((stack - mean) ** 2, axis=1))))
-    return Evaluation(
-        iteration=iteration,
-        accuracy=math.fsum(f["accuracy"] for f in found) / len(found),
-        worst=min(f["accuracy"] for f in found),
-        average=objectives[0].evaluate({**averaged, **nodes[0].at_home()})["accuracy"],
-        loss=math.fsum(f["loss"] for f in found) / len(found),
-        # A mean of zero has no relative distance.
-        consensus=spread / (float(np.linalg.norm(mean)) or math.nan),
-        edge_bytes=traffic.edge_bytes,
-    )
-
-
-def _events(run: Simulation | None) -> dict[str, int]:
-    if run is None:
-        return {}
-    counted = {f.name: getattr(run.report, f.name) for f in fields(run.report)}
-    return {name: value if isinstance(value, int) else len(value) for name, value in counted.items()}
 
 
 @dataclass(frozen=True)
@@ -385,23 +363,8 @@ class Energy:
 
     def joules(self, traffic: GossipTraffic) -> float | None:
         """Return the energy of all messages on edges, None without both figures."""
-        if self.sent is None or self.received is None:
-            return None
-        return traffic.energy(self.sent, self.received)
+        return None if self.sent is None or self.received is None else traffic.energy(self.sent, self.received)
 
-
-COST_COLUMNS: Final[Mapping[str, Callable[[GossipTraffic, GossipTraffic], float | int | None]]] = {
-    "message, bytes": lambda own, dense: per_message(own, headers=False),
-    "times smaller": lambda own, dense: ratio(own, dense),
-    "with headers": lambda own, dense: ratio(own, dense, headers=True),
-    "edge bytes": lambda own, dense: own.edge_bytes,
-    "of them closing": lambda own, dense: own.edge["dense"].bytes,
-    "whole run, times fewer": lambda own, dense: honest_ratio(own, dense),
-    "node bytes": lambda own, dense: own.node_bytes,
-    "relay bytes": lambda own, dense: own.relay_bytes,
-    "overhead bytes": lambda own, dense: own.overhead or None,
-}
-"""What a run costs beside one whose messages carry whole models, on the same graph."""
 
 COST_CAPTION: Final = (
     "Edge bytes: every message on every directed edge, headers and closing iterations included. Node bytes: every "
@@ -432,8 +395,18 @@ def cost_table(
         Goes before what the columns mean.
     """
     known = energy or Energy()
-    columns: dict[str, Any] = {first: lambda run: run[0]}
-    # cost as a default: a plain closure would see the last column's in every one.
-    columns |= {name: (lambda run, cost=cost: cost(*run[1])) for name, cost in COST_COLUMNS.items()}
-    columns["joules"] = lambda run: known.joules(run[1][0])
-    return table(title, columns, runs.items(), caption + COST_CAPTION, optional=("overhead bytes", "joules"))
+    columns: dict[str, Callable[[GossipTraffic, GossipTraffic], Any]] = {
+        "message, bytes": lambda own, dense: per_message(own, headers=False),
+        "times smaller": ratio,
+        "with headers": lambda own, dense: ratio(own, dense, headers=True),
+        "edge bytes": lambda own, dense: own.edge_bytes,
+        "of them closing": lambda own, dense: own.edge["dense"].bytes,
+        "whole run, times fewer": honest_ratio,
+        "node bytes": lambda own, dense: own.node_bytes,
+        "relay bytes": lambda own, dense: own.relay_bytes,
+        "overhead bytes": lambda own, dense: own.overhead or None,
+        "joules": lambda own, dense: known.joules(own),
+    }
+    shown = [{first: name, **{key: cost(*run) for key, cost in columns.items()}} for name, run in runs.items()]
+    headings = {name: name for name in (first, *columns)}
+    return table(title, headings, shown, caption + COST_CAPTION, optional=("overhead bytes", "joules"))
