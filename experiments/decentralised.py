@@ -18,16 +18,17 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.experiments.findings import Table
-from fedcomp.experiments.kit import table
+from fedcomp.experiments.kit import Record, table
 from fedcomp.experiments.options import TEXT, Option
 from fedcomp.gossip.base import Algorithm
 from fedcomp.gossip.errors import Diverged
 from fedcomp.gossip.local import FlatObjective
-from fedcomp.gossip.topology import Topology, topology_of
+from fedcomp.gossip.topology import Topology
 from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip.vector import GossipPolicy, flatten, unflatten
 from fedcomp.gossip_simulation import FaultPlan, GossipOutcome, Simulation, SimulationSettings, simulate
 from fedcomp.layout import Layout
+from fedcomp.plain import from_fields
 
 if TYPE_CHECKING:
     # Listing the experiments needs no torch: it is imported when one is run.
@@ -125,71 +126,24 @@ class GossipTraining:
         )
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """The nodes' models after some iteration, all messages of it delivered.
+def train(plan: GossipTraining) -> Record:
+    """Run ``plan`` in this process. A run that diverges is an outcome, not an error.
 
-    Attributes
-    ----------
-    iteration : int
-        Finished iterations; 0 is the initial model.
-    accuracy, worst : float
-        On the whole test split, of the nodes' models: mean and minimum.
-    average : float
-        Accuracy of the average of the nodes' models.
-    loss : float
-        Mean test loss of the nodes' models.
-    consensus : float
-        Root mean square over nodes of ``‖z_i - mean z‖``, relative to ``‖mean z‖``.
-    edge_bytes : int
-        So far.
+    Returns
+    -------
+    Record
+        ``points`` of evaluations, all messages of an iteration delivered: ``iteration`` (0 is the initial model),
+        ``accuracy`` and ``worst`` (mean and minimum over the nodes' models, whole test split), ``average`` (accuracy of
+        the average of the nodes' models), ``loss`` (mean test loss), ``consensus`` (root mean square over nodes of
+        ``‖z_i - mean z‖``, relative to ``‖mean z‖``) and ``edge_bytes`` so far. Five of these of the last point, NaN
+        and an infinite loss when the run diverged. ``traffic``, a :class:`~fedcomp.gossip.traffic.GossipTraffic`;
+        ``invariants``, what the algorithm conserves over all nodes, after the last iteration; ``events``, how often
+        something happened beside plain iterations; ``diverged``, why the run was ended, or empty.
     """
-
-    iteration: int
-    accuracy: float
-    worst: float
-    average: float
-    loss: float
-    consensus: float
-    edge_bytes: int
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a decentralised training came to; JSON-able by :func:`dataclasses.asdict`.
-
-    Attributes
-    ----------
-    accuracy, worst, average, loss, consensus : float
-        Of the last point, see :class:`Evaluation`; NaN and infinite loss when the run diverged.
-    points : list of Evaluation
-    traffic : GossipTraffic
-    invariants : dict of str to float
-        What the algorithm conserves over all nodes, after the last iteration.
-    events : dict of str to int
-        How often something happened beside plain iterations: answers missing, nodes gone, messages returned.
-    diverged : str
-        Why the run was ended; empty when it was not.
-    """
-
-    accuracy: float
-    worst: float
-    average: float
-    loss: float
-    consensus: float
-    points: Sequence[Evaluation]
-    traffic: GossipTraffic
-    invariants: Mapping[str, float]
-    events: Mapping[str, int]
-    diverged: str = ""
-
-
-def train(plan: GossipTraining) -> Trained:
-    """Run ``plan`` in this process. A run that diverges is an outcome, not an error."""
     objectives, layout, nodes = plan.objectives, plan.layout, plan.nodes()
     # They outlive a run that ends in an error, so that what was sent until then can be told.
     runs: list[Simulation] = []
-    points: list[Evaluation] = []
+    points: list[dict[str, Any]] = []
 
     def look(iteration: int, models: Mapping[int, Real]) -> None:
         # What stays at home moves with each node's own gradients.
@@ -200,17 +154,17 @@ def train(plan: GossipTraining) -> Trained:
         averaged = {**unflatten(mean.astype(objectives[0].dtype), layout), **nodes[0].at_home()}
         spread = math.sqrt(float(np.mean(np.sum((stack - mean) ** 2, axis=1))))
         points.append(
-            Evaluation(
-                iteration=iteration,
-                accuracy=math.fsum(f["accuracy"] for f in found) / len(found),
-                worst=min(f["accuracy"] for f in found),
-                average=objectives[0].evaluate(averaged)["accuracy"],
-                loss=math.fsum(f["loss"] for f in found) / len(found),
+            {
+                "iteration": iteration,
+                "accuracy": math.fsum(f["accuracy"] for f in found) / len(found),
+                "worst": min(f["accuracy"] for f in found),
+                "average": objectives[0].evaluate(averaged)["accuracy"],
+                "loss": math.fsum(f["loss"] for f in found) / len(found),
                 # A mean of zero has no relative distance.
-                consensus=spread / (float(np.linalg.norm(mean)) or math.nan),
+                "consensus": spread / (float(np.linalg.norm(mean)) or math.nan),
                 # The initial models are looked at before there is a run.
-                edge_bytes=runs[0].traffic.edge_bytes if runs else 0,
-            )
+                "edge_bytes": runs[0].traffic.edge_bytes if runs else 0,
+            }
         )
 
     # Both sides of a loss: of one half nothing was done, of the other all of it, and only the answer is missing.
@@ -224,7 +178,7 @@ def train(plan: GossipTraining) -> Trained:
         patience=plan.patience,
         watch=plan.watch,
     )
-    last = Evaluation(plan.iterations, math.nan, math.nan, math.nan, math.inf, math.nan, 0)
+    last = {**dict.fromkeys(("accuracy", "worst", "average", "consensus"), math.nan), "loss": math.inf}
     invariants: Mapping[str, float] = {}
     diverged = ""
     try:
@@ -235,66 +189,26 @@ def train(plan: GossipTraining) -> Trained:
     except (Diverged, NonFiniteUpdate) as error:
         diverged = f"{type(error).__name__}: {error}"
     counted = {f.name: getattr(runs[0].report, f.name) for f in fields(runs[0].report)} if runs else {}
-    return Trained(
-        *(last.accuracy, last.worst, last.average, last.loss, last.consensus),
-        points=points,
-        traffic=runs[0].traffic if runs else GossipTraffic(),
-        invariants=invariants,
-        events={name: value if isinstance(value, int) else len(value) for name, value in counted.items()},
-        diverged=diverged,
-    )
+    found = {
+        **{name: last[name] for name in ("accuracy", "worst", "average", "loss", "consensus")},
+        "points": points,
+        "traffic": runs[0].traffic if runs else GossipTraffic(),
+        "invariants": invariants,
+        "events": {name: value if isinstance(value, int) else len(value) for name, value in counted.items()},
+        "diverged": diverged,
+    }
+    return Record(found)
 
 
-@dataclass(frozen=True)
-class GossipCell:
-    """One training as plain data.
+def run(plan: GossipTraining) -> dict[str, Any]:
+    """Train; return what :func:`train` returns as plain data, for a sweep."""
+    found = train(plan)
+    return {**found, "traffic": asdict(found.traffic)}
 
-    Attributes
-    ----------
-    algorithm : mapping
-        As :func:`fedcomp.gossip.get_algorithm` takes it.
-    topology : str or mapping
-        As :func:`fedcomp.gossip.topology.topology_of` takes it.
-    nodes, iterations, seed : int
-    task, options : str, mapping
-    training : mapping
-        What else a :class:`GossipTraining` has: ``batch_size``, ``dtype``, ``skew_rounds``, ``every``, ``drop``,
-        ``patience``, ``watch``; and a policy's ``dense_below`` and ``buffers``.
-    validation : bool
-        Judge by a part of the training examples that nobody trains on, in place of the test split: for tuning.
-    """
 
-    algorithm: Mapping[str, Any]
-    topology: str | Mapping[str, Any]
-    nodes: int
-    iterations: int
-    seed: int
-    task: str = "digits"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    training: Mapping[str, Any] = field(default_factory=dict)
-    validation: bool = False
-
-    def plan(self) -> GossipTraining:
-        """Return what is to be run."""
-        from fedcomp.gossip import get_algorithm
-        from fedcomp.tasks import get_task
-
-        training = dict(self.training)
-        policy = {key: training.pop(key) for key in ("dense_below", "buffers") if key in training}
-        task = get_task(self.task, **self.options)
-        return GossipTraining(
-            task.validating() if self.validation else task,
-            get_algorithm(dict(self.algorithm)),
-            topology_of(self.topology, self.nodes, self.seed),
-            self.iterations,
-            seed=self.seed,
-            policy=GossipPolicy(**policy),
-            **training,
-        )
-
-    def run(self) -> dict[str, Any]:
-        """Train; return the fields of :class:`Trained`, for a sweep."""
-        return asdict(train(self.plan()))
+def traffic_of(record: Record) -> GossipTraffic:
+    """Return what was sent in the training of a sweep's record."""
+    return from_fields(GossipTraffic, record.traffic)
 
 
 def per_message(traffic: GossipTraffic, *, headers: bool) -> float:

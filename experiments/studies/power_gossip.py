@@ -12,17 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.experiments.averaging import average
-from fedcomp.experiments.decentralised import Energy, GossipCell, cost_table, ratio
+from fedcomp.experiments.decentralised import Energy, GossipTraining, cost_table, ratio, run, traffic_of
 from fedcomp.experiments.findings import largest, mean
 from fedcomp.experiments.kit import Record, Records, curves, repetitions, table
 from fedcomp.experiments.options import Config, numbers
 from fedcomp.experiments.relayed import beside
 from fedcomp.experiments.tables import Found, Studied
+from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.power_gossip import auto_rate
 from fedcomp.gossip.topology import Ring
-from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.layout import Layout
-from fedcomp.plain import from_fields
 from fedcomp.rng import Key
 from fedcomp.rules import Real
 
@@ -47,11 +46,14 @@ MATRIX_GAMMAS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 gammas_of = partial(numbers, each=Real(above=0.0, most=1.0))
 
 
-def cell(config: Config, label: str, gamma: float, seed: int, *, validation: bool = False) -> GossipCell:
+def plan(config: Config, label: str, gamma: float, seed: int, *, validation: bool = False) -> GossipTraining:
     """Return a training; ``gamma`` counts for algorithms that have one.
 
-    One for tuning has half of the iterations: a sweep at full length would cost several times the runs it prepares.
+    One for tuning has half of the iterations, and is judged by a part of the training examples: a sweep at full length
+    would cost several times the runs it prepares.
     """
+    from fedcomp.tasks import get_task
+
     settings, rounds = config.settings, max(1, config.rounds // 2) if validation else config.rounds
     top = {"id": "topk", "density": settings["codec.density"]}
     algorithms: tuple[dict[str, Any], ...] = (
@@ -65,28 +67,26 @@ def cell(config: Config, label: str, gamma: float, seed: int, *, validation: boo
         {"name": "deepsqueeze", "gamma": gamma, "compressor": top},
     )
     made = dict(zip((*FIXED, *TUNED), algorithms, strict=True))[label]
-    return GossipCell(
-        {**made, "lr": settings["lr"], "momentum": settings["momentum"]},
-        "ring",
-        config.clients,
+    task = get_task("digits", hidden=str(settings["task.hidden"]), partition=str(settings["task.partition"]))
+    return GossipTraining(
+        task.validating() if validation else task,
+        get_algorithm({**made, "lr": settings["lr"], "momentum": settings["momentum"]}),
+        Ring(config.clients),
         rounds,
-        seed,
-        "digits",
-        {"hidden": str(settings["task.hidden"]), "partition": str(settings["task.partition"])},
-        # Watched, since many of the swept consensus steps diverge: a run that does is ended and not carried on.
-        {"batch_size": settings["batch_size"], "every": max(1, rounds // 30), "watch": True},
-        validation,
+        seed=seed,
+        batch_size=int(settings["batch_size"]),
+        every=max(1, rounds // 30),
     )
 
 
 def train(label: str, gamma: float, seed: int, *, config: Config, validation: bool) -> dict[str, Any]:
     """Train a row with a consensus step; on a part of the training examples, judged by the rest, if ``validation``."""
-    return cell(config, label, gamma, seed, validation=validation).run()
+    return run(plan(config, label, gamma, seed, validation=validation))
 
 
 def late(runs: Records, name: str) -> float:
-    """Return a figure of :class:`fedcomp.experiments.decentralised.Evaluation`, mean over the last third of the
-    evaluations of all seeds; NaN when a run diverged.
+    """Return a figure of :func:`fedcomp.experiments.decentralised.train`, mean over the last third of the evaluations
+    of all seeds; NaN when a run diverged.
 
     Nodes' own models go up and down with their last batches: one look is not enough.
     """
@@ -112,8 +112,6 @@ _COLUMNS: Final[Mapping[str, Any]] = {
 def study(found: Found) -> Studied:
     """Sweep the consensus steps, train every row with its best one, average matrices, and run the rows without
     messages."""
-    from fedcomp.tasks import get_task
-
     config = found.config
 
     def trained(places: Sequence[tuple[str, float]], *, validation: bool) -> dict[Any, Records]:
@@ -128,7 +126,7 @@ def study(found: Found) -> Studied:
     # What has no consensus step is trained with 0, which nothing reads.
     rows = trained([(label, best.get(label, 0.0)) for label in (*FIXED, *TUNED)], validation=False)
     groups = {label: runs for (label, _), runs in rows.items()}
-    sent = {label: from_fields(GossipTraffic, runs[0].traffic) for label, runs in groups.items()}
+    sent = {label: traffic_of(runs[0]) for label, runs in groups.items()}
     tracks = {
         (each.kind, each.label): each
         for each in found.sweep(
@@ -216,7 +214,7 @@ def study(found: Found) -> Studied:
                 "counted.",
             ),
         ],
-        tasks=[get_task("digits", **cell(config, DENSE, 0.0, config.seed).options).record()],
+        tasks=[plan(config, DENSE, 0.0, config.seed).task.record()],
     )
 
 

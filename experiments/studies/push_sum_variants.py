@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.experiments.averaging import GROWN
-from fedcomp.experiments.decentralised import GossipCell, GossipTraining
+from fedcomp.experiments.decentralised import GossipTraining
 from fedcomp.gossip.sparse_push import SparsePush
 from fedcomp.gossip.steps import falling
 from fedcomp.gossip.vector import flatten, unflatten
@@ -79,14 +79,14 @@ def averaged(kind: str, matrices: Sequence[Matrix], values: Matrix, k: int, gamm
     return errors
 
 
-def trained(variant: str, cell: GossipCell) -> dict[str, float]:
-    """Train a variant on the task, the graph and the batches of a cell of Sparse-Push.
+def trained(variant: str, plan: GossipTraining) -> dict[str, float]:
+    """Train a variant on the task, the graph and the batches of a training by Sparse-Push.
 
     Parameters
     ----------
     variant : str
         One of :data:`TRAINED`.
-    cell : GossipCell
+    plan : GossipTraining
         Its algorithm gives step size, momentum, density and consensus step, its ``drop`` the share of messages lost.
 
     Returns
@@ -95,7 +95,6 @@ def trained(variant: str, cell: GossipCell) -> dict[str, float]:
         ``accuracy`` and ``worst`` (mean and minimum over the nodes' models, test split), mean test ``loss`` (infinite
         when the models are not finite), and ``sum_w``, the sum of the push-sum weights.
     """
-    plan = cell.plan()
     n, layout, nodes = plan.topology.n, plan.layout, plan.nodes()
     swarm = Swarm(variant, plan, flatten(plan.start, layout))
     with np.errstate(over="ignore", invalid="ignore"):

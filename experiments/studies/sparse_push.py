@@ -5,15 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from fedcomp.experiments.decentralised import Energy, GossipCell, Trained, cost_table, honest_ratio, ratio
+from fedcomp.experiments.decentralised import (
+    Energy,
+    GossipTraining,
+    cost_table,
+    honest_ratio,
+    ratio,
+    run,
+    traffic_of,
+)
 from fedcomp.experiments.findings import largest, mean
-from fedcomp.experiments.kit import curves, table
+from fedcomp.experiments.kit import Record, curves, table
 from fedcomp.experiments.options import Config
 from fedcomp.experiments.relayed import beside
 from fedcomp.experiments.studies.push_sum_variants import TRAINED, trained
 from fedcomp.experiments.tables import Found, Studied
+from fedcomp.gossip import get_algorithm
+from fedcomp.gossip.topology import topology_of
+from fedcomp.gossip.traffic import GossipTraffic
+from fedcomp.gossip.vector import GossipPolicy
+
+if TYPE_CHECKING:
+    from fedcomp.tasks.base import Task
 
 SGP: Final = "SGP"
 TWO: Final = "2 values"
@@ -92,36 +107,38 @@ class Setting:
         estimates = "broadcast" if self.graph == STATIC and not self.lossy else "edge"
         return {"name": "sparse-push", "density": density, "gamma": gamma, "estimates": estimates, **own}
 
-    def cell(self, config: Config, seed: int) -> GossipCell:
+    def task(self, config: Config, seed: int) -> Task:
+        """Return what a training learns; with few nodes each gets more digits, so that every digit has a place."""
+        from fedcomp.tasks import get_task
+
+        # Long rows draw their partition with the seed: who holds what is the draw that decides.
+        own = {"partition_seed": seed} if self.long else {}
+        partition = "pieces:2" if self.data == PIECES else "iid"
+        if DATA.get(self.data):
+            partition = f"shards:{max(DATA[self.data], math.ceil(10 / self.nodes(config)))}"
+        return get_task("digits", hidden=str(config.settings["task.hidden"]), partition=partition, **own)
+
+    def nodes(self, config: Config) -> int:
+        """Return how many there are."""
+        return config.clients * (2 if self.twice else 1)
+
+    def plan(self, config: Config, seed: int) -> GossipTraining:
         """Return one training. A closing phase follows; what the nodes hold before it is one of its points."""
-        nodes, iterations = config.clients * (2 if self.twice else 1), self.iterations(config)
-        return GossipCell(
-            self.algorithm(config),
-            self.graph,
-            nodes,
+        iterations = self.iterations(config)
+        return GossipTraining(
+            self.task(config, seed),
+            get_algorithm(self.algorithm(config)),
+            topology_of(self.graph, self.nodes(config), seed),
             iterations,
-            seed,
-            "digits",
-            {"hidden": str(config.settings["task.hidden"]), "partition": partition(self.data, nodes)}
-            # Long rows draw their partition with the seed: who holds what is the draw that decides.
-            | ({"partition_seed": seed} if self.long else {}),
-            {
-                "batch_size": config.settings["batch_size"],
-                "dense_below": 0,
-                # The baseline has whole models in every message and nothing to close.
-                "skew_rounds": 0 if self.level == SGP else "auto",
-                # Ten evaluations or more; a divisor, so that one of them falls on the last iteration.
-                "every": next(n for n in range(max(1, iterations // 10), 0, -1) if iterations % n == 0),
-                "drop": DROP if self.lossy else 0.0,
-            },
+            seed=seed,
+            batch_size=int(config.settings["batch_size"]),
+            policy=GossipPolicy(dense_below=0),
+            # The baseline has whole models in every message and nothing to close.
+            skew_rounds=0 if self.level == SGP else "auto",
+            # Ten evaluations or more; a divisor, so that one of them falls on the last iteration.
+            every=next(n for n in range(max(1, iterations // 10), 0, -1) if iterations % n == 0),
+            drop=DROP if self.lossy else 0.0,
         )
-
-
-def partition(data: str, nodes: int) -> str:
-    """Return how the examples are dealt; with few nodes each gets more digits, so that every digit has a place."""
-    if data == PIECES:
-        return "pieces:2"
-    return f"shards:{max(DATA[data], math.ceil(10 / nodes))}" if DATA[data] else "iid"
 
 
 def settings_of(config: Config) -> list[Setting]:
@@ -152,66 +169,67 @@ def settings_of(config: Config) -> list[Setting]:
 
 def train(*, config: Config, seed: int, **row: Any) -> dict[str, Any]:
     """Train one row."""
-    return Setting(**row).cell(config, seed).run()
+    return run(Setting(**row).plan(config, seed))
 
 
 def variant(variant: str, data: str, *, config: Config) -> dict[str, float]:
     """Train an incorrect variant on the static graph."""
     # Everything but what is wrong is that of the right row: data, batches, step size.
-    cell = Setting(STATIC, data, "2 %").cell(config, config.seed)
-    return trained(
-        variant,
-        replace(
-            cell,
-            algorithm={**cell.algorithm, "gamma": 0.1 if variant == "stateless" else 0.05},
-            training={**cell.training, "drop": DROP if variant in LOSSY else 0.0},
-        ),
-    )
+    right = Setting(STATIC, data, "2 %", lossy=variant in LOSSY)
+    own = {**right.algorithm(config), "gamma": 0.1 if variant == "stateless" else 0.05}
+    return trained(variant, replace(right.plan(config, config.seed), algorithm=get_algorithm(own)))
 
 
 LOSSY: Final = ("kept", "naive debit")
 """Variants that are about lost messages: on unlike data only."""
 
 
-def _row(setting: Setting, runs: Sequence[Trained], dense: Sequence[Trained], config: Config) -> dict[str, Any]:
-    """Return what a row came to; ``dense`` are the trainings of SGP on the same graph and data, without loss."""
-    end, nodes = setting.iterations(config), setting.cell(config, config.seed).nodes
+def before(runs: Sequence[Record], iterations: int) -> float:
+    """Return the accuracy of the nodes in percent after the last iteration with a gradient, mean over seeds."""
+    # A run that diverged may have stopped before its last iteration.
+    return 100 * mean(
+        math.nan if run.diverged else next(p["accuracy"] for p in run.points if p["iteration"] == iterations)
+        for run in runs
+    )
 
-    def before(runs: Sequence[Trained]) -> float:
-        """Return the accuracy of the nodes after the last iteration with a gradient, mean over seeds."""
-        # A run that diverged may have stopped before its last iteration.
-        ended = (math.nan if r.diverged else next(p.accuracy for p in r.points if p.iteration == end) for r in runs)
-        return 100 * mean(ended)
 
-    own, known, closed = before(runs), before(dense), 100 * mean(run.accuracy for run in runs)
+def _row(
+    setting: Setting, runs: Sequence[Record], dense: GossipTraffic, known: float, config: Config
+) -> dict[str, Any]:
+    """Return what a row came to; ``dense`` and ``known`` are traffic and accuracy of SGP on the same graph and data,
+    without loss."""
+    own, closed = before(runs, setting.iterations(config)), 100 * mean(run.accuracy for run in runs)
+    sent = [traffic_of(run) for run in runs]
     sums = [run.invariants.get("sum_w", math.nan) for run in runs]
     return {
         "row": setting.label,
         "nodes, %": own,
         # SGP has no closing phase.
         "closed: nodes, %": None if setting.level == SGP else closed,
-        "times smaller, before headers": mean(ratio(run.traffic, dense[0].traffic) for run in runs),
-        "times smaller, with headers": mean(ratio(run.traffic, dense[0].traffic, headers=True) for run in runs),
-        "times fewer, whole run": mean(honest_ratio(run.traffic, dense[0].traffic) for run in runs),
+        "times smaller, before headers": mean(ratio(each, dense) for each in sent),
+        "times smaller, with headers": mean(ratio(each, dense, headers=True) for each in sent),
+        "times fewer, whole run": mean(honest_ratio(each, dense) for each in sent),
         "points below SGP": known - own,
         "points below SGP, closed": known - closed,
         "sum of weights": mean(sums),
-        "error of the sum": largest(abs(each - nodes) for each in sums),
+        "error of the sum": largest(abs(each - setting.nodes(config)) for each in sums),
     }
 
 
 def study(found: Found) -> Studied:
     """Train every row and every variant, and the systems that were run as messages once more without them."""
-    from fedcomp.tasks import get_task
-
     config, settings = found.config, settings_of(found.config)
     cells = [{**asdict(each), "seed": seed} for each in settings for seed in each.seeds(config)]
-    groups: dict[Setting, list[Trained]] = {}
+    groups: dict[Setting, list[Record]] = {}
     for record in found.sweep(train, cells, config=config):
-        groups.setdefault(record.read(Setting), []).append(record.read(Trained))
+        groups.setdefault(record.read(Setting), []).append(record)
     # The reference of a lossy row is SGP without loss: what is lost by losing messages is part of what it costs.
     dense = {each: groups[replace(each, level=SGP, lossy=False)] for each in groups}
-    rows = {each: _row(each, runs, dense[each], config) for each, runs in groups.items()}
+    sent = {each: (traffic_of(runs[0]), traffic_of(dense[each][0])) for each, runs in groups.items()}
+    rows = {
+        each: _row(each, runs, sent[each][1], before(dense[each], each.iterations(config)), config)
+        for each, runs in groups.items()
+    }
     asked = [
         {"variant": name, "data": data}
         for name in TRAINED
@@ -234,7 +252,7 @@ def study(found: Found) -> Studied:
     for what, lossy in (("with loss", True), ("without loss", False)):
         errors = [row["error of the sum"] for each, row in rows.items() if each.lossy == lossy]
         quantities[f"all rows {what}: error of the sum of weights"] = largest(errors)
-    used = [each.cell(config, seed).options for each in settings for seed in each.seeds(config)]
+    tasks = [each.task(config, seed) for each in settings for seed in each.seeds(config)]
     return Studied(
         {**quantities, **differ},
         tables=[
@@ -251,7 +269,7 @@ def study(found: Found) -> Studied:
             cost_table(
                 "Cost of a run",
                 "row",
-                {each.label: (runs[0].traffic, dense[each][0].traffic) for each, runs in groups.items()},
+                {each.label: traffic for each, traffic in sent.items()},
                 Energy.of(config.settings),
                 "Of the first seed. ",
             ),
@@ -278,8 +296,8 @@ def study(found: Found) -> Studied:
                     if each == Setting(STATIC, data, each.level) and not groups[each][0].diverged
                     for point in groups[each][0].points[1:]
                 ],
-                lambda place: place[1].edge_bytes,
-                lambda place: 100 * place[1].accuracy,
+                lambda place: place[1]["edge_bytes"],
+                lambda place: 100 * place[1]["accuracy"],
                 lambda place: place[0],
                 x_label="bytes of all messages so far",
                 y_label="nodes, %",
@@ -290,5 +308,5 @@ def study(found: Found) -> Studied:
             for data in (IID, THREE_DIGITS)
         ],
         # One record for each partition, whichever seeds drew it.
-        tasks=[get_task("digits", **o).record() for o in {o["partition"]: dict(o) for o in used}.values()],
+        tasks=[task.record() for task in {task.options["partition"]: task for task in tasks}.values()],
     )

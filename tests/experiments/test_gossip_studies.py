@@ -14,7 +14,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.experiments import averaging, convex
 from fedcomp.experiments.averaging import average, fit_late
 from fedcomp.experiments.catalog import get_experiment
-from fedcomp.experiments.decentralised import GossipCell
+from fedcomp.experiments.decentralised import GossipTraining
 from fedcomp.experiments.findings import Say
 from fedcomp.experiments.kit import Record, Records
 from fedcomp.experiments.relayed import beside, without_messages
@@ -24,8 +24,10 @@ from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.errors import TopologyError
 from fedcomp.gossip.power_gossip import PowerGossip
 from fedcomp.gossip.topology import Complete, DirectedRing, OnePeerExponential, Ring, topology_of
+from fedcomp.gossip.vector import GossipPolicy
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
+from fedcomp.tasks import get_task
 
 VALUES = Key(1, "values").generator().standard_normal((4, 10))
 FLAT = Layout.flat(10)
@@ -40,8 +42,7 @@ def test_rows_of_sparse_push_are_the_product_or_what_the_claims_need() -> None:
     assert len({each.label for each in chosen}) == len(chosen)
     for each in chosen:
         assert dataclasses.replace(each, level=sparse_push.SGP, lossy=False) in chosen
-        cell = each.cell(config, 0)
-        topology_of(each.graph, cell.nodes, 0).check(get_algorithm(cell.algorithm))
+        topology_of(each.graph, each.nodes(config), 0).check(get_algorithm(each.algorithm(config)))
     assert {each.graph for each in chosen if each.lossy} == set(sparse_push.GRAPHS)
     assert {len(each.seeds(config)) for each in chosen if each.long} == {3}
     whole = sparse_push.settings_of(experiment.configure(assignments=("full=true",)))
@@ -52,17 +53,19 @@ def test_rows_of_sparse_push_are_the_product_or_what_the_claims_need() -> None:
 
 def test_incorrect_variants_do_what_they_say() -> None:
     algorithm = {"name": "sparse-push", "density": 0.02, "gamma": 0.3, "lr": 0.02, "momentum": 0.9}
-    cell = GossipCell(algorithm, "exponential", 4, 6, 1, options={"hidden": "4", "partition": "shards:3"})
+    task, policy = get_task("digits", hidden="4", partition="shards:3"), GossipPolicy(dense_below=0)
+    graph = topology_of("exponential", 4)
+    plan = GossipTraining(task, get_algorithm(algorithm), graph, 6, seed=1, policy=policy)
     found = {}
     for variant in TRAINED:
         drop = 0.3 if variant in sparse_push.LOSSY else 0.0
-        found[variant] = trained(variant, dataclasses.replace(cell, training={"drop": drop, "dense_below": 0}))
+        found[variant] = trained(variant, dataclasses.replace(plan, drop=drop))
     assert found["kept"]["sum_w"] == pytest.approx(4.0, abs=1e-13)
     assert found["naive debit"]["sum_w"] < 3.5
     assert len({one["loss"] for one in found.values()}) == len(TRAINED)
     assert np.isfinite([one["accuracy"] for one in found.values()]).all()
     with pytest.raises(ValueError, match="no variant"):
-        trained("another", cell)
+        trained("another", plan)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +154,6 @@ def test_variants_without_loss_are_push_sum_and_with_it_only_one_converges() -> 
 
 @pytest.fixture(scope="module")
 def problem() -> convex.Convex:
-    from fedcomp.tasks import get_task
-
     return convex.Convex.of(get_task(cold.TASK, partition="sorted", l2=5.0), 4)
 
 
@@ -232,8 +233,8 @@ def test_c2_a_step_that_diverged_is_ranked_as_guessing() -> None:
 
 def test_c2_nobody_trains_on_the_validation_split_and_nobody_tunes_on_the_test_split() -> None:
     config = get_experiment("power_gossip").configure(quick=True)
-    task = power_gossip.cell(config, power_gossip.CHOCO_TOP, 0.1, 0).plan().task
-    held = power_gossip.cell(config, power_gossip.CHOCO_TOP, 0.1, 0, validation=True).plan().task
+    task = power_gossip.plan(config, power_gossip.CHOCO_TOP, 0.1, 0).task
+    held = power_gossip.plan(config, power_gossip.CHOCO_TOP, 0.1, 0, validation=True).task
     rows = {
         name: {row.tobytes() for row in split.x}
         for name, split in (("test", task.test), ("train", held.train_split), ("validation", held.test))
