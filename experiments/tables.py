@@ -268,7 +268,7 @@ class Training:
             config.engine,
             int(own.pop("rounds", config.rounds)),
             int(own.pop("clients", config.clients)),
-            config.seed,
+            int(own.pop("seed", config.seed)),
             own,
         )
 
