@@ -253,8 +253,8 @@ class Bound:
             return float(of / to[0] if to else of)
         if not isinstance(self.value, str):
             return self.value(found)
-        of, _, to = self.value.partition(" / ")
-        return found.times.ratio(of, to) if to else found.times.multiple(of)
+        method, _, other = self.value.partition(" / ")
+        return found.times.ratio(method, other) if other else found.times.multiple(method)
 
 
 @dataclass(frozen=True)

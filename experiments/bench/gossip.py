@@ -189,7 +189,7 @@ class _Idle(Algorithm):
 
 
 def _bare(graph: str, n: int, iterations: int, _: Found) -> list[Row]:
-    clock, settings = RoundClock(), {"layout": Layout.flat(1), "seed": 0}
-    watched = SimulationSettings(before=clock)
-    simulate(_Idle(), topology_of(graph, n, 0), None, np.zeros(1), iterations, settings=watched, **settings)
+    clock, layout = RoundClock(), Layout.flat(1)
+    watched, start = SimulationSettings(before=clock), np.zeros(1)
+    simulate(_Idle(), topology_of(graph, n, 0), None, start, iterations, layout=layout, seed=0, settings=watched)
     return [{"protocol": "alone", "graph": graph, "nodes": n, NODE: 1e6 * clock.median / n}]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
@@ -51,14 +51,14 @@ def cases(quick: bool) -> Iterator[Case]:
         yield Case(f"a graph of {nodes} nodes, {parts} parts", partial(_graph, nodes, parts, steps, 0))
     few, many = sizes[0], sizes[-1]
 
-    def growth(what: str, parts: Row, column: str, *, gate: bool = True) -> Bound:
+    def growth(what: str, parts: Mapping[int, int], column: str, *, gate: bool = True) -> Bound:
         # Room for caches, and for fewer neighbours that sampled rows share.
         unit, limit = ("memory", 1.2) if column.endswith("kb") else ("time", 1.5)
         of, to = ({"nodes": nodes, **({"parts": parts[nodes]} if parts else {})} for nodes in (many, few))
         name = f"{unit} of {what}: {many} nodes / {few}"
         return Bound(name, (column, of, to), f"<= {limit}", GOAL, gate)
 
-    eight, alike, whole = {few: PARTS, many: PARTS}, {few: PARTS, many: many // owned}, {}
+    eight, alike = {few: PARTS, many: PARTS}, {few: PARTS, many: many // owned}
     yield Case(
         bounds=[
             growth(f"a step, {PARTS} parts", eight, "step_ms"),
@@ -66,8 +66,8 @@ def cases(quick: bool) -> Iterator[Case]:
             growth(f"a step, parts of {owned} nodes", alike, "step_kb"),
             # In a larger part fewer of the sampled rows share neighbours, until none do: a goal beside it.
             growth(f"a step, {PARTS} parts", eight, "step_kb", gate=False),
-            growth(f"a round of {PARTS} clients", whole, "round_ms"),
-            growth(f"a round of {PARTS} clients", whole, "round_kb"),
+            growth(f"a round of {PARTS} clients", {}, "round_ms"),
+            growth(f"a round of {PARTS} clients", {}, "round_kb"),
         ]
     )
 
@@ -87,7 +87,7 @@ def _graph(nodes: int, parts: int, steps: int, rounds: int, _: Any) -> list[Row]
         "owned": len(part.ids),
         "build_s": time.perf_counter() - begin,
     }
-    rows = [{**about, **_step(task, part, steps)}]
+    rows: list[Row] = [{**about, **_step(task, part, steps)}]
     if rounds:
         rows += [{"nodes": nodes, **_samplers(task, part, steps)}, {"nodes": nodes, **_round(task, rounds)}]
     return rows

@@ -99,7 +99,7 @@ def _rounds(name: str, size: int, clients: int) -> dict[str, float]:
     last = 6 if clients == FEW else 3
     for number in range(1, last + 1):
         measure = partial(_measured, limit, trace=number == last)
-        sent = measure(lambda n=number, a=arrays: list(server.configure_train(n, a, ConfigRecord(), Nodes(clients))))
+        sent = measure(partial(server.configure_train, number, arrays, ConfigRecord(), Nodes(clients)))
         replies = []
         # Models that grew from the one that was sent: what does not follow it counts as a client's own.
         current = np.concatenate([array.numpy() for array in arrays.values()])
@@ -114,8 +114,8 @@ def _rounds(name: str, size: int, clients: int) -> dict[str, float]:
             replies.append(answered.result)
             found["client"].append(answered.passes)
             found["client peak"].append(answered.peak / (4 * size))
-        added = measure(lambda n=number, given=replies: server.aggregate_train(n, given)[0])
-        arrays = added.result
+        added = measure(partial(server.aggregate_train, number, replies))
+        arrays = added.result[0]
         if arrays is None:
             raise BenchError(f"{name} did not use the replies of round {number}")
         found["server"].append(sent.passes + added.passes)

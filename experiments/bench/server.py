@@ -19,7 +19,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
-from fedcomp import codecs as c
+from fedcomp.codecs import Codec, get_codec
 from fedcomp.experiments.bench.readpass import BenchError, layered
 from fedcomp.flower import asks
 from fedcomp.flower._private import acting_as, set_message_id
@@ -32,24 +32,28 @@ from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.wire import SchemaMismatch
 
-CODECS: Final[Mapping[str, c.Codec]] = {
-    "identity": c.Identity(),
-    "top-k 1 %": c.TopK(0.01),
-    "top-k 10 %": c.TopK(0.1),
-    "top-k 1 %, q2": c.TopK(0.01, values="q2"),
-    "top-k 1 %, q8": c.TopK(0.01, values="q8"),
-    "STC 1 %": c.STC(0.01),
-    "random-k 1 %": c.RandomK(0.01),
-    "scaled sign": c.ScaledSign(),
-    "TernGrad": c.TernGrad(),
-    "QSGD(127)": c.QSGD(127),
-    "QSGD(7)": c.QSGD(7),
-    "QSGD(1)": c.QSGD(1),
-    "natural": c.NaturalCompression(),
-    "EDEN, 1 bit": c.EDEN(1),
-    "EDEN, 4 bits": c.EDEN(4),
-    "rotation + top-k 1 %": c.Domain(c.Rotation(), c.TopK(0.01)),
-    "DCT + top-k 1 %": c.Domain(c.DCT(), c.TopK(0.01)),
+TOP: Final[Mapping[str, Any]] = {"id": "topk", "density": 0.01}
+CODECS: Final[Mapping[str, Codec]] = {
+    name: get_codec(dict(config))
+    for name, config in (
+        ("identity", {"id": "identity"}),
+        ("top-k 1 %", TOP),
+        ("top-k 10 %", {**TOP, "density": 0.1}),
+        ("top-k 1 %, q2", {**TOP, "values": "q2"}),
+        ("top-k 1 %, q8", {**TOP, "values": "q8"}),
+        ("STC 1 %", {"id": "stc", "density": 0.01}),
+        ("random-k 1 %", {"id": "randomk", "density": 0.01}),
+        ("scaled sign", {"id": "scaledsign"}),
+        ("TernGrad", {"id": "terngrad"}),
+        ("QSGD(127)", {"id": "qsgd", "levels": 127}),
+        ("QSGD(7)", {"id": "qsgd", "levels": 7}),
+        ("QSGD(1)", {"id": "qsgd", "levels": 1}),
+        ("natural", {"id": "natural"}),
+        ("EDEN, 1 bit", {"id": "eden", "bits": 1}),
+        ("EDEN, 4 bits", {"id": "eden", "bits": 4}),
+        ("rotation + top-k 1 %", {"id": "domain", "transform": {"id": "rotation"}, "codec": TOP}),
+        ("DCT + top-k 1 %", {"id": "domain", "transform": {"id": "dct"}, "codec": TOP}),
+    )
 }
 PLAIN: Final = "FedAvg, plain"
 COST, PEAK = "ms per client and million values", "peak in models"
@@ -102,7 +106,7 @@ def cases(quick: bool) -> Iterator[Case]:
             )
 
 
-def frames_of(codec: c.Codec, updates: Sequence[Update], clients: int) -> list[bytes]:
+def frames_of(codec: Codec, updates: Sequence[Update], clients: int) -> list[bytes]:
     """Return what the first clients send, of whom the others' replies are copies; of all where none can be a copy."""
 
     def frame(partition: int) -> bytes:
@@ -119,7 +123,7 @@ def frames_of(codec: c.Codec, updates: Sequence[Update], clients: int) -> list[b
 
 
 def _row(
-    name: str, codec: c.Codec | None, made: Callable[[], Any], updates: Sequence[Update], clients: int, _: Any
+    name: str, codec: Codec | None, made: Callable[[], Any], updates: Sequence[Update], clients: int, _: Any
 ) -> list[Row]:
     size, frames = updates[0].layout.size, made()
     with quiet(), acting_as(1, 0):
@@ -132,7 +136,7 @@ def _row(
 
 
 def aggregated(
-    codec: c.Codec | None,
+    codec: Codec | None,
     frames: Sequence[bytes] | None,
     updates: Sequence[Update],
     clients: int,

@@ -26,7 +26,7 @@ from fedcomp.codecs import EDEN, QSGD, STC, Codec, NaturalCompression, ScaledSig
 from fedcomp.errors import why_missing
 from fedcomp.experiments.bench.readpass import read_pass
 from fedcomp.layout import Layout, Update
-from fedcomp.measuring import Bound, Case, Found, Row, Times
+from fedcomp.measuring import Bound, Calls, Case, Found, Row, Times
 from fedcomp.rng import Key
 from fedcomp.wire import backends
 from fedcomp.wire.bits import put_varint
@@ -114,10 +114,9 @@ def _case(
     goals: Mapping[str, str] = MappingProxyType({}),
 ) -> Case:
     def rows(_: Found) -> list[Row]:
-        named = [(*what.split(" ", 1), value, unit) for what, (value, unit) in measure().items()]
         return [
-            {"goal": goal, "case": case, "measure": what, "value": round(float(value), 5), "unit": unit}
-            for goal, what, value, unit in named
+            {"goal": what[:2], "case": case, "measure": what[3:], "value": round(float(value), 5), "unit": unit}
+            for what, (value, unit) in measure().items()
         ]
 
     bounds = [_bound(what, bound, case, gate=what in gates) for what, bound in {**gates, **goals}.items()]
@@ -128,7 +127,7 @@ def _bound(
     name: str, bound: str, case: str = "", *, what: str = "", most: Callable[..., float] = max, **how: Any
 ) -> Bound:
     """Return the bound on a measure of one case, or of the worst of all."""
-    goal, measure = (what or name).split(" ", 1)
+    goal, measure = (what or name)[:2], (what or name)[3:]
 
     def value(found: Found) -> float:
         rows = [row for row in found.rows if (row["goal"], row["measure"]) == (goal, measure)]
@@ -358,7 +357,7 @@ def _quantised(codec: Codec, update: Update, key: Key, repetitions: int) -> Meas
     bound = 4 * floats + _entropy_bytes(symbols)
     params, section = values.pack()
     unpack = partial(type(values).unpack, params, memoryview(bytes(section)), values.k, "float32")
-    calls = {"pack": values.pack, "decode": lambda: unpack().decode()}
+    calls: Calls = {"pack": values.pack, "decode": lambda: unpack().decode()}
     times, size = Times(calls, repetitions, read_pass(update.vector)), len(params) + len(section)
     return {
         "S9 order-0 entropy": (bound, "bytes"),
