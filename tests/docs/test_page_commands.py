@@ -81,7 +81,6 @@ FEWER: dict[str, dict[str, Any]] = {
     "fedcomp.experiments.catalog.compressors": {"LOOKED": 2, "REPETITIONS": 1},
     "fedcomp.experiments.studies.gradiveq": {"EARLY": 3, "LATE": 6, "WIDTH": 64},
     "fedcomp.experiments.studies.lgc": {"HELD_OUT": 3},
-    "fedcomp.experiments.studies.gcn": {"SCALES": (4.0, 8.0), "SWEEP": (1.0, 1.5)},
 }
 """Lists of an experiment that no setting shortens: module, names and what they are while it is tested."""
 
