@@ -11,6 +11,7 @@ import math
 import operator
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -183,6 +184,25 @@ def _seconds(call: Callable[[], object] | Prepared, count: int) -> float:
     for _ in range(count):
         call()
     return (time.thread_time() - start) / count
+
+
+class Traced(NamedTuple):
+    """A call's result, the bytes that it allocated at its peak, and those it kept, as Python and numpy count them."""
+
+    result: Any
+    peak: int
+    kept: int
+
+
+def traced(call: Callable[[], Any]) -> Traced:
+    """Call and count memory, which takes time: a traced call is not timed."""
+    tracemalloc.start()
+    try:
+        result = call()
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return Traced(result, peak, kept)
 
 
 class Found:

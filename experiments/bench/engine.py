@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from fedcomp.errors import why_missing
 from fedcomp.experiments.bench import many
 from fedcomp.experiments.bench.readpass import BenchError
 from fedcomp.flower.offline import go_offline
-from fedcomp.measuring import Bound, Case, Found, Row
+from fedcomp.measuring import Bound, Case, Found, Row, traced
 
 if TYPE_CHECKING:
     from flwr.app import Context
@@ -211,17 +210,13 @@ def aggregation_memory(nodes: int, elements: int = ELEMENTS) -> dict[str, Any]:
         grid = MeteredGrid(inner)
         for server_round in (1, 2):
             replies = grid.send_and_receive(list(server.configure_train(server_round, arrays, ConfigRecord(), grid)))
-            if server_round == 2:
-                # The first aggregation warmed caches and compiled kernels; this one is measured.
-                tracemalloc.start()
-            aggregated, _ = server.aggregate_train(server_round, replies)
-            if aggregated is None:
+            # The first aggregation warms caches and compiles kernels; the second is measured.
+            done = traced(partial(server.aggregate_train, server_round, replies))
+            if done.result[0] is None:
                 raise BenchError(f"nothing was aggregated from {nodes} clients")
-            arrays = aggregated
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
+            arrays = done.result[0]
     frames = sum(payload_bytes(reply) for reply in replies)
-    sizes = {"model_mb": 4 * elements / 1e6, "replies_mb": frames / 1e6, PEAK: peak / 1e6}
+    sizes = {"model_mb": 4 * elements / 1e6, "replies_mb": frames / 1e6, PEAK: done.peak / 1e6}
     return {"clients": nodes, **sizes}
 
 

@@ -10,7 +10,6 @@ its own model and the replies.
 from __future__ import annotations
 
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from fedcomp.experiments.bench.readpass import BenchError, Vector, layered, read
 from fedcomp.experiments.bench.server import Nodes
 from fedcomp.flower._private import acting_as, content_to_bytes, set_message_id
 from fedcomp.flower.logs import quiet
-from fedcomp.measuring import Bound, Case, Row
+from fedcomp.measuring import Bound, Case, Row, traced
 from fedcomp.strategies.compressed import Compressed
 
 TENSORS: Final = 50
@@ -155,11 +154,8 @@ class _Measured:
 def _measured(limit: Callable[[], object], call: Callable[[], Any], *, trace: bool) -> _Measured:
     """Measure memory where ``trace``, else time: to trace takes time."""
     if trace:
-        tracemalloc.start()
-        out = call()
-        kept, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        return _Measured(out, peak=peak, kept=kept)
+        done = traced(call)
+        return _Measured(done.result, peak=done.peak, kept=done.kept)
     start = time.thread_time()
     limit()
     begun = time.thread_time()

@@ -9,7 +9,6 @@ peak beside the replies.
 from __future__ import annotations
 
 import time
-import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from statistics import median
@@ -27,7 +26,7 @@ from fedcomp.flower.asks import AnswerHead
 from fedcomp.flower.logs import quiet
 from fedcomp.flower.payload import FRAME
 from fedcomp.layout import Layout, Update
-from fedcomp.measuring import Bound, Case, Found, Row
+from fedcomp.measuring import Bound, Case, Found, Row, traced
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.wire import SchemaMismatch
@@ -129,7 +128,7 @@ def _row(
     with quiet(), acting_as(1, 0):
         repetitions = 5 if clients <= 10 else 3 if clients <= 100 else 1
         rounds = [aggregated(codec, frames, updates, clients) for _ in range(repetitions)]
-        peak = aggregated(codec, frames, updates, clients, traced=True) / (4 * size)
+        peak = aggregated(codec, frames, updates, clients, memory=True) / (4 * size)
     payload = len(frames[0]) if frames else 4 * size
     cost = 1e9 * median(rounds) / clients / size
     return [{"codec": name, "clients": clients, "bytes of a reply": payload, COST: cost, PEAK: peak}]
@@ -142,9 +141,9 @@ def aggregated(
     clients: int,
     kind: type[FedAvg] = FedAvg,
     *,
-    traced: bool = False,
+    memory: bool = False,
 ) -> float:
-    """Return the seconds that a new server's ``aggregate_train`` takes on a round; where ``traced``, the bytes it
+    """Return the seconds that a new server's ``aggregate_train`` takes on a round; where ``memory``, the bytes it
     allocates at its peak.
 
     Parameters
@@ -171,14 +170,10 @@ def aggregated(
             head = AnswerHead(index, server.sequence, record="arrays")
             asks.put(content, head, data={FRAME + "values": frames[index % len(frames)]})
         replies.append(Message(content, reply_to=message))
-    if traced:
-        tracemalloc.start()
     start = time.thread_time()
-    arrays, _ = server.aggregate_train(1, replies)
-    spent = time.thread_time() - start
-    if traced:
-        spent = float(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
+    done = traced(lambda: server.aggregate_train(1, replies)) if memory else None
+    arrays, _ = done.result if done else server.aggregate_train(1, replies)
+    spent = float(done.peak) if done else time.thread_time() - start
     if arrays is None or (codec is not None and server.reports[1].used != clients):
         raise BenchError(f"{codec!r} did not add all updates of {clients} clients")
     return spent
