@@ -160,14 +160,11 @@ class Times:
 
     def ratio(self, of: str | Sequence[str], to: str | Sequence[str]) -> float:
         """Return the median over repetitions of one method's time, or the sum of several, over another's."""
-        sums = (
-            [
-                sum(each)
-                for each in zip(*(self.seconds[n] for n in ([part] if isinstance(part, str) else part)), strict=True)
-            ]
-            for part in (of, to)
-        )
-        return median(a / b for a, b in zip(*sums, strict=True))
+        return median(a / b for a, b in zip(self._sums(of), self._sums(to), strict=True))
+
+    def _sums(self, methods: str | Sequence[str]) -> list[float]:
+        names = [methods] if isinstance(methods, str) else methods
+        return [sum(each) for each in zip(*(self.seconds[name] for name in names), strict=True)]
 
 
 def _seconds(call: Callable[[], object] | Prepared, count: int) -> float:
