@@ -17,11 +17,10 @@ from pathlib import Path
 
 import click
 
+from fedcomp.clients.edge.supervisor import TEMPORARY
 from fedcomp.experiments.commands import OK, complain
 from fedcomp.experiments.security.certificates import Folder, digest_of
 
-TEMPORARY = 75
-"""Exit code of what may work later, EX_TEMPFAIL of sysexits.h."""
 _GONE = ("unregistered", "deleted")
 _KNOWN = "[code: 23]"
 """What the SuperLink answers to a key that it has already."""
