@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ TRAINED: Final = (FEDAVG, UP, BOTH, LOW_BIT)
 """Rows whose trainings differ."""
 
 ROWS: Final = (*TRAINED, AT_NODES)
-TRAINS_AS: Final = {row: row for row in TRAINED} | {AT_NODES: LOW_BIT}
+TRAINS_AS: Final = {row: row for row in TRAINED} | {AT_NODES: LOW_BIT, STOCK: FEDAVG}
 
 LARGE: Final = 8e6
 """Bytes of the model that stock Flower is sent, beside ours."""
@@ -39,52 +38,39 @@ IDLE: Final = 60.0
 """Seconds in which nodes without work are watched."""
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Where the bytes at the interfaces went, both directions and all nodes, up to the last finished round.
+def cost(record: Mapping[str, Any], quiet: float, each: float = 0.0) -> Record:
+    """Return where the bytes at the interfaces went, both directions and all nodes, up to the last finished round.
 
-    Attributes
+    Parameters
     ----------
-    interface : float
-        As the interfaces counted them.
-    ledger : float
-        Whole messages, as the ledger has them.
-    headers : float
-        Of Ethernet, IP and TCP, by packets.
-    bundle, polls, acknowledgements : float
-        The app once per node; idle nodes' questions; what else Flower says per message, as the same row with an empty
-        model showed it.
+    record : mapping
+        What was seen of a row.
+    quiet : float
+        Bytes per second of idle nodes, without the headers of packets.
+    each : float
+        What else Flower says per message, in bytes, as the same row with an empty model showed it.
+
+    Returns
+    -------
+    Record
+        ``interface``: bytes as the interfaces counted them; ``ledger``: whole messages; ``headers``: Ethernet, IP and
+        TCP, by packets; ``bundle``: the app, once per node; ``polls``: idle nodes' questions; ``acknowledgements``;
+        ``named``: the sum of all but the first.
     """
-
-    interface: float
-    ledger: float
-    headers: float
-    bundle: float
-    polls: float
-    acknowledgements: float = 0.0
-
-    @property
-    def named(self) -> float:
-        """All that has a name."""
-        return self.ledger + self.headers + self.bundle + self.polls + self.acknowledgements
-
-    @property
-    def unexplained(self) -> float:
-        """Share of the interface's bytes without a name, or counted twice."""
-        return abs(1.0 - self.named / self.interface) if self.interface else math.nan
+    seen, line = record["interface"], record["line"]
+    parts = {
+        "ledger": record["up"] + record["down"],
+        "headers": HEADERS * (seen["up_packets"] + seen["down_packets"]),
+        "bundle": record["bundle"],
+        "polls": quiet * line[-1][0] if line else 0.0,
+        "acknowledgements": each * record["messages"],
+    }
+    return Record({"interface": seen["up_bytes"] + seen["down_bytes"], **parts, "named": sum(parts.values())})
 
 
-def cost(record: Mapping[str, Any], quiet: float, each: float = 0.0) -> Cost:
-    """Return where a row's bytes went; ``quiet`` bytes per second of idle nodes, ``each`` per message."""
-    seen = record["interface"]
-    return Cost(
-        seen["up_bytes"] + seen["down_bytes"],
-        record["up"] + record["down"],
-        HEADERS * (seen["up_packets"] + seen["down_packets"]),
-        record["bundle"],
-        quiet * record["line"][-1][0] if record["line"] else 0.0,
-        each * record["messages"],
-    )
+def unexplained(cost: Mapping[str, Any]) -> float:
+    """Return the share of the interface's bytes without a name, or counted twice."""
+    return abs(1.0 - cost["named"] / cost["interface"]) if cost["interface"] else math.nan
 
 
 def quiet_rate(record: Mapping[str, Any], seconds: float) -> float:
@@ -113,18 +99,11 @@ def settings(kbit: float) -> dict[str, str]:
     return Link.of(f"{kbit:g}kbit").environment
 
 
-def tune(row: str, hidden: int, rate: float, seed: int, *, config: Config) -> dict[str, Any]:
-    """Train in this process with the validation split apart."""
+def known(row: str, hidden: int, rate: float, seed: int, tuning: bool, *, config: Config) -> dict[str, Any]:
+    """Train in this process: with the validation split apart, or as over the links."""
     from fedcomp.experiments.slow import here
 
-    return here(**_asked(config, row, hidden, rate, seed), tuning=True)
-
-
-def know(row: str, hidden: int, rate: float, *, config: Config) -> dict[str, Any]:
-    """Train in this process as over the links."""
-    from fedcomp.experiments.slow import here
-
-    return here(**_asked(config, row, hidden, rate, config.seed))
+    return here(**_asked(config, row, hidden, rate, seed), tuning=tuning)
 
 
 def over_link(
@@ -134,7 +113,7 @@ def over_link(
     from fedcomp.experiments.slow import Training, linked
 
     large = kbit == LARGE_KBIT and hidden == _hidden(LARGE)
-    training = Training(**_asked(config, FEDAVG if row == STOCK else row, hidden, rate, config.seed))
+    training = Training(**_asked(config, row if row != STOCK else FEDAVG, hidden, rate, config.seed))
     return linked(
         training,
         rate=1e3 * kbit,
@@ -160,31 +139,25 @@ def _hidden(size: float) -> int:
     return hidden_of(size)
 
 
-def hidden_at(kbit: float, dense: float) -> int:
-    """Return the hidden units of a model that takes ``dense`` seconds, up to 4 MB."""
-    return _hidden(min(4e6, 125.0 * kbit * dense))
-
-
 def study(found: Found) -> Studied:
     """Choose step sizes in this process, train over links, then account for every byte."""
     config, say, s = found.config, found.say, found.config.settings
-    skipped = unavailable()
-    rates = numbers(str(s["rates"]))
-    sizes = {kbit: hidden_at(kbit, float(s["dense"])) for kbit in rates}
-    processes, side_by_side = int(s["workers"]), int(s["links"])
-    grid = numbers(str(s["steps"]))
-    shared = {"config": config}
+    rates, grid = numbers(str(s["rates"])), numbers(str(s["steps"]))
+    sizes = {kbit: _hidden(min(4e6, 125.0 * kbit * float(s["dense"]))) for kbit in rates}
     seeds = [config.seed + TUNING_SEED + i for i in range(TRIALS)]
-    axes = {"row": TRAINED, "hidden": sorted(set(sizes.values())), "rate": grid, "seed": seeds}
-    tuned = Sweep(tune, axes, "step size", shared)(say, processes)
+    axes = {"row": TRAINED, "hidden": sorted(set(sizes.values())), "rate": grid, "seed": seeds, "tuning": [True]}
+    tuned = found.sweep(known, axes, "step size", config=config)
     best = {key: _soonest(group) for key, group in tuned.groups("row", "hidden").items()}
-    cells = [{"row": row, "hidden": hidden, "rate": rate} for (row, hidden), rate in best.items()]
-    known = Sweep(know, cells, "here", shared)(say, processes)
-    if skipped:
+    same = {"seed": config.seed, "tuning": False}
+    cells = [{"row": row, "hidden": hidden, "rate": rate, **same} for (row, hidden), rate in best.items()]
+    here = found.sweep(known, cells, "here", config=config)
+    if skipped := unavailable():
         say(skipped)
-        return studied(config, known, Records([]), skipped)
-    # The slowest first: they end last.
-    cells = [
+        return studied(config, here, Records([]), skipped)
+    # The slowest first: they end last. Step sizes of the large model are those of the largest that was tuned.
+    large, size = {"kbit": LARGE_KBIT, "hidden": _hidden(LARGE)}, max(sizes.values())
+    cells = [{"row": row, **large, "rate": best[TRAINS_AS[row], size]} for row in ((STOCK, BOTH) if s["stock"] else ())]
+    cells += [
         {"row": row, "kbit": kbit, "hidden": sizes[kbit], "rate": best[TRAINS_AS[row], sizes[kbit]]}
         for kbit in rates
         for row in ROWS
@@ -192,25 +165,14 @@ def study(found: Found) -> Studied:
     # Measured once per row: it is the number of a message's arrays that tells, not the rate (29 to 30 kB of FedAvg's
     # four, 14 of a frame of ours, at 64 kbit/s as at 10 Mbit/s).
     cells += [{"row": row, "kbit": max(rates), "hidden": EMPTY, "rate": grid[0]} for row in TRAINED]
-    if s["stock"]:
-        largest, size = max(sizes.values()), _hidden(LARGE)
-        large = {"kbit": LARGE_KBIT, "hidden": size}
-        # Step sizes of the largest model that was tuned.
-        cells = [
-            {"row": STOCK, **large, "rate": best[FEDAVG, largest]},
-            {"row": BOTH, **large, "rate": best[BOTH, largest]},
-            *cells,
-        ]
-    needed = _needed(known)
-    trained = Sweep(over_link, cells, "link", {**shared, "needed": needed})(say, side_by_side)
-    return studied(config, known, trained, "")
+    shared = {"config": config, "needed": _needed(here)}
+    return studied(config, here, Sweep(over_link, cells, "link", shared)(say, int(s["links"])), "")
 
 
-def _needed(known: Records) -> dict[tuple[str, int], float]:
+def _needed(here: Records) -> dict[tuple[str, int], float]:
     """Return how many rounds every row needs, by row and size."""
-    rounds = {(r.row, r.hidden): r.needed for r in known}
-    alike = {(row, hidden) for row in TRAINS_AS for _, hidden in rounds}
-    return {(row, hidden): rounds[TRAINS_AS[row], hidden] for row, hidden in alike}
+    rounds = {(r.row, r.hidden): r.needed for r in here}
+    return {(row, hidden): rounds[TRAINS_AS[row], hidden] for row in ROWS for _, hidden in rounds}
 
 
 def _bytes(hidden: int) -> float:
@@ -233,13 +195,13 @@ def _finite(line: Sequence[float]) -> list[float]:
     return [value for value in line if math.isfinite(value)]
 
 
-def studied(config: Config, known: Records, found: Records, skipped: str) -> Studied:
+def studied(config: Config, here: Records, found: Records, skipped: str) -> Studied:
     """Return seconds, bytes and accuracies; what was not measured, and why."""
     target, longest = (float(config.settings[name]) for name in ("target", "stock_limit"))
     large = _hidden(LARGE)
     small = Records(r for r in found if r.hidden not in (EMPTY, large))
     beside = found.where(hidden=large)
-    needed = _needed(known)
+    needed = _needed(here)
 
     def ended(record: Record) -> tuple[float, bool]:
         return seconds_to(record, target, needed.get((record.row, record.hidden), math.inf))
@@ -259,9 +221,9 @@ def studied(config: Config, known: Records, found: Records, skipped: str) -> Stu
     quiet = median(quiet_rate(r, idle) for r in empty) if empty else 0.0
     each = {r.row: _besides(r, quiet) for r in empty}
     costs = [(r, cost(r, quiet, each[TRAINS_AS[r.row]])) for r in small if r.line]
-    off = max((c.unexplained for _, c in costs), default=math.nan)
+    off = max((unexplained(c) for _, c in costs), default=math.nan)
     dense = [c for r, c in costs if r.row == FEDAVG]
-    apart = max((_apart(r, known) for r in small if r.line), default=math.nan)
+    apart = max((_apart(r, here) for r in small if r.line), default=math.nan)
     fast = max(ROWS[1:], key=lambda row: factor(row, 1000.0) if math.isfinite(factor(row, 1000.0)) else -1.0)
     gained = factor(fast, 1000.0)
     no_mega = skipped or ("" if math.isfinite(gained) else "1000 is not among the rates")
@@ -333,7 +295,7 @@ def studied(config: Config, known: Records, found: Records, skipped: str) -> Stu
                     "bundle": lambda pair: _kb(pair[1].bundle),
                     "polls": lambda pair: _kb(pair[1].polls),
                     "acknowledgements": lambda pair: _kb(pair[1].acknowledgements),
-                    "without a name, %": lambda pair: round(100 * pair[1].unexplained, 1),
+                    "without a name, %": lambda pair: round(100 * unexplained(pair[1]), 1),
                 },
                 costs,
                 "Both ways and both nodes, up to the last finished round. Headers: 66 bytes a packet. Polls: two idle "
@@ -368,8 +330,8 @@ def _listed(each: Mapping[str, float]) -> str:
     return ", ".join(f"{row} {value:.0f}" for row, value in each.items())
 
 
-def _apart(record: Record, known: Records) -> float:
-    line = known.one(row=TRAINS_AS[record.row], hidden=record.hidden).line
+def _apart(record: Record, here: Records) -> float:
+    line = here.one(row=TRAINS_AS[record.row], hidden=record.hidden).line
     return max(abs(point[1] - value) for point, value in zip(record.line, line, strict=False))
 
 
