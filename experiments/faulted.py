@@ -233,7 +233,6 @@ def faulted(
     deadline: float,
     pause: float,
     state: bool,
-    keep: bool = False,
 ) -> dict[str, Any]:
     """Train while faults are done; return what was seen and the judgement, as JSON-able fields.
 
@@ -267,7 +266,6 @@ def faulted(
             # machine would take a processor. And what a killed node leaves in its folder for temporary files goes.
             settings={TASK_POLL: "1", "TMPDIR": folder},
             preload=("fedcomp.experiments.journal",),
-            keep=keep,
         ) as deployment,
     ):
         out = deployment.home("out")
