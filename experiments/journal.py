@@ -323,10 +323,13 @@ def ended_of(ours: Compressed, number: int) -> Ended:
     report, sequence = ours.reports[number], ours.sequence
     claims = ours.roster.claims
 
+    def named(nodes: Iterable[int]) -> list[int]:
+        return sorted(claims[node] for node in nodes)
+
     used = [node for node, peer in ours.roster.peers.items() if peer.consumed == sequence]
-    lists = (sorted(claims[node] for node in nodes) for nodes in (used, report.fresh, report.rolled_back))
-    refused = sorted(report.refused.values())
     memories = {str(claims[node]): ours.roster.peers[node].generation for node in used}
+    refused = sorted(report.refused.values())
+    lists = named(used), named(report.fresh), named(report.rolled_back)
     return Ended(number, sequence, *lists, refused, report.lost, memories, time.time())
 
 
