@@ -158,24 +158,26 @@ LINK = """
 import sys
 from fedcomp.clients.edge import supervisor
 from fedcomp.experiments.security.link import LinkOptions, main
-supervisor.FIRST = 0.01
-stand_in, port = sys.argv[1:3]
+from fedcomp.experiments.security.proxy import Proxy
+supervisor.FIRST, supervisor.LOOK_SECONDS = 0.01, 0.1
+stand_in, port, change = sys.argv[1:4]
+exec(change)
 LinkOptions.superlink = lambda self: [sys.executable, "-c", stand_in, "superlink", port]
 LinkOptions.superexec = lambda self: [sys.executable, "-c", stand_in, "superexec", port]
-sys.exit(main(sys.argv[3:]))
+sys.exit(main(sys.argv[4:]))
 """
 
 
-def start(path: Path, stand_in: str = STAND_IN, *more: str) -> subprocess.Popen[str]:
+def start(path: Path, *more: str, stand_in: str = STAND_IN, change: str = "") -> subprocess.Popen[str]:
     """Start a link with stand-ins for Flower's programs: all that is ours is the real thing."""
     public, port = map(str, free_ports(2))
     asked = [str(path), "--insecure", "--listen", f"127.0.0.1:{public}", "--port", port, *more]
-    command = [sys.executable, "-c", LINK, stand_in, port, *asked]
+    command = [sys.executable, "-c", LINK, stand_in, port, change, *asked]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_what_ends_is_started_again_and_sigterm_leaves_nothing(tmp_path):
-    process = start(tmp_path, STAND_IN, "--log-format", "json")
+    process = start(tmp_path, "--log-format", "json")
     events = (json.loads(line) for line in process.stdout)
     started: list[tuple[str, int]] = []
 
@@ -198,7 +200,7 @@ def test_what_ends_is_started_again_and_sigterm_leaves_nothing(tmp_path):
 
 
 def test_with_a_log_of_json_every_line_is_an_object_also_those_of_processes(tmp_path):
-    process = start(tmp_path, STAND_IN, "--log-format", "json")
+    process = start(tmp_path, "--log-format", "json")
     wanted = {(name, line) for name in ("superlink", "superexec") for line in ("INFO : begins", "oops")}
     while wanted:
         event = json.loads(process.stdout.readline())
@@ -210,12 +212,21 @@ def test_with_a_log_of_json_every_line_is_an_object_also_those_of_processes(tmp_
 
 
 def test_a_superlink_that_does_not_start_is_a_temporary_failure(tmp_path):
-    process = start(tmp_path, "import sys; sys.exit(3)")
+    process = start(tmp_path, stand_in="import sys; sys.exit(3)")
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 75
     assert "superlink ended with status 3" in printed
     # The word is explicit, and what it means is said.
     assert "Whoever reaches" in printed
+
+
+def test_a_link_whose_proxy_has_ended_ends_too(tmp_path):
+    """It would be alive, and no node could reach it."""
+    process = start(tmp_path, change="Proxy.serve = lambda *_: 1 / 0")
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "ZeroDivisionError" in printed
+    assert "the proxy has ended" in printed
 
 
 def test_neither_command_needs_more_than_the_library_itself():
