@@ -34,6 +34,7 @@ EMPTY: Final = 1
 TRIALS: Final = 3
 """Trainings by which a step size is judged: a round more or less is luck."""
 
+PARTS: Final = ("interfaces", "ledger", "headers", "bundle", "polls", "acknowledgements")
 IDLE: Final = 60.0
 """Seconds in which nodes without work are watched."""
 
@@ -53,7 +54,7 @@ def cost(record: Mapping[str, Any], quiet: float, each: float = 0.0) -> Record:
     Returns
     -------
     Record
-        ``interface``: bytes as the interfaces counted them; ``ledger``: whole messages; ``headers``: Ethernet, IP and
+        ``interfaces``: bytes as the interfaces counted them; ``ledger``: whole messages; ``headers``: Ethernet, IP and
         TCP, by packets; ``bundle``: the app, once per node; ``polls``: idle nodes' questions; ``acknowledgements``;
         ``named``: the sum of all but the first.
     """
@@ -65,12 +66,12 @@ def cost(record: Mapping[str, Any], quiet: float, each: float = 0.0) -> Record:
         "polls": quiet * line[-1][0] if line else 0.0,
         "acknowledgements": each * record["messages"],
     }
-    return Record({"interface": seen["up_bytes"] + seen["down_bytes"], **parts, "named": sum(parts.values())})
+    return Record({"interfaces": seen["up_bytes"] + seen["down_bytes"], **parts, "named": sum(parts.values())})
 
 
 def unexplained(cost: Mapping[str, Any]) -> float:
     """Return the share of the interface's bytes without a name, or counted twice."""
-    return abs(1.0 - cost["named"] / cost["interface"]) if cost["interface"] else math.nan
+    return abs(1.0 - cost["named"] / cost["interfaces"]) if cost["interfaces"] else math.nan
 
 
 def quiet_rate(record: Mapping[str, Any], seconds: float) -> float:
@@ -219,19 +220,24 @@ def studied(config: Config, here: Records, found: Records, skipped: str) -> Stud
     empty = found.where(hidden=EMPTY)
     idle = min(IDLE, float(config.settings["limit"]))
     quiet = median(quiet_rate(r, idle) for r in empty) if empty else 0.0
-    each = {r.row: _besides(r, quiet) for r in empty}
-    costs = [(r, cost(r, quiet, each[TRAINS_AS[r.row]])) for r in small if r.line]
-    off = max((unexplained(c) for _, c in costs), default=math.nan)
-    dense = [c for r, c in costs if r.row == FEDAVG]
-    apart = max((_apart(r, here) for r in small if r.line), default=math.nan)
+    # Bytes a message that have no other name.
+    alone = {r.row: (cost(r, quiet), max(1, r.messages)) for r in empty}
+    each = {row: max(0.0, (c.interfaces - c.named) / messages) for row, (c, messages) in alone.items()}
+    finished = [r for r in small if r.line]
+    costs = [Record({"row": r.row, "kbit": r.kbit, **cost(r, quiet, each[TRAINS_AS[r.row]])}) for r in finished]
+    off = max(map(unexplained, costs), default=math.nan)
+    same = {(r.row, r.hidden): r.line for r in here}
+    apart = [abs(p[1] - v) for r in finished for p, v in zip(r.line, same[TRAINS_AS[r.row], r.hidden], strict=False)]
     fast = max(ROWS[1:], key=lambda row: factor(row, 1000.0) if math.isfinite(factor(row, 1000.0)) else -1.0)
     gained = factor(fast, 1000.0)
     no_mega = skipped or ("" if math.isfinite(gained) else "1000 is not among the rates")
     no_stock = skipped or ("" if beside else "set stock=true")
     stock, ours = (next(iter(beside.where(row=row)), None) for row in (STOCK, BOTH))
-    versus = math.nan if stock is None or ours is None else _at_least(stock, target, longest) / ended(ours)[0]
+    versus = math.nan
     said = f"At 1 Mbit/s {fast} reaches {target:g} % {gained:.1f} times sooner than FedAvg; "
     if stock is not None and ours is not None:
+        reached, _ = seconds_to(stock, target, math.inf)
+        versus = (reached if math.isfinite(reached) else longest) / ended(ours)[0]
         said += f"{LARGE / 1e6:g} MB at {LARGE_KBIT:g} kbit/s: stock Flower {_outcome(stock, target)}, "
         said += f"top-k both ways {_outcome(ours, target)}; "
     said += f"all but {100 * off:.1f} % of the bytes at the interfaces have a name."
@@ -239,11 +245,12 @@ def studied(config: Config, here: Records, found: Records, skipped: str) -> Stud
         ("1 Mbit/s", "seconds of FedAvg over the best of ours"): gained,
         "share of the bytes at the interfaces without a name": off,
         "bytes at the interfaces of FedAvg over the ledger's": max(
-            (c.interface / c.ledger for c in dense), default=math.nan
+            (c.interfaces / c.ledger for c in costs if c.row == FEDAVG), default=math.nan
         ),
-        "accuracies over links, points off those in this process": apart,
+        "accuracies over links, points off those in this process": max(apart, default=math.nan),
         ("8 MB at 200 kbit/s", "seconds of stock Flower over ours"): versus,
     }
+    listed = ", ".join(f"{row} {value:.0f}" for row, value in each.items())
     reasons = dict.fromkeys(quantities, skipped)
     reasons["1 Mbit/s", "seconds of FedAvg over the best of ours"] = no_mega
     reasons["8 MB at 200 kbit/s", "seconds of stock Flower over ours"] = no_stock
@@ -260,7 +267,7 @@ def studied(config: Config, here: Records, found: Records, skipped: str) -> Stud
                     "first round, s": lambda r: round(r.line[0][0], 1) if r.line else None,
                     "a later round, s": lambda r: round(pace(r.line), 1) if len(r.line) > 1 else None,
                     "rounds": lambda r: len(r.line),
-                    "of": lambda r: _rounds(needed.get((r.row, r.hidden), math.inf)),
+                    "of": lambda r: _seconds(needed[r.row, r.hidden], True),
                     "seconds": lambda r: _seconds(*ended(r)),
                     "FedAvg's over it": lambda r: round(factor(r.row, r.kbit), 1),
                 },
@@ -287,20 +294,15 @@ def studied(config: Config, here: Records, found: Records, skipped: str) -> Stud
             table(
                 "Where the bytes went, KB",
                 {
-                    "kbit/s": lambda pair: f"{pair[0].kbit:g}",
-                    "row": lambda pair: pair[0].row,
-                    "interfaces": lambda pair: _kb(pair[1].interface),
-                    "ledger": lambda pair: _kb(pair[1].ledger),
-                    "headers": lambda pair: _kb(pair[1].headers),
-                    "bundle": lambda pair: _kb(pair[1].bundle),
-                    "polls": lambda pair: _kb(pair[1].polls),
-                    "acknowledgements": lambda pair: _kb(pair[1].acknowledgements),
-                    "without a name, %": lambda pair: round(100 * unexplained(pair[1]), 1),
+                    "kbit/s": lambda c: f"{c.kbit:g}",
+                    "row": "row",
+                    **{part: lambda c, part=part: round(c[part] / 1e3, 1) for part in PARTS},
+                    "without a name, %": lambda c: round(100 * unexplained(c), 1),
                 },
                 costs,
                 "Both ways and both nodes, up to the last finished round. Headers: 66 bytes a packet. Polls: two idle "
                 f"nodes send and receive {quiet:.0f} bytes a second besides. Acknowledgements: what a training of the "
-                f"same row with an empty model showed, bytes a message: {_listed(each)}.",
+                f"same row with an empty model showed, bytes a message: {listed}.",
             ),
         ],
         figures=[
@@ -320,26 +322,6 @@ def studied(config: Config, here: Records, found: Records, skipped: str) -> Stud
     )
 
 
-def _besides(record: Record, quiet: float) -> float:
-    """Return the bytes a message that have no other name."""
-    alone = cost(record, quiet)
-    return max(0.0, (alone.interface - alone.named) / max(1, record.messages))
-
-
-def _listed(each: Mapping[str, float]) -> str:
-    return ", ".join(f"{row} {value:.0f}" for row, value in each.items())
-
-
-def _apart(record: Record, here: Records) -> float:
-    line = here.one(row=TRAINS_AS[record.row], hidden=record.hidden).line
-    return max(abs(point[1] - value) for point, value in zip(record.line, line, strict=False))
-
-
-def _at_least(record: Record, target: float, limit: float) -> float:
-    reached, measured = seconds_to(record, target, math.inf)
-    return reached if measured else limit
-
-
 def _outcome(record: Record, target: float) -> str:
     reached, measured = seconds_to(record, target, math.inf)
     finished = len(_finite([point[1] for point in record.line]))
@@ -353,11 +335,3 @@ def _seconds(value: float, measured: bool) -> str:
     if not math.isfinite(value):
         return "never"
     return f"{value:.0f}" if measured else f"about {value:.0f}"
-
-
-def _rounds(value: float) -> str:
-    return f"{value:.0f}" if math.isfinite(value) else "never"
-
-
-def _kb(value: float) -> float:
-    return round(value / 1e3, 1)

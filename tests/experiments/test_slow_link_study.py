@@ -79,7 +79,7 @@ def test_a_row_that_was_ended_is_continued_at_its_pace_and_no_other() -> None:
 
 def test_bytes_without_a_name_are_found_and_so_are_those_counted_twice() -> None:
     for named, share in ((1000.0, 0.0), (750.0, 0.25), (1400.0, 0.4)):
-        assert module.unexplained({"interface": 1000.0, "named": named}) == pytest.approx(share)
+        assert module.unexplained({"interfaces": 1000.0, "named": named}) == pytest.approx(share)
 
 
 def counted(up: float, down: float, packets: int) -> dict[str, Any]:
