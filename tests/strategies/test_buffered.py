@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from test_pipelined import STEP, gradient, problem, squares, start
 from toy import client_app, model
 
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import Codec, Identity, RandomK, SignSGD, TopK
-from fedcomp.errors import ConfigError, NoUsableReply
+from fedcomp.codecs import Codec, Identity, RandomK, TopK
+from fedcomp.errors import NoUsableReply
 from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
@@ -211,22 +210,6 @@ def test_the_log_tells_of_what_is_asked_and_not_of_all_nodes(caplog: pytest.LogC
     assert "Sampled" not in caplog.text
     assert "staleness up to" in caplog.text
     assert "under way when the run ended" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: Buffered(quiet(), 0, 1), "concurrency"),
-        (lambda: Buffered(quiet(), 1, 0), "buffer"),
-        (lambda: Buffered(quiet(), 1, 1, weight="none"), "weight"),
-        (lambda: Buffered(quiet(), 1, 1, server_lr=0.0), "server_lr"),
-        (lambda: Buffered(Compressed(quiet(), SignSGD(step=0.1)), 1, 1), "votes"),
-        (lambda: Buffered(Buffered(quiet(), 1, 1), 1, 1), "exchanges of its own"),
-    ],
-)
-def test_what_cannot_be_buffered_is_refused(make: Callable[[], Any], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        make()
 
 
 def test_a_slow_reply_is_not_lost_however_many_quick_ones_pass_it() -> None:

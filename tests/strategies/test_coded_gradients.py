@@ -11,11 +11,10 @@ import pytest
 import toy
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAdam, FedAvg, Krum, Result
+from flwr.serverapp.strategy import FedAdam, Result
 from gradient_toy import FEATURES, MASK, app_of, client_app, data, float32_step, full_batch, model
 from round_paths import NODES, quiet
 
-from fedcomp.codecs import Identity
 from fedcomp.coding.checked import CHECK, checked_bytes
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower import asks
@@ -25,7 +24,6 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import FRAME, NODE_RECORD
 from fedcomp.flower.rounds import fit
 from fedcomp.strategies.coded.strategy import CodedFedAvg
-from fedcomp.strategies.compressed import Compressed
 from fedcomp.systems.coded.gradients import Form
 
 FORM = asks.SAY + "form"
@@ -474,13 +472,10 @@ def test_an_answer_is_as_long_as_an_update_of_its_number_format() -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: strategy(1, Compressed(FedAvg(), Identity())), "without Compressed"),
-        (lambda: strategy(1, Krum()), "single updates"),
         (lambda: strategy(1, loses=2), "did you mean 'losses'"),
         (lambda: strategy(1, symbols=3), "symbols=3"),
         (lambda: strategy(1, arithmetic="gf31", limit=-1.0), "limit"),
         (lambda: strategy(1, quorum=3), "allow that with"),
-        (lambda: strategy(1, arithmetic="gf31", approximate=True), "cannot be decoded approximately"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(make, reason: str) -> None:

@@ -32,9 +32,6 @@ from toy import with_halves
 from fedcomp.clients.coded.linear import linear_device
 from fedcomp.clients.compressed import compression
 from fedcomp.flower.faults import Delivery
-from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import TrafficLedger
-from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import NODE_RECORD
 from fedcomp.flower.rounds import fit
 from fedcomp.strategies.coded.linear import CodedLinearGD
@@ -198,30 +195,3 @@ def test_wrong_owners_are_not_taken_in() -> None:
         run(strategy, metered(5, app=tampered(SETUP, 2, change)), 1)
         assert said in strategy.reports[1].linear.refused[2]
         assert "[2] have not joined" in strategy.reports[1].linear.skipped
-
-
-class Blind(InProcessGrid):
-    """An engine that does not know which partitions its nodes hold, as a deployment."""
-
-    def partition_of(self, node_id: int) -> None:
-        return None
-
-
-def test_a_second_node_for_the_same_partition_does_not_replace_the_first() -> None:
-    def twins(delivery: Delivery) -> str:
-        # Its hello comes in the second round, when the other one holds the partition.
-        return "silent" if delivery.partition == 4 and delivery.round == 1 else "none"
-
-    honest = client()
-
-    def liar(msg: Message, context: Context) -> Message:
-        if context.node_config["partition-id"] == 4:
-            context.node_config["partition-id"] = 1
-        return honest(msg, context)
-
-    strategy = CodedLinearGD(partitions=3, parities=2, code="mds", lr=0.5)
-    within = Blind(liar, 5, seed=4, fault=twins)
-    result = run(strategy, MeteredGrid(within, TrafficLedger()), 2)
-    assert f"only node {within.node_id_of(1)}" in strategy.reports[2].refused[within.node_id_of(4)]
-    assert moves(strategy) == [True, True]
-    assert np.abs(vector(result.arrays) - uncoded(3, [True] * 2)).max() < 1e-10

@@ -13,19 +13,15 @@ from toy import client_app, fedavg, model, stack, update
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.conditional import conditional
-from fedcomp.codecs import Identity, TopK, chain
+from fedcomp.codecs import Identity, TopK
 from fedcomp.drift.schedule import ScheduleSettings
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
-from fedcomp.gossip import get_algorithm
-from fedcomp.privacy.local import Privatise
 from fedcomp.program import HELLO
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.conditional import Conditional, Quietness
-from fedcomp.strategies.gossip.strategy import GossipRelay
-from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
 SETTLED = ScheduleSettings(window=2, low=0.1, consecutive=1, patience=0)
 """Losses that are alike twice are stable: a constant loss is from the second round on."""
@@ -153,29 +149,7 @@ def test_quiet_nodes_are_not_sent_again_what_they_hold() -> None:
     assert grid.ledger.total("payload", round=30, direction="down") == 0
 
 
-@pytest.mark.parametrize(
-    ("inner", "match"),
-    [
-        (
-            lambda: DpFedAvg(fedavg(fraction_evaluate=0.0), noise_multiplier=1.0, clip=1.0, delta=1e-5, population=3),
-            "follow from its data",
-        ),
-        (lambda: Compressed(fedavg(), chain(Privatise(1.0, 2.0), TopK(density=0.2)), feedback=False), "from its data"),
-        (lambda: GossipRelay(get_algorithm({"name": "dpsgd", "lr": 0.1}), "ring", nodes=3), "neighbours waiting"),
-        (lambda: object(), "Flower Strategy"),
-    ],
-)
-def test_what_cannot_be_conditional_is_refused_with_the_reason(inner: Any, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        made(inner())
-
-
 @pytest.mark.parametrize(("options", "match"), [({"max_skip": -1}, "max_skip"), ({"query": 1}, "query")])
 def test_settings_out_of_range_are_refused(options: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         made(**options)
-
-
-def test_what_programs_do_not_send_yet_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="first model"):
-        made(Compressed(fedavg(), TopK(density=0.2), TopK(density=0.2), first_model_at_nodes=True))

@@ -15,18 +15,14 @@ from flwr.serverapp.strategy import (
     FedTrimmedAvg,
     Krum,
     MultiKrum,
-    strategy_utils,
 )
 from toy import client_app, fedavg, model, stack, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, SignSGD, TopK
 from fedcomp.errors import ConfigError
-from fedcomp.flower import grid as grids
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.nodes import GridError
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.overlap import PipelinedStrategy
 
 KEYS = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
@@ -148,33 +144,6 @@ def test_rounds_that_only_evaluate_give_what_flower_gives(around) -> None:
     assert sorted(result.evaluate_metrics_clientapp) == [1, 2]
     assert not result.train_metrics_clientapp
     assert not result.arrays
-
-
-def test_a_system_with_exchanges_of_its_own_is_not_started_again_with_another_model() -> None:
-    strategy = PipelinedStrategy(Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1)), 1)
-    with InProcessGrid(client_app([compression()]), 4, seed=3) as grid:
-        ended = strategy.start(grid, model(), num_rounds=2)
-        with pytest.raises(ConfigError, match="was started before"):
-            strategy.start(grid, model(), num_rounds=1)
-        strategy.start(grid, ended.arrays, num_rounds=1)
-    assert strategy.reports[1].used == 4
-
-
-@pytest.mark.parametrize("rule", [{"min_available_nodes": 5}, {"min_train_nodes": 5, "min_available_nodes": 2}])
-@pytest.mark.parametrize("compressed", [False, True])
-def test_too_few_nodes_in_one_process_are_an_error(monkeypatch, rule: dict[str, int], compressed: bool) -> None:
-    now = [0.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-        assert now[0] < 60, "it waits for ever"
-
-    monkeypatch.setattr(strategy_utils, "sleep", sleep)
-    monkeypatch.setattr(grids.time, "monotonic", lambda: now[0])
-    inner = FedAvg(fraction_evaluate=0.0, **rule)
-    strategy = Compressed(inner, TopK(density=0.1)) if compressed else inner
-    with InProcessGrid(client_app([compression()]), 3, seed=3) as grid, pytest.raises(GridError, match="than the 3 of"):
-        strategy.start(grid, model(), num_rounds=1)
 
 
 def test_nodes_may_be_listed_as_often_as_one_likes() -> None:

@@ -149,17 +149,6 @@ def test_2_6_noise_is_on_the_kept_coordinates_alone_and_its_energy_is_within_thr
     assert chosen.privacy.releases == rounds
 
 
-@pytest.mark.slow
-def test_a_round_costs_what_a_round_of_dp_fedavg_costs() -> None:
-    ours = strategy(noise_multiplier=1.5)
-    run(ours, rounds=3)
-    theirs = DpFedAvg(fedavg(fraction_evaluate=0.0), clip=1.0, noise_multiplier=1.5, population=NODES, delta=1e-3)
-    run(theirs, rounds=3, client=client_app([private()]))
-    # Their grids differ, and so does what integers cost beyond the continuous curve: by a ten-millionth.
-    assert ours.privacy.epsilon() == pytest.approx(theirs.privacy.epsilon(), rel=1e-6)
-    assert theirs.privacy.epsilon() > 0
-
-
 def test_an_update_is_as_many_floats_as_are_kept_and_no_indices() -> None:
     """Bytes of real messages: payload up and down, against the frame's own overhead."""
     _, _, grid = run(strategy(keep=0.25), rounds=2)
@@ -331,9 +320,8 @@ def test_what_a_client_sends_is_clipped_as_a_whole_and_after_the_mask() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"mask": "noisy_magnitude"}, {"history": 1}])
-def test_a_resumed_run_is_the_run_and_other_settings_are_refused(options: dict) -> None:
-    settings = {"noise_multiplier": 1.0, **options}
+def test_a_resumed_run_is_the_run_and_other_settings_are_refused() -> None:
+    settings = {"noise_multiplier": 1.0, "history": 1}
     whole, *_ = run(strategy(**settings), rounds=3)
     first = strategy(**settings)
     _, half, _ = run(first, rounds=2)

@@ -15,9 +15,7 @@ from flwr.server.strategy import FedAvgAndroid
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedAvg,
-    FedMedian,
     FedXgbBagging,
-    FedXgbCyclic,
     Result,
 )
 from toy import client_app, fedavg, model, stack
@@ -33,7 +31,6 @@ from fedcomp.flower.rounds import fit, own_loop
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
-from fedcomp.strategies.shared_support import SharedSupport
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
@@ -256,13 +253,9 @@ def around(strategy):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Compressed(fedavg(), TopK(0.05)), "compresses already"),
         (lambda: around(Compressed(fedavg(), TopK(0.05))), "compresses already"),
         (lambda: FedXgbBagging(**ONE), "FedXgbBagging exchanges the bytes of boosted trees"),
-        (lambda: FedXgbCyclic(), "FedXgbCyclic exchanges the bytes of boosted trees"),
         (lambda: around(FedXgbBagging(**ONE)), "boosted trees"),
-        (lambda: SharedSupport(), "exchanges of its own"),
-        (lambda: FedMedian, r"write FedMedian\(\.\.\.\)"),
         (lambda: LegacyFedAvg(), "write 'from flwr.serverapp.strategy import FedAvg'"),
         (lambda: type("Mine", (LegacyFedAvg,), {})(), "Mine is a strategy of Flower's legacy API"),
         (lambda: FedAvgAndroid(), "from flwr.serverapp.strategy import FedAvg'"),

@@ -9,7 +9,6 @@ import pytest
 from flwr.serverapp.strategy import (
     Bulyan,
     DifferentialPrivacyServerSideFixedClipping,
-    FedAdagrad,
     FedAdam,
     FedAvg,
     FedAvgM,
@@ -117,10 +116,3 @@ def test_b8_the_gain_is_what_a_constant_update_comes_to(nesterov: bool) -> None:
     assert codec.gain == pytest.approx(10.0)
     assert sent.mean() / 1000 == pytest.approx(codec.gain, rel=0.05)
     assert sent.mean() / 1000 <= codec.gain
-
-
-def test_adagrad_is_warned_of_codecs_that_list_coordinates(caplog: pytest.LogCaptureFixture) -> None:
-    """After six rounds of top-k around it one app fell from 85 to 18 %: steps of what seldom arrives stay long."""
-    (text,) = warnings(caplog, FedAdagrad(), TopK(0.01))
-    assert "FedAdagrad divides" in text
-    assert warnings(caplog, FedAdagrad(), QSGD(7)) == []

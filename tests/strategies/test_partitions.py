@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedMedian
+from plain_grid import Blind
 from private_runs import Room
 from private_runs import inner as bare_mean
 from toy import SHAPES, client_app, fedavg, model, update
@@ -32,13 +33,6 @@ from fedcomp.strategies.shared_support import SharedSupport
 
 TWIN = 7
 """Nodes of this partition and those after it declare partition 2."""
-
-
-class Blind(InProcessGrid):
-    """Knows no more of its nodes than a deployment does: what they say."""
-
-    def partition_of(self, node_id: int) -> None:
-        return None
 
 
 def grid_of(app: Any, nodes: int = 4) -> Blind:

@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, Result
-from round_paths import BALLOT, NOISY, quiet
+from round_paths import quiet
 from toy import client_app, model, stack, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import SignSGD, TopK
-from fedcomp.errors import ConfigError
 from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import Delivery, ScriptedFaults, late
 from fedcomp.flower.grid import InProcessGrid
@@ -30,7 +29,6 @@ from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.deadlines import Deadline
 from fedcomp.strategies.overlap import PipelinedStrategy
-from fedcomp.strategies.private.topagg import topagg
 
 SIZE = 6
 STEP = np.float32(0.2)
@@ -342,20 +340,6 @@ def test_an_engine_that_cannot_be_stored_has_the_rounds_in_flight_sent_again(tmp
     np.testing.assert_allclose(end.arrays["w"].numpy(), wanted[-1], atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: PipelinedStrategy(quiet(), 0), "width"),
-        (lambda: PipelinedStrategy(quiet(FedMedian), compensation=0.1), "looks at single ones"),
-        (lambda: PipelinedStrategy(topagg(quiet(), BALLOT, server_lr=0.25, **NOISY)), "promise"),
-        (lambda: PipelinedStrategy(pipe()), "exchanges of its own"),
-    ],
-)
-def test_what_cannot_be_in_a_pipe_is_refused(make: Callable[[], Any], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        make()
-
-
 def test_votes_may_be_in_a_pipe() -> None:
     strategy = pipe(Compressed(quiet(), SignSGD(step=0.01)), 2)  # type: ignore[arg-type]
     end = run(strategy, 6, app=squares([compression()])).arrays["w"].numpy()
@@ -363,23 +347,3 @@ def test_votes_may_be_in_a_pipe() -> None:
     # Cohorts of two vote; each step is one of the codec's size at most.
     assert 0 < np.abs(end - start()["w"].numpy()).max() <= 6 * 0.01 + 1e-6
     assert stack(ArrayRecord({"w": Array(end)})).size == SIZE
-
-
-def test_a_cohort_that_is_too_small_for_its_strategy_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    strategy = PipelinedStrategy(FedAvg(min_train_nodes=1, min_available_nodes=2, fraction_evaluate=0.0), width=2)
-    with InProcessGrid(squares(), 3, seed=3) as inner:
-        grid = MeteredGrid(inner)
-        # The third node is in the first cohort; one joins the second while the strategy waits there.
-        node_ids, looks = inner.get_node_ids, []
-
-        def joining() -> Any:
-            looks.append(1)
-            if len(looks) == 8:
-                inner.add_node(3)
-            return node_ids()
-
-        inner.get_node_ids = joining  # type: ignore[method-assign]
-        fit(strategy, grid, start(), 2)
-    assert "start more nodes" in caplog.text
-    # Flower's sample size is that of the nodes there were before it waited.
-    assert [strategy.reports[r].used for r in (1, 2)] == [2, 1]

@@ -11,11 +11,11 @@ import linear_toy
 import pytest
 import toy
 from flwr.app import ArrayRecord, ConfigRecord
+from plain_grid import Blind
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import TopK
 from fedcomp.flower.faults import Delivery
-from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
@@ -28,7 +28,7 @@ NODES, TWIN, STOLEN, AWAY, ROUNDS = 4, 7, 2, 3, 6
 """The node added as ``TWIN`` after the first round declares ``STOLEN``, whose holder is away in round ``AWAY``."""
 
 
-class Deployment(InProcessGrid):
+class Deployment(Blind):
     """Knows of its nodes what they say; some that are registered are not online."""
 
     def __init__(self, app: Any, **options: Any) -> None:
@@ -36,9 +36,6 @@ class Deployment(InProcessGrid):
             app, NODES, seed=4, node_config=lambda p: {"partition-id": STOLEN if p >= TWIN else p}, **options
         )
         self.offline: set[int] = set()
-
-    def partition_of(self, node_id: int) -> None:
-        return None
 
     def get_node_ids(self) -> list[int]:
         return [node for node in super().get_node_ids() if node not in self.offline]

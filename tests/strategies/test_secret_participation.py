@@ -14,6 +14,7 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
+from plain_grid import Blind
 from private_runs import inner
 from toy import client_app, model, with_halves
 
@@ -41,13 +42,6 @@ from fedcomp.systems.private.lsg import LowRank
 NODES, ROUNDS = 12, 3
 SECRET = Sampling("poisson", rate=0.5)
 SHOWN = Sampling("poisson", rate=0.5, reveal_participation=True)
-
-
-class Blind(InProcessGrid):
-    """An engine that knows no partitions, as a deployment does not."""
-
-    def partition_of(self, node_id: int) -> int | None:
-        return None
 
 
 def twins(app: ClientApp | None = None) -> MeteredGrid:
