@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import FedAvg
 from toy import client_app, fedavg, model, stack
 
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import EDEN, QSGD, Identity, RandomK, TopK
+from fedcomp.codecs import EDEN, QSGD, Identity, LowRank, RandomK, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
@@ -150,3 +150,17 @@ def test_integer_buffers_reach_the_clients_exactly() -> None:
 def test_codecs_that_would_diverge_are_refused(codec, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         Compressed(fedavg(), TopK(density=0.1), downlink=codec)
+
+
+# Bases over messages: what is in which, by its digest; what they add up to: tests/systems.
+
+
+def test_low_rank_serves_the_drop_in_pair_in_both_directions() -> None:
+    """Nothing shared: an uplink in error feedback, and a downlink whose replicas are the server's reference."""
+    strategy = Compressed(fedavg(), LowRank(3), downlink=LowRank(5))
+    assert strategy.codec == ErrorFeedback(LowRank(3))
+    grid = MeteredGrid(InProcessGrid(client_app([compression()]), 3, seed=4), TrafficLedger())
+    result = strategy.start(grid, model(), num_rounds=5, timeout=9)
+    assert [report.used for report in strategy.reports.values()] == [3] * 5
+    assert all(not report.refused and not report.notes for report in strategy.evaluations.values())
+    assert np.abs(stack(result.arrays)).max() > 100
