@@ -67,7 +67,8 @@ class Studied:
 
 Rows = Mapping[str, str]
 """By label, the system and its settings: ``"topk feedback=true codec.density={codec.density}"``. A word in braces is
-the value of an option. ``task=NAME``, ``rounds=N`` and ``clients=N`` are a row's own in place of the experiment's."""
+the value of an option. ``task=NAME``, ``rounds=N``, ``clients=N`` and ``seed=N`` are a row's own in place of the
+experiment's."""
 
 Study = Callable[[Any], Studied]
 Columns = Mapping[str, str | Callable[[Any, str], Any]] | Sequence[str]

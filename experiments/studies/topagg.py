@@ -9,12 +9,16 @@ from functools import partial
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, Final
 
-from fedcomp.experiments.ballots import PUBLISHED, SHARES, agreement, drawn_difference, passing
+import numpy as np
+
 from fedcomp.experiments.findings import Curves, Series, Table, largest, mean, spread
 from fedcomp.experiments.kit import Records, curves, repetitions, table
 from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.studies.datalens import PUBLISHED, PublishedSettings
 from fedcomp.experiments.tables import Found, Rows, Studied
+from fedcomp.privacy.accounting import noise_multiplier_for
+from fedcomp.privacy.votes import pass_probability, threshold, topk_stochastic_sign
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
@@ -34,6 +38,83 @@ SENT: Final = 3.0
 
 TUNING_SEED: Final = 1000
 """Added to the seed where settings are chosen: no figure of a table is from these seeds."""
+
+
+SHARES: Final = (1.0, 0.5, 0.25, 0.0)
+"""Net shares of the clients that vote for a sign."""
+
+
+def passing(
+    clients: int, k: int, beta: float, releases: int, delta: float, epsilons: Sequence[float]
+) -> dict[str, list[float]]:
+    """Return, by net share of the clients, the probability to pass with the right sign at each epsilon; closed form.
+
+    For the share 0 it is the probability to pass at all, which is pure noise.
+    """
+    out: dict[str, list[float]] = {f"{share:g}": [] for share in SHARES}
+    for epsilon in epsilons:
+        sigma = math.sqrt(k) * noise_multiplier_for(epsilon, delta, releases=releases, grid_sigma=math.inf)
+        for share in SHARES:
+            right, wrong = pass_probability(share * clients, sigma, beta * clients)
+            out[f"{share:g}"].append(right if share else right + wrong)
+    return out
+
+
+def drawn_difference(setting: PublishedSettings, draws: int, key: Key) -> float:
+    """Return the largest distance of the closed form to ``draws`` draws of the integer noise through the threshold."""
+    from fedcomp.privacy.entropy import SeededEntropy
+    from fedcomp.privacy.noise import draw
+
+    noise = draw("discrete_gaussian", setting.sigma, draws, SeededEntropy(key, insecure_deterministic=True))
+    limit = setting.beta * setting.teachers
+    quiet = float(np.mean(threshold(noise, limit) != 0))
+    passed = threshold(noise + setting.teachers, limit)
+    found = (quiet, float(np.mean(passed == 1)), float(np.mean(passed == -1)))
+    return max(abs(a - b) for a, b in zip(found, setting.passes, strict=True))
+
+
+def agreement(
+    clients: int, size: int, densities: Sequence[float], multipliers: Mapping[str, float], key: Key
+) -> dict[str, dict[str, float]]:
+    """Return how often the noisy outcome has the sign of the true mean gradient, weighed by the mean's magnitude.
+
+    Clients hold the same Student-t(4) gradient plus independent noise three times as large. Weighed by magnitude, a
+    coin is right half of the time, and coordinates that hardly matter hardly count.
+
+    Parameters
+    ----------
+    densities : sequence of float
+        Votes of a client over ``size``.
+    multipliers : mapping
+        Noise multipliers by name.
+
+    Returns
+    -------
+    dict
+        By method ("votes, density", "signs, density" for plain signs, "clipped sum") and name of the multiplier.
+    """
+    rng = key.generator()
+    common = rng.standard_t(4, size)
+    gradients = common + 3.0 * rng.normal(size=(clients, size))
+    weight = np.abs(gradients.mean(axis=0))
+    truth = np.sign(gradients.mean(axis=0))
+    noise = rng.normal(size=size)
+    norms = np.linalg.norm(gradients, axis=1)
+    clip = float(np.median(norms))
+    clipped = (gradients * np.minimum(1.0, clip / norms)[:, None]).sum(axis=0)
+
+    def right(total: Any) -> float:
+        return float(weight[np.sign(total) == truth].sum() / weight.sum())
+
+    out = {"clipped sum": {name: right(clipped + z * clip * noise) for name, z in multipliers.items()}}
+    for density in densities:
+        k = max(1, round(density * size))
+        for kind, stochastic in (("votes", True), ("signs", False)):
+            votes = topk_stochastic_sign(gradients, k, stochastic=stochastic, uniforms=key.at(purpose="votes"))
+            total = votes.sum(axis=0, dtype=np.int64)
+            found = {name: right(total + z * math.sqrt(k) * noise) for name, z in multipliers.items()}
+            out[f"{kind}, {density:g}"] = found
+    return out
 
 
 @dataclass(frozen=True)

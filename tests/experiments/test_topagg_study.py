@@ -8,11 +8,20 @@ from dataclasses import replace
 import pytest
 
 from fedcomp.experiments import engines
-from fedcomp.experiments.ballots import PUBLISHED, agreement, drawn_difference, passing
 from fedcomp.experiments.catalog.topagg import EXPERIMENT
 from fedcomp.experiments.findings import Say
 from fedcomp.experiments.studies import topagg as module
-from fedcomp.experiments.studies.topagg import EPSILONS, FEDAVG, METHODS, SENT, multiplier
+from fedcomp.experiments.studies.datalens import PUBLISHED
+from fedcomp.experiments.studies.topagg import (
+    EPSILONS,
+    FEDAVG,
+    METHODS,
+    SENT,
+    agreement,
+    drawn_difference,
+    multiplier,
+    passing,
+)
 from fedcomp.experiments.tables import Found, findings, specs_of
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.events import FINE

@@ -1,0 +1,443 @@
+"""DataLens: what the published settings of its authors' code (read) cost and show, and what a run of rows came to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from fedcomp.errors import ConfigError
+from fedcomp.experiments.findings import Findings, Pictures, Table, largest, mean, spread
+from fedcomp.experiments.kit import Record, Records, table
+from fedcomp.experiments.options import Config, numbers
+from fedcomp.experiments.spec import RunResult, RunSpec, format_settings
+from fedcomp.experiments.tables import Found, Rows, Studied
+from fedcomp.privacy.accounting import (
+    classical_epsilon,
+    gaussian_epsilon,
+    noise_multiplier_for,
+    prv_epsilon,
+    rdp_epsilon,
+    releases_for,
+)
+from fedcomp.privacy.events import Event
+from fedcomp.privacy.votes import encode_rows, entropy_bits, longest_rows, pass_probability, topk_stochastic_sign
+from fedcomp.rng import Key
+from fedcomp.tasks.teachers import MNIST_CLASSES, shared_records, wrapping_deal
+from fedcomp.wire import FILLED
+
+if TYPE_CHECKING:
+    from fedcomp.tasks.generator import GeneratorTask
+
+DELTA: Final = 1e-5
+NOISELESS: Final = math.inf
+"""An epsilon: no noise is added."""
+
+FULL: Final[Mapping[str, Any]] = {
+    "images": 15,
+    "saturation": 1e-5,
+    "generator_lr": 1e-3,
+    "teacher_lr": 1e-3,
+    "population": sum(MNIST_CLASSES),
+    "task.noise": 50,
+    "task.width": 32,
+    "task.teacher_width": 4,
+    "task.classifier": "cnn",
+    "task.synthetic": 100_000,
+    "task.classifier_epochs": 600,
+    "task.classifier_lr": 2e-3,
+    "task.classifier_momentum": 0.0,
+    "task.classifier_batch": 512,
+}
+"""The published settings for MNIST that do not depend on epsilon; widths of the networks are ours."""
+
+
+@dataclass(frozen=True)
+class PublishedSettings:
+    """One command of the authors' published code (read).
+
+    Attributes
+    ----------
+    name : str
+    epsilon : float
+        What it stops at.
+    teachers, k : int
+    sigma, beta : float
+    images : int
+        B; where the data's size is not given, the teachers' share of it (assumed).
+    size : int
+        Pixels times channels.
+    """
+
+    name: str
+    epsilon: float
+    teachers: int
+    k: int
+    sigma: float
+    beta: float
+    images: int
+    size: int
+
+    @property
+    def passes(self) -> tuple[float, float, float]:
+        """Probabilities that pure noise passes (either sign), that a unanimous vote passes rightly, and wrongly."""
+        limit = self.beta * self.teachers
+        return sum(pass_probability(0.0, self.sigma, limit)), *pass_probability(self.teachers, self.sigma, limit)
+
+    @property
+    def z(self) -> float:
+        """Noise multiplier: the code charges 2 k alpha / sigma^2 a release, which is a sensitivity of 2 sqrt(k)."""
+        return self.sigma / (2.0 * math.sqrt(self.k))
+
+    def events(self, steps: int) -> list[Event]:
+        """Return what ``steps`` steps cost: one release for each image."""
+        return [Event("gaussian", self.z, releases=steps * self.images)]
+
+    def steps(self) -> int:
+        """Return the largest number of steps that the code's own rule allows."""
+        low, high = 0, 1
+        while classical_epsilon(self.events(high), DELTA) <= self.epsilon:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = classical_epsilon(self.events(middle), DELTA) <= self.epsilon
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+    def exact(self, moved: float = 1.0) -> float:
+        """Return the exact epsilon after all steps, of who moves a sum ``moved`` times as far as was paid for."""
+        return gaussian_epsilon(moved * math.sqrt(self.steps() * self.images) / self.z, DELTA)
+
+
+PUBLISHED: Final = (
+    PublishedSettings("MNIST", 1.0, 4000, 200, 5000.0, 0.7, 15, 784),
+    PublishedSettings("Fashion-MNIST", 1.0, 4000, 200, 5000.0, 0.9, 15, 784),
+    PublishedSettings("CelebA-Gender", 1.0, 6000, 700, 9000.0, 0.85, 27, 12288),
+    PublishedSettings("CelebA-Hair", 1.0, 8000, 700, 9000.0, 0.9, 20, 12288),
+    PublishedSettings("MNIST", 10.0, 4000, 300, 800.0, 0.2, 15, 784),
+    PublishedSettings("Fashion-MNIST", 10.0, 4000, 350, 1000.0, 0.27, 15, 784),
+    PublishedSettings("CelebA-Gender", 10.0, 6000, 500, 700.0, 0.12, 27, 12288),
+    PublishedSettings("CelebA-Hair", 10.0, 4000, 500, 700.0, 0.25, 30, 12288),
+)
+"""From the commands in the authors' repository (read)."""
+
+
+def budgets(config: Config) -> tuple[float, ...]:
+    """Return the epsilons of the rows, the largest first."""
+    return tuple(sorted(numbers(str(config.settings["epsilons"])), reverse=True))
+
+
+def named(epsilon: float) -> str:
+    """Return what rows with this epsilon are called."""
+    return "no noise" if epsilon == NOISELESS else f"epsilon {epsilon:g}"
+
+
+def labels(config: Config, epsilon: float) -> list[str]:
+    """Return the rows with an epsilon, one for each seed."""
+    return [f"{named(epsilon)}, run {run + 1}" for run in range(int(config.settings["seeds"]))]
+
+
+def variations(config: Config) -> tuple[str, str, str]:
+    """Return the first row at the largest epsilon, the one that sends images, and the one that half the budget ends."""
+    most = budgets(config)[0]
+    first = labels(config, most)[0]
+    return first, f"{first}, images down", f"{first}, budget {most / 2:g}"
+
+
+def rows(config: Config) -> Rows:
+    """One row without noise and one per epsilon, for each seed; one that sends images; one that ends early."""
+    out = {}
+    for epsilon in (NOISELESS, *budgets(config)):
+        settings = settings_of(config, epsilon)
+        for run, label in enumerate(labels(config, epsilon)):
+            out[label] = f"datalens seed={config.seed + run} {format_settings(settings)}"
+    # One variation at a time, of the first run at the largest epsilon, where most is learnt: anything else would differ
+    # in more than what goes down or where it ends.
+    first, images, stopped = variations(config)
+    most = budgets(config)[0]
+    early = format_settings({**settings_of(config, most), "budget": most / 2})
+    return {**out, images: f"{out[first]} send=images", stopped: f"datalens seed={config.seed} {early}"}
+
+
+def settings_of(config: Config, epsilon: float) -> dict[str, Any]:
+    """Return the settings of a row: as much noise as the budget needs for all of its rounds, or the published ones."""
+    said = config.settings
+    # Experiments must repeat. The statement says so in capitals, and what it costs is that of real noise.
+    own: dict[str, Any] = {"insecure_deterministic": True, "delta": DELTA, "teachers": said["teachers"]}
+    if said["full"]:
+        # Without noise there is no published setting: the first one, without its noise.
+        wanted = PUBLISHED[0].epsilon if epsilon == NOISELESS else epsilon
+        found = next((p for p in PUBLISHED if p.name == "MNIST" and p.epsilon == wanted), None)
+        if found is None:
+            raise ConfigError(
+                f"full=true has published settings for epsilon 1 and 10, not {epsilon:g}; set epsilons=10,1"
+            )
+        rounds = found.steps() if config.rounds else 0
+        own |= {**FULL, "task": "mnist-generator", "k": found.k, "beta": found.beta, "rounds": rounds}
+        # The published evaluation is the largest part of a row: before the first step, and after the last.
+        own |= {"evaluate_every": max(1, rounds), "noise_multiplier": found.z}
+    else:
+        own |= {name: said[name] for name in ("k", "images", "beta", "generator_lr", "teacher_lr")}
+        # The population is all records: delta has to be below one over it.
+        own |= {"task.records": said["records"], "population": said["records"]}
+        own |= {"task.discriminator": said["discriminator"], "evaluate_every": max(1, config.rounds // 4)}
+        # Every generated image is a release: a teacher votes on each of them.
+        own["noise_multiplier"] = _noise(epsilon, max(1, config.rounds) * int(said["images"]))
+    return own | ({"noise_multiplier": 0.0} if epsilon == NOISELESS else {"budget": epsilon})
+
+
+@cache
+def _noise(epsilon: float, releases: int) -> float:
+    # Found by bisection, up to the last bits; a budget is kept to all of them.
+    return 0.0 if epsilon == NOISELESS else noise_multiplier_for(epsilon, DELTA, releases=releases) * (1.0 + 1e-9)
+
+
+def study(found: Found) -> Studied:
+    """What was learnt, what was spent and sent; the published settings; who holds which record; pictures."""
+    config, results, say = found.config, found.results, found.say
+    first, images, stopped = variations(config)
+    first_spec = results[first].spec
+    sent = Records([sent_by(results[first]), sent_by(results[images])])
+    # As data: a resumed run shows what was computed then.
+    costs = Records(map(Record, say.cell("published", published)))
+    sizes = Records(map(Record, say.cell("packed", packed)))
+    twice, never = say.cell("held", lambda: held(first_spec))
+    pictures = Findings.from_json(say.cell("pictures", lambda: Findings(figures=drawn(found)).to_json()))
+    dealt = shared_records(wrapping_deal(np.repeat(np.arange(10), MNIST_CLASSES), 4000, 15), sum(MNIST_CLASSES))
+    doubled = [p.exact(moved=2.0) for p in PUBLISHED if p.name == "MNIST"]
+    # The lowest seed, not the mean: a claim on a mean could hide a seed that learnt nothing.
+    lowest = {epsilon: min(results[label].accuracy for label in labels(config, epsilon)) for epsilon in budgets(config)}
+    quantities: dict[Any, float] = {
+        **spending(results, results[stopped]),
+        **{(named(e), "lowest accuracy of the seeds"): accuracy for e, accuracy in lowest.items()},
+        "bytes by which votes differ from what the settings say": max(sent.each("beyond")),
+        "packed votes over 1.05 times the entropy bound and the header": largest(sizes.each("over")),
+        "records here that two teachers hold": twice,
+        "records with two teachers under the published deal": dealt[0],
+        "PRV above the exact epsilon": largest(r.prv - r.exact for r in costs),
+        "violation of exact <= PRV <= RDP <= their rule": largest(
+            max(r.exact - r.prv, r.prv - r.rdp, r.rdp - r.rule) for r in costs
+        ),
+        "chance that a pixel without a vote passes at budget 1": max(costs.where(epsilon=1.0).each("noise")),
+    }
+    return Studied(
+        quantities,
+        tables=[
+            _learnt(found),
+            table(
+                "Bytes of one step and one client",
+                {
+                    "what goes down": "what",
+                    "votes up": "up",
+                    "entropy bound": "bound",
+                    "float32 gradients": "dense",
+                    "down": "down",
+                },
+                sent,
+                f"Payload of a client with {config.settings['teachers']} teachers. Votes of all of them are in one "
+                "frame, which is padded to a length that follows from the settings alone.",
+            ),
+            table(
+                "Votes on one image, in bytes",
+                {
+                    "pixels": "d",
+                    "k": "k",
+                    "packed": "packed",
+                    "entropy bound": "bound",
+                    "bitmap and signs": lambda r: (r.d + r.k) / 8,
+                    "fixed width and signs": lambda r: (r.k * math.ceil(math.log2(r.d)) + r.k) / 8,
+                    "float32": lambda r: 4 * r.d,
+                },
+                sizes,
+                "Measured on 15 images of random directions, per image. The bound is log2 C(d, k) + k bits: a support "
+                "and signs of which nothing is known.",
+            ),
+            table(
+                "What the published settings cost and show",
+                {
+                    "data": lambda r: f"{r.name}, budget {r.epsilon:g}",
+                    "teachers": "teachers",
+                    "z": "z",
+                    "images a step": "images",
+                    "steps": "steps",
+                    "their rule": "rule",
+                    "RDP": "rdp",
+                    "PRV": "prv",
+                    "exact": "exact",
+                    "teachers / sigma": "signal",
+                    "no vote, passes": "noise",
+                    "all votes, passes rightly": "right",
+                },
+                costs,
+                f"Epsilon at delta {DELTA:g} after as many steps as their rule allows, for the exchange of one teacher "
+                "(sensitivity 2 sqrt(k)) and one release for each image; images a step are assumed for CelebA. Then "
+                "probabilities for one pixel, closed form: without a vote it passes by noise alone, with either sign; "
+                "all votes means that every teacher votes for it, with the same sign.",
+            ),
+            Table(
+                "Records with two teachers",
+                ("deal", "records", "two teachers", "no teacher", "epsilon 1 is", "epsilon 10 is"),
+                [
+                    ["published: class by class in turn, MNIST", sum(MNIST_CLASSES), *dealt, *doubled],
+                    ["here: a keyed hash of each record, this run", records_of(first_spec), twice, never, None, None],
+                ],
+                "The last two columns: exact epsilon of a record in two teachers' hands, which moves a sum by "
+                "4 sqrt(k) where 2 sqrt(k) were paid for, at the published settings for MNIST of budget 1 and 10.",
+            ),
+        ],
+        figures=pictures.figures,
+    )
+
+
+def spending(results: Mapping[str, RunResult], stopped: RunResult) -> dict[str, float]:
+    """Return by how much budgets are crossed, images are not paid for, and a row ends elsewhere than its budget."""
+    private = [result for result in results.values() if result.spec.settings["noise_multiplier"]]
+    said = stopped.spec.settings
+    z, images = float(said["noise_multiplier"]), int(said["images"])
+    # Deviation of the integer noise in votes: z times 2 sqrt(k), by which an exchanged record may move their sum.
+    grid_sigma = 2.0 * z * math.sqrt(float(said["k"]))
+    allowed = releases_for(float(said["budget"]), DELTA, z, grid_sigma=grid_sigma) // images
+    return {
+        "epsilon that was spent over the budget, any row": largest(
+            float(r.notes["privacy"]["epsilon"]) / float(r.spec.settings["budget"]) for r in private
+        ),
+        "releases in the ledger that are not one for each generated image, any row": largest(
+            abs(float(r.notes["privacy"]["releases"]) - int(r.spec.settings["images"]) * r.final.round) for r in private
+        ),
+        # At few rounds the run may end before its budget does.
+        "steps of the row that ends early, less those its budget allows": (
+            stopped.final.round - min(allowed, stopped.spec.rounds)
+        ),
+    }
+
+
+def sent_by(result: RunResult) -> Record:
+    """Return bytes of one step and one client; None where no step was made."""
+    said, messages = result.spec.settings, result.spec.clients * result.final.round
+    task = _task(result.spec)
+    votes, k = int(said["teachers"]) * int(said["images"]), int(said["k"])
+    # Padded to the longest frame, whose length follows from public numbers: a byte more or less would say something
+    # about votes.
+    length = longest_rows(votes, task.pixels, k) + FILLED
+    return Record(
+        {
+            "what": said.get("send", "generator"),
+            "up": round(result.uplink_payload_bytes / messages) if messages else None,
+            "bound": round(entropy_bits(task.pixels, k, votes) / 8),
+            "dense": 4 * votes * task.pixels,
+            "down": round(result.downlink_payload_bytes / messages) if messages else None,
+            "beyond": abs(result.uplink_payload_bytes - messages * length),
+        }
+    )
+
+
+def _learnt(found: Found) -> Table:
+    config = found.config
+
+    def each(epsilon: float) -> Any:
+        accuracies = [100 * found.results[label].accuracy for label in labels(config, epsilon)]
+        first = found.results[labels(config, epsilon)[0]]
+        return {
+            "noise": named(epsilon),
+            "z": first.spec.settings["noise_multiplier"],
+            "steps": first.final.round,
+            "accuracy, mean %": mean(accuracies),
+            "half the range": spread(accuracies),
+            "lowest": min(accuracies),
+            "highest": max(accuracies),
+        }
+
+    lines = [each(epsilon) for epsilon in (NOISELESS, *budgets(config))]
+    caption = (
+        "Accuracy on the real test images of a classifier that has seen generated ones only, after its last epoch, "
+        f"over {config.settings['seeds']} seeds. Chance is 10 %. Budgets are at delta {DELTA:g}; what they promise is "
+        "stated below."
+    )
+    return table("What the generator is worth", {name: name for name in lines[0]}, lines, caption)
+
+
+def _task(spec: RunSpec) -> GeneratorTask:
+    from fedcomp.tasks import get_task
+    from fedcomp.tasks.generator import GeneratorTask
+
+    task = get_task(spec.task, **{k[5:]: v for k, v in spec.settings.items() if k.startswith("task.")})
+    assert isinstance(task, GeneratorTask)
+    return task
+
+
+def records_of(spec: RunSpec) -> int:
+    """Return how many records a row's clients have."""
+    return len(_task(spec).train_split)
+
+
+def held(spec: RunSpec) -> tuple[int, int]:
+    """Return how many records of a row two teachers hold, and how many none."""
+    from fedcomp.tasks.gan import Adam
+
+    task, count = _task(spec), int(spec.settings["teachers"])
+    # Counted at the teachers and not derived from the rule that assigns them, which is what is to be checked.
+    holders = np.zeros(len(task.train_split), np.int64)
+    for partition in range(spec.clients):
+        own = task.ensemble(partition, spec.clients, count, Adam(), batch=1, key=Key(spec.seed, "datalens")).teachers
+        records = task.client(partition, spec.clients).indices
+        for teacher in range(count):
+            holders[records[own.records_of(teacher)]] += 1
+    return int((holders > 1).sum()), int((holders == 0).sum())
+
+
+def packed() -> list[dict[str, Any]]:
+    """Return sizes of votes on one of 15 images of random directions, measured and as a bound, in bytes."""
+    found = []
+    for d, k in ((784, 200), (784, 300), (12288, 700)):
+        directions = Key(1, "packed", layer=k).uniform(15 * d).reshape(15, d) - 0.5
+        size = len(encode_rows(topk_stochastic_sign(directions, k, uniforms=Key(2, "packed", layer=k))))
+        over = size / (1.05 * entropy_bits(d, k, 15) / 8 + len(encode_rows(np.zeros((15, d), np.int8))))
+        found.append({"d": d, "k": k, "packed": size / 15, "bound": entropy_bits(d, k) / 8, "over": over})
+    return found
+
+
+def published() -> list[dict[str, Any]]:
+    """Return epsilons of the published settings, and what their sums show of one pixel."""
+    found = []
+    for p in PUBLISHED:
+        events = p.events(p.steps())
+        noise, right, _ = p.passes
+        found.append(
+            {
+                **{name: getattr(p, name) for name in ("name", "epsilon", "teachers", "z", "images")},
+                "steps": p.steps(),
+                "rule": classical_epsilon(events, DELTA),
+                "rdp": rdp_epsilon(events, DELTA),
+                "prv": prv_epsilon(events, DELTA),
+                "exact": p.exact(),
+                "signal": p.teachers / p.sigma,
+                "noise": noise,
+                "right": right,
+            }
+        )
+    return found
+
+
+def drawn(found: Found) -> list[Pictures]:
+    """Return records, and what the generators of the first seed make."""
+    from fedcomp.tasks.arrays import load_arrays
+
+    first = found.results[variations(found.config)[0]].spec
+    task = _task(first)
+    columns, names, split = 10, [str(c) for c in range(task.classes)], task.train_split
+    picked = [split.x[np.flatnonzero(split.y == c)[:columns]] for c in range(task.classes)]
+    real = np.stack(picked).reshape(task.classes, columns, task.side, task.side)
+    note = "simulated: one Gaussian per class" if task.options["records"] else task.data.served
+    out = [Pictures.of("Records the teachers learn from", real, names, f"{note}; no generator has seen them")]
+    for epsilon in (NOISELESS, *budgets(found.config)):
+        label = labels(found.config, epsilon)[0]
+        model = task.model(first.seed)
+        load_arrays(model, found.results[label].arrays)
+        caption = "Every image is public noise and a label, through the generator after its last step."
+        # One key for all rows: the same noise and labels through every generator.
+        out.append(Pictures.of(f"Generated: {label}", task.samples(model, columns, Key(4, "pictures")), names, caption))
+    return out
