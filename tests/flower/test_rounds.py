@@ -451,12 +451,6 @@ def test_a_private_strategy_is_found_inside_of_others_and_may_refuse_the_first_r
     assert stack(result.arrays).tobytes() == stack(model()).tobytes()
 
 
-def test_closing_exchanges_of_a_run_without_rounds_do_not_happen() -> None:
-    strategy = Collecting()
-    run(strategy, rounds=0)
-    assert strategy.closed == []
-
-
 def test_faults_are_scripted_in_the_drivers_rounds() -> None:
     # MeanOfMeans' second exchange says no round of its own; the driver tells the engine.
     plan = ScriptedFaults({(2, 0): Fault("silent")}, message_types=("evaluate",))

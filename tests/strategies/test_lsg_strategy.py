@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from toy import client_app, fedavg, put_sent_frame, update
+from toy import client_app, fedavg, update
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
@@ -33,7 +33,7 @@ from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.systems.private.lsg import LowRank, carried
 
-NODES, SIZE, CULPRIT = 8, 1212, 3
+NODES, SIZE = 8, 1212
 SHAPES = {"weight": (40, 30), "bias": (12,)}
 PLAN = LowRankPlan.of(SHAPES, 5)
 CLIP = 2000.0
@@ -253,20 +253,6 @@ def test_a_history_makes_carriers_of_the_way_the_model_went() -> None:
 
 
 # Hostile clients.
-
-
-def values(array: np.ndarray) -> Callable[[RecordDict], None]:
-    def evil(content: RecordDict) -> None:
-        put_sent_frame(content, wire.encode([wire.dense(array)]))
-
-    return evil
-
-
-def tensors(*given: wire.Tensor) -> Callable[[RecordDict], None]:
-    def evil(content: RecordDict) -> None:
-        put_sent_frame(content, wire.encode(list(given)))
-
-    return evil
 
 
 COUNT = math.ceil(0.5 * PLAN.short)
