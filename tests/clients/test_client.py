@@ -181,7 +181,6 @@ def drop_in(*mods) -> ClientApp:
 
 
 def test_b2_the_drop_in_line_is_the_same_run_with_and_without_parentheses() -> None:
-    """Before, every reply was "compression() takes from 0 to 1 positional arguments but 3 were given"."""
     expected = moved(client_app([compression()]))
     for app in (
         drop_in(compression()),

@@ -323,7 +323,6 @@ def test_b9_without_a_name_several_records_are_refused_with_the_remedy() -> None
 
 
 def test_b9_a_mean_that_does_not_read_the_other_records_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    """Before: plain Flower refuses such replies, and here they were used without a word about the rest of them."""
     shown: list[set[str]] = []
 
     def collect(contents, key):

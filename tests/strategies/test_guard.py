@@ -107,7 +107,6 @@ def app_of(path: str, **options: Any) -> Client:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FRAMES)
 def test_d2_without_a_guard_the_report_names_the_norm_and_with_it_the_reply_is_refused(path: str) -> None:
-    """Before, the model was ruined and nothing named anybody."""
     made, _ = FRAMES[path]
     bare = made()
     ruined, node = play(bare, app_of(path))

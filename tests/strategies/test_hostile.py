@@ -302,7 +302,6 @@ PATHS: dict[str, Callable[[], tuple[Strategy, Client]]] = {
     [*(("frames", name) for name in LARGE), ("private", "5,000 settings"), ("shared support", "5,000 metrics")],
 )
 def test_d4_a_reply_that_holds_too_much_is_refused_unread(path: str, name: str, monkeypatch) -> None:
-    """Before, 2,000 records were accepted without a word, and every metric was compared, or averaged."""
     evil, said = LARGE[name]
     strategy, app = PATHS[path]()
     read: list[int] = []
@@ -385,7 +384,6 @@ MEANS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("path", MEANS)
 def test_d1_twins_are_both_refused_and_named_in_report_and_log(path: str, caplog) -> None:
-    """Before, both were averaged and the report was empty."""
     strategy, app = (make() for make in MEANS[path])
     grid = grid_of(app, 3)
     twins = {grid.node_id_of(2), grid.add_node(TWIN)}
@@ -452,8 +450,6 @@ def test_d1_in_a_private_round_twins_are_left_out_whoever_was_there_before(pair:
 
 @pytest.mark.parametrize("teachers", [1, 3])
 def test_d1_in_a_round_of_datalens_twins_votes_are_left_out_and_named(teachers: int, caplog) -> None:
-    """Before, all four copies of one partition were added: with several teachers its records counted four times."""
-
     def played(copied: tuple[int, ...]) -> Report:
         strategy = datalens_toy.strategy(teachers=teachers, adjacency="replace" if teachers > 1 else "zero_out")
         config = lambda p: {"partition-id": 0 if p in copied else p}  # noqa: E731
@@ -580,7 +576,6 @@ def odd(strategy: Compressed, culprit: int, rounds: int, *, since: int = 1, node
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("inner", [fedavg, FedMedian])
 def test_d3_between_two_forms_that_are_equally_frequent_nobody_is_chosen(culprit: int, inner: Any) -> None:
-    """Before, the first in partition order decided: a hostile one evicted the honest one."""
     ones = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
     strategy = Compressed(inner(**ones), TopK(1.0))
     with pytest.raises(NoUsableReply, match="equally frequent"):

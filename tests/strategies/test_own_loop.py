@@ -109,7 +109,6 @@ def play(strategy, path: Path, mods=(), **options):
 
 @pytest.mark.slow
 def test_b5_an_unchanged_strategy_with_a_loop_of_its_own_runs_compressed(tmp_path: Path) -> None:
-    """Before: "Saving runs its own loop (it overrides start)", and no attribute set_path."""
     plain, wrapped, sparse = (tmp_path / name for name in ("plain", "identity", "sparse"))
     for folder in (plain, wrapped, sparse):
         folder.mkdir()
@@ -181,8 +180,6 @@ def test_b5_attributes_are_read_called_and_set_where_they_are() -> None:
 
 
 def test_b5_an_attribute_that_a_loop_waits_for_is_set_through_the_wrapper() -> None:
-    """Before: the round was trained, and then the loop failed with "'S' object has no attribute 'save_path'"."""
-
     class S(FedAvg):
         save_path: str
 
@@ -198,8 +195,6 @@ def test_b5_an_attribute_that_a_loop_waits_for_is_set_through_the_wrapper() -> N
 
 
 def test_b5_a_loop_that_wraps_a_hook_itself_runs_compressed() -> None:
-    """Before: "property 'aggregate_train' of 'S' object has no setter"."""
-
     class S(FedAvg):
         def start(self, *args, **kwargs):
             usual = self.aggregate_train

@@ -1,8 +1,8 @@
 """Pipelined rounds: the recursion, its start and end, cohorts, faults, late replies, checkpoints.
 
-Numbers are those of the test list for Pipe-SGD: 1 width one, 2 the recursion, 3 warm-up, 4 parity, 5 cohorts, 8 a node
+Numbers are those of the test list for Pipe-SGD: 1 width one, 2 the recursion, 3 warm-up, 5 cohorts, 8 a node
 that never answers. 6, 7 and 10 are in tests/timing; 9, server work that is hidden, needs real seconds and is in
-test_pipelined_deployment.py.
+test_coded_deployment.py.
 """
 
 from __future__ import annotations

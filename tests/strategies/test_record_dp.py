@@ -254,7 +254,6 @@ def test_nobody_makes_the_epsilon_of_a_run_what_it_likes():
 @pytest.mark.slow
 @BOTH
 def test_d1_both_of_two_twins_are_paid_for_and_neither_is_used(codec, caplog):
-    """Before, the first to arrive was averaged and the other one's training was not in the books."""
     for reverse in (False, True):
         strategy = record_dp(codec=codec)
         with blind(3) as nodes:

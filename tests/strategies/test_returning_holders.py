@@ -81,7 +81,6 @@ PATHS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], ArrayR
 def test_who_declares_a_partition_while_its_holder_is_away_is_refused_when_that_one_is_back(
     path: str, away: str
 ) -> None:
-    """Before, on three of these paths, the holder was refused for ever; a node with a key comes back under its id."""
     make, app, model, holders_of = PATHS[path]
     silent = away == "misses a reply"
 

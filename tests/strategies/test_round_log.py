@@ -156,7 +156,6 @@ def test_b1_a_client_that_may_not_use_the_codec_says_so_in_the_log(shown: Shown)
 
 @pytest.mark.parametrize("inner", [fedavg, lambda **o: FedMedian(**ONE, **o)], ids=["mean", "dense"])
 def test_b1_a_first_round_without_a_usable_reply_is_an_error_with_the_reasons(inner) -> None:
-    """Before, the run "succeeded" with an empty model and an empty log."""
     strategy = Compressed(inner(fraction_evaluate=0.0), TopK(0.05))
     with pytest.raises(NoUsableReply, match=r"4 clients were asked.*3 x error 2:.*disk full.*1 of 4 without a reply"):
         run(strategy, failing({1}, {0, 1, 2}), fault=ScriptedFaults({(1, 3): "silent"}))

@@ -100,7 +100,6 @@ def test_a8_log_and_reports_are_the_same_whoever_was_drawn(system: str, caplog: 
 def test_a8_the_log_of_nodes_with_one_configuration_names_nobody_who_was_drawn(
     system: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before, the meter's log had a line for each of them that was drawn, with its id."""
     app = datalens_toy.client() if system == "teachers" else None
     runs = [told(SECRET, seed, system, caplog, twins(app)) for seed in (1, 2, 3)]
     assert len({tuple(counts) for _, _, counts in runs}) > 1, "different clients took part"
@@ -214,7 +213,6 @@ def _of_the_server(record: logging.LogRecord) -> bool:
 
 
 def test_a8_a_generators_log_does_not_say_whether_a_failing_client_was_drawn(caplog: pytest.LogCaptureFixture) -> None:
-    """Before, the line that a reply was not used was there if and only if one that fails had been drawn."""
     few = Sampling("poisson", rate=0.15)
     runs = [told_of_a_generator(few, seed, caplog) for seed in range(6)]
     assert len({drawn > 0 for _, drawn in runs}) == 2, "in some runs a failing client was drawn, in others none"
@@ -268,7 +266,6 @@ def sizes(records: Sequence[RoundRecord]) -> set[tuple[int, ...]]:
 
 
 def test_a8_rounds_before_anybody_was_drawn_show_the_same_bytes_and_are_reported_once() -> None:
-    """Before, their records had 0 bytes, which says that nobody was drawn."""
     reported: list[RoundRecord] = []
     result = engines.run(rare(4), on_round=reported.append)
     (seen,) = sizes(reported)
