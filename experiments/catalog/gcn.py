@@ -65,8 +65,7 @@ EXPERIMENT = Experiment(
         | bytes of rows on both links less twice those sent by owners, without deduplication | == 0.0 | gate: theory, \
             any run
         # What is proven gates. A millionth more for rounding: s is the root of a quadratic equation. The rule "matched"
-        # assumes how energy is spread over the columns, which features may break: with few cut edges of Cora M(s) is
-        # 1.9 times M(1) at D = 1.5 (measured).
+        # assumes how energy is spread over the columns, which features may break: 1.9 on Cora (measured).
         few cut edges: measured norms, D = 1.5 | exact M(s)/M(1) | <= 1.5000014999999998 | gate: theory, s solves \
             M(s) = D M(1), or is at its limit
         few cut edges: worst case, D = 1.5 | exact M(s)/M(1) | <= 1.5 | gate: theory, holds for any features

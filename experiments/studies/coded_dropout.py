@@ -328,6 +328,9 @@ def _main(config: Config, sizes: Mapping[str, Sizes], runs: Records, back: Recor
 
 
 def _hub(still: RunResult, hub: Records) -> Table:
+    def kilo(link: str) -> Any:
+        return lambda run: per_update(run, link) / 1000
+
     names = {"peers": "RLNC relay, between clients", "hub": "RLNC relay, through the server"}
     replies = max(1, sum(record.replies for record in still.rounds))
     # Plain uploads know no peers; the ledger of such a run has no link between clients.
@@ -337,7 +340,7 @@ def _hub(still: RunResult, hub: Records) -> Table:
         "Shards through the server save nothing",
         {
             "QSGD-8, nobody vanishes": "name",
-            **{heading: lambda run, link=link: per_update(run, link) / 1000 for heading, link in links.items()},
+            **{heading: kilo(link) for heading, link in links.items()},
         },
         [uploads, *({"name": names[run.transport], **run, "included": max(1, run.included)} for run in hub)],
         "kB per update in the sum. Through the server every shard crosses its link twice before it is collected.",

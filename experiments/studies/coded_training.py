@@ -301,6 +301,9 @@ def study(found: Found) -> Studied:
     def decodes(label: str, other: str, loss: str) -> float:
         return float(known[label].average[loss] / known[other].average[loss])
 
+    def average(loss: str) -> Any:
+        return lambda record: record.average[loss]
+
     def last(value: Any, **where: Any) -> Any:
         return lambda result: int(result.ledger.total(value, round=result.final.round, **where))
 
@@ -346,7 +349,7 @@ def study(found: Found) -> Studied:
                     "mean of all draws": "mean",
                     "sd of a draw": "spread",
                     "any losses survived": "any_losses",
-                    **{f"P(decodes), loss {q:g}": (lambda run, q=q: run.average[f"{q:g}"]) for q in LOSS_RATES[1:]},
+                    **{f"P(decodes), loss {q:g}": average(f"{q:g}") for q in LOSS_RATES[1:]},
                 },
                 schemes,
                 f"k = {k} partitions, r = {r} parities. Bytes are those of the parcels between devices, once. Any "

@@ -161,8 +161,11 @@ def exact_rounds(mode: str, clients: int, *, training: Training) -> dict[str, fl
         before, total = local.model, np.zeros(layout.size, object)
         local.step(number)
         for node, weight in enumerate(sizes):
+            frame = local.clients[node].pending
+            if frame is None:
+                raise AssertionError(f"client {node} made no frame although nothing is lost here")
             # Decoded values are whole steps of the grid, up to the rounding of float32.
-            steps = np.rint(codec.decode(local.clients[node].pending, layout).astype(np.float64) / codec.step)
+            steps = np.rint(codec.decode(frame, layout).astype(np.float64) / codec.step)
             total += steps.astype(np.int64).astype(object) * weight
         # Divided and rounded once, as the server does.
         change = np.array([float(t) * (codec.step / sum(sizes)) for t in total]).astype(np.float32)
