@@ -35,7 +35,7 @@ from fedcomp.codecs import (
     TopK,
     chain,
 )
-from fedcomp.experiments.robust_rules import MEDIAN, distance
+from fedcomp.experiments.studies.sparsifiers import MEDIAN, distance
 from fedcomp.flower.faults import ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.layout import Layout, Update
