@@ -9,13 +9,14 @@ from __future__ import annotations
 import base64
 import json
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fedcomp.measuring import Claim
 
 Cell = str | int | float | None
 """One cell of a table; None was not measured."""
@@ -208,68 +209,6 @@ class Pictures:
 
 
 Figure = Curves | HeatMap | Pictures
-
-_OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "==": operator.eq}
-
-
-@dataclass(frozen=True)
-class Claim:
-    """``value op bound`` must hold. ``source`` says where the bound comes from: a paper, theory, a measurement.
-
-    ``gate=False`` marks a goal that is reported but does not fail the run (for instance a throughput that depends on
-    how busy the machine is); the document still shows whether it held.
-
-    A claim that could not be measured, because a peer is not installed, says in ``skipped`` why and what to install.
-    It has no value, neither holds nor fails, and gates nothing. NaN without a reason is a failed measurement: it fails.
-
-    Examples
-    --------
-    >>> Claim("points of accuracy lost", 0.4, "<=", 1.0, "goal of this package").ok
-    True
-    >>> Claim("faster than torch", math.nan, ">=", 1.0, "goal", skipped="torch is not installed: pip install torch").ok
-    """
-
-    name: str
-    value: float
-    op: str
-    bound: float
-    source: str
-    gate: bool = True
-    skipped: str = ""
-
-    def __post_init__(self) -> None:
-        if self.op not in _OPERATORS:
-            raise ValueError(f"claim {self.name!r}: unknown comparison {self.op!r}; use one of {sorted(_OPERATORS)}")
-        if self.skipped:
-            object.__setattr__(self, "value", math.nan)
-            object.__setattr__(self, "gate", False)
-
-    @property
-    def ok(self) -> bool | None:
-        """Whether the measured value satisfies the bound, None when it was skipped. NaN never does."""
-        if self.skipped:
-            return None
-        return not math.isnan(self.value) and bool(_OPERATORS[self.op](self.value, self.bound))
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Claim:
-        """Read :meth:`to_json`'s dictionary, also with the value as None that JSON has for NaN."""
-        known = {field: document[field] for field in ("name", "value", "op", "bound", "source", "gate")}
-        # Documents that were written before claims could be skipped have no reason in them.
-        return cls(**{**known, "value": _number(known["value"]), "skipped": document.get("skipped", "")})
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the claim as a JSON-able dictionary."""
-        return {
-            "name": self.name,
-            "value": self.value,
-            "bound": self.bound,
-            "op": self.op,
-            "ok": self.ok,
-            "gate": self.gate,
-            "source": self.source,
-            "skipped": self.skipped,
-        }
 
 
 @dataclass(frozen=True)

@@ -280,11 +280,14 @@ class Training:
         dict
             ``points`` (rows of :data:`AXES`), ``score`` (mean accuracy in percent of the last rounds), ``accuracy``,
             ``loss``, bytes of the whole run (``uplink``, ``downlink``, ``late``: of the last round; ``wire_up``,
-            ``wire_down``, ``peer``), ``simulated`` and ``seconds``.
+            ``wire_down``, ``peer``), ``simulated`` and ``seconds``. A page's own training may leave out what it does
+            not measure, and say in ``tie`` which of equal scores is better.
         """
         split = {"task.validation": tuning} if self.tunes else {}
         spec = replace(self.spec(label, **chosen, **split), seed=seed + tuning * TUNING_SEED)
-        simply = self.tunes_without_messages if tuning else spec.system in self.rivals
+        # What has no row in the table of systems cannot run over messages; a page's own training knows what to do.
+        rivals = spec.system in self.rivals and self.train is by_messages
+        simply = self.tunes_without_messages if tuning else rivals
         return dict((without_messages if simply else self.train)(spec, self))
 
 
@@ -357,15 +360,13 @@ def without_messages(spec: RunSpec, training: Training) -> dict[str, Any]:
     from fedcomp.experiments.central import Plan, simulate
     from fedcomp.flower.logs import quiet
 
-    make = training.rivals.get(spec.system)
-    if make is None:
+    if spec.system not in training.rivals:
         plan, system = Plan.of(spec)
     else:
         # What is tried here only has no row in the table of systems: the plan is that of plain averaging.
-        given = {key.removeprefix("codec."): value for key, value in spec.settings.items() if key.startswith("codec.")}
         own = {key: value for key, value in spec.settings.items() if not key.startswith("codec.")}
         plan, _ = Plan.of(replace(spec, system="fedavg", settings=own))
-        system = make(**given)
+        system = rival(spec, training)
     with quiet():
         out = simulate(plan, system)
     line = [(float(p.round), 100 * p.accuracy, float(p.uplink), None, None) for p in out.points]
@@ -379,6 +380,12 @@ def without_messages(spec: RunSpec, training: Training) -> dict[str, Any]:
         "diverged": out.diverged,
         **nothing,
     }
+
+
+def rival(spec: RunSpec, training: Training) -> System:
+    """Return the program of a row that is tried here only, from its settings ``codec.*``."""
+    given = {key.removeprefix("codec."): value for key, value in spec.settings.items() if key.startswith("codec.")}
+    return training.rivals[spec.system](**given)
 
 
 def of_codec(id: str, feedback: bool = False, **options: Any) -> System:  # what configurations call it
@@ -443,9 +450,11 @@ def _train_all(found: Found) -> None:
     found.groups = Sweep(run_one, cells, shared=shared)(say, found.workers).groups("label")
 
 
-def _worth(tried: Record) -> float:
+def _worth(tried: Record) -> tuple[float, ...]:
     # What diverged comes last, also where NaN would be the largest by its place.
-    return -math.inf if tried.get("diverged") is not None or math.isnan(tried.score) else float(tried.score)
+    if tried.get("diverged") is not None or math.isnan(tried.score):
+        return (-math.inf,)
+    return tried.score, tried.get("tie", 0.0)
 
 
 def _table(found: Found) -> Table:

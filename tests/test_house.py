@@ -56,6 +56,7 @@ FORBIDDEN = {
     "fedcomp/privacy": {"flwr", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.timing", "numba"},
     "fedcomp/timing": {"flwr", "torch", "fedcomp.flower"},
     "fedcomp/errors.py": {"flwr", "torch", "numpy", "fedcomp"},
+    "fedcomp/measuring.py": {"flwr", "torch", "numpy", "fedcomp"},
     "fedcomp/logs.py": {"flwr", "torch", "numpy", "fedcomp"},
     "fedcomp/verdicts.py": {"flwr", "torch", "numpy", "fedcomp"},
     "fedcomp/params.py": {"flwr", "torch", *(f"fedcomp.{name}" for name in ("layout", "codecs", "flower", "wire"))},
@@ -89,8 +90,8 @@ for below in (
     FORBIDDEN.setdefault(f"fedcomp/{below}", set()).add("fedcomp.coding")
 
 
-ALLOWED = {"coding": ("fedcomp.errors", "fedcomp.coding")}
-"""The one base class of all errors is shared by the two layers that otherwise never import each other."""
+ALLOWED = {"coding": ("fedcomp.errors", "fedcomp.measuring", "fedcomp.coding")}
+"""The base class of all errors and the runner of benchmarks: all that the layers share that never import each other."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,5 @@
 """``python -m coding.bench [--json] [--quick]``: what coding costs, as ratios taken in one process.
 
-Absolute speeds differ between machines and minutes; ratios of methods whose calls are interleaved carry over. Every
-figure is the median over repetitions; a ratio is the median of the ratios within a repetition. Time is the thread's
-own CPU time, so that other processes do not count.
-
 A claim has a bound and where it comes from. A claim that gates and fails makes the exit code 1. What cannot be measured
 here, because the CPU lacks a tier or a library is not installed, is shown as not measured, with the reason and what to
 install, and gates nothing.
@@ -16,48 +12,32 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from fedcomp.coding.bench.measuring import Size
+from fedcomp.measuring import conclude, run
 
 
-def main(
-    arguments: Sequence[str] | None = None, *, size: Size | None = None, program: str = "python -m coding.bench"
-) -> int:
+def main(arguments: Sequence[str] | None = None, *, program: str = "python -m coding.bench") -> int:
     """Run the benchmark and print it; return 1 when a claim that gates fails, else 0."""
     parser = argparse.ArgumentParser(prog=program, description="Costs of coding, as same-run ratios.")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON document and nothing else")
     parser.add_argument("--quick", action="store_true", help="smallest sizes; figures mean nothing and gate nothing")
     chosen = parser.parse_args(arguments)
-    size = size or (Size(generation=4096, repetitions=3, quick=True) if chosen.quick else Size())
     # BLAS reads this when numpy is loaded; a second thread's time would not be counted.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from fedcomp.coding.bench.parts import run
+    from fedcomp.coding.bench import parts
 
-    with _quiet_stdout(chosen.json):
-        result = run(size, lambda line: print(f"  {line}", file=sys.stderr, flush=True))
-    if chosen.json:
-        print(json.dumps(_without_nan(result), indent=1, allow_nan=False))
-    else:
-        print(text_of(result))
-    return int(any(claim["gate"] and claim["ok"] is False for claim in result["claims"]))
+    # What libraries print meanwhile goes to standard error: standard output holds one document.
+    with contextlib.redirect_stdout(sys.stderr) if chosen.json else contextlib.nullcontext():
+        say = partial(print, "", file=sys.stderr, flush=True)
+        found = run(parts.cases(chosen.quick), quick=chosen.quick, say=say)
 
+    def show(summary: Mapping[str, Any]) -> None:
+        print(json.dumps(summary, indent=1, allow_nan=False) if chosen.json else text_of(summary))
 
-def _without_nan(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result with null where a claim's value is NaN, which JSON does not have; it stays a failed claim."""
-    # NaN is the one value that differs from itself.
-    claims = [
-        {**claim, "value": None if claim["value"] != claim["value"] else claim["value"]} for claim in result["claims"]
-    ]
-    return {**result, "claims": claims}
-
-
-@contextlib.contextmanager
-def _quiet_stdout(wanted: bool) -> Iterator[None]:
-    """Send what libraries print meanwhile to standard error: standard output holds one document."""
-    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
-        yield
+    return conclude("coding", found, show, quick=chosen.quick, environment=parts.environment())
 
 
 def text_of(result: Mapping[str, Any]) -> str:
@@ -69,7 +49,7 @@ def text_of(result: Mapping[str, Any]) -> str:
     table = []
     gated = any(claim["gate"] for claim in result["claims"])  # else there is nothing to tell goals from
     for claim in result["claims"]:
-        value = claim["skipped"] if claim["value"] is None else f"{claim['value']:.3g}"
+        value = claim["skipped"] or ("NaN" if claim["value"] is None else f"{claim['value']:.3g}")
         goal = " (goal)" if gated and not claim["gate"] and claim["ok"] is not None else ""
         table.append([_ended(claim), claim["name"] + goal, value, f"{claim['op']} {claim['bound']:g}"])
     lines += ["claims", *_aligned(table, ["", "claim", "value", "bound"]), ""]

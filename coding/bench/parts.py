@@ -1,20 +1,17 @@
-"""What is measured: every function is one part of the table, with its rows and its claims."""
+"""What is measured of coding: every function is one part of the table, and yields its cases."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import platform
-import zlib
-from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.coding import kernels
-from fedcomp.coding.bench.measuring import BenchClaim, Calls, CallTimes, Prepared, Size
 from fedcomp.coding.decoder import Decoder
 from fedcomp.coding.encoder import encoder
 from fedcomp.coding.field import GF256
@@ -24,6 +21,7 @@ from fedcomp.coding.prime import GF31, GF251, GF65521
 from fedcomp.coding.relay import MOST_SYMBOLS
 from fedcomp.coding.stream import SplitMix64
 from fedcomp.errors import why_missing
+from fedcomp.measuring import Bound, Calls, Case, Prepared, Row, Times, timed
 
 Bytes = NDArray[np.uint8]
 
@@ -31,7 +29,24 @@ SYMBOLS: Final = (16, 64)
 GOAL: Final = "our goal, set from measurements of a prototype"
 LIKE: Final = "our goal: what a decoder that touches payload bytes once can reach"
 
-Part = tuple[list[dict[str, Any]], list[BenchClaim]]
+
+class Size(NamedTuple):
+    """How much is measured: bytes of a generation, repetitions, and the seconds that a sample lasts at least."""
+
+    generation: int = 1 << 20
+    repetitions: int = 15
+    sample: float = 1e-3
+
+
+QUICK: Final = Size(4096, 3, 0.0)
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield everything."""
+    # Compilation is not what is measured.
+    kernels.warm()
+    for part in (encoding, many_symbols, small_generations, decoding, primes, end_to_end):
+        yield from part(QUICK if quick else Size())
 
 
 def _matrices(n: int, k: int, width: int) -> tuple[Bytes, Bytes, Bytes]:
@@ -40,18 +55,26 @@ def _matrices(n: int, k: int, width: int) -> tuple[Bytes, Bytes, Bytes]:
     return stream.bytes(n * k).reshape(n, k), stream.bytes(k * width).reshape(k, width), np.empty((n, width), np.uint8)
 
 
-def _row(part: str, k: int, outputs: int, payload: int, method: str, seconds: float) -> dict[str, Any]:
-    """Return one line of the table: payload bytes per second, and multiply-adds per second."""
-    return {
-        "part": part,
-        "K": k,
-        "outputs": outputs,
-        "bytes": payload,
-        "method": method,
-        "microseconds": round(1e6 * seconds, 2),
-        "MB/s": round(payload / seconds / 1e6, 1),
-        "GB/s multiply-add": round(payload * outputs / seconds / 1e9, 3),
-    }
+def _case(
+    part: str, k: int, outputs: int, payload: int, calls: Calls, size: Size, bounds: Sequence[Bound] = ()
+) -> Case:
+    """Return the case of these calls; a row has payload bytes per second, and multiply-adds per second."""
+
+    def row(times: Times, method: str) -> Row:
+        seconds = times.median(method)
+        return {
+            "part": part,
+            "K": k,
+            "outputs": outputs,
+            "bytes": payload,
+            "method": method,
+            "microseconds": round(1e6 * seconds, 2),
+            "MB/s": round(payload / seconds / 1e6, 1),
+            "GB/s multiply-add": round(payload * outputs / seconds / 1e9, 3),
+        }
+
+    text = f"{part}, K = {k}, {outputs} outputs, {payload} bytes"
+    return timed(text, calls, size.repetitions, row, bounds, sample=size.sample)
 
 
 def _product(tier: str, a: Bytes, b: Bytes, out: Bytes) -> Callable[[], object]:
@@ -66,8 +89,12 @@ def _libraries(a: Bytes, b: Bytes, out: Bytes) -> dict[str, Callable[[], object]
     calls: dict[str, Callable[[], object]] = {}
     for one in isal.libraries():
         calls[f"ISA-L {one.version}"] = one.prepare(a, b, out)
-        calls[f"tables each time, ISA-L {one.version}"] = lambda one=one: one.product(a, b, out, False)  # type: ignore[misc]
+        calls[f"tables each time, ISA-L {one.version}"] = partial(one.product, a, b, out, False)
     return calls
+
+
+def _best(a: Bytes, b: Bytes, out: Bytes) -> dict[str, Callable[[], object]]:
+    return {kernels.best_tier(): _product("auto", a, b, out), **_libraries(a, b, out)}
 
 
 def _table(a: Bytes, b: Bytes, out: Bytes) -> Callable[[], object]:
@@ -110,97 +137,64 @@ def _copy(b: Bytes) -> Callable[[], object]:
     return lambda: np.copyto(room, b)
 
 
-def encoding(size: Size) -> Part:
+def encoding(size: Size) -> Iterator[Case]:
     """K coded symbols of a generation of K, dense coefficients: every tier, and what else there is."""
-    rows: list[dict[str, Any]] = []
-    claims: list[BenchClaim] = []
     for k in SYMBOLS:
         a, b, out = _matrices(k, k, size.generation // k)
         # ISA-L follows, once for every copy there is and with its tables made beforehand.
         calls = {tier: _product(tier, a, b, out) for tier in kernels.tiers() if tier != "isal"}
         calls |= _libraries(a, b, out)
-        calls["numpy table, take and XOR"] = _table(a, b, out)
-        calls["memcpy"] = _copy(b)
+        calls |= {"numpy table, take and XOR": _table(a, b, out), "memcpy": _copy(b)}
         peers = {"galois": _galois(256, a, b), "zfec": _zfec(k, b)}
         calls |= {name: call for name, call in peers.items() if call is not None}
-        times = CallTimes(calls, size)
-        rows += [_row("encode", k, k, b.size, name, times.time(name)) for name in calls]
-        claims += _encoding_claims(times, k)
-    return rows, claims
+        yield _case("encode", k, k, b.size, calls, size, _encoding_bounds(calls, k))
 
 
-def _encoding_claims(times: CallTimes, k: int) -> list[BenchClaim]:
-    libraries = [name for name in times.seconds if name.startswith("ISA-L")]
+def _encoding_bounds(calls: Calls, k: int) -> list[Bound]:
+    # Where there is no ISA-L its claims stay in the table, as skipped, with the reason.
+    libraries = [name for name in calls if name.startswith("ISA-L")] or ["ISA-L"]
+    # Where there is GFNI without 512-bit registers, the claim is the narrower tier's.
+    gfni = "gfni256" if "gfni512" not in calls and "gfni256" in calls else "gfni512"
     goals = [
         ("swar", "numpy table, take and XOR", 12.0, True),
         ("swar", "zfec", 5.0, True),
-        # Where there is no ISA-L its claims stay in the table, as skipped, with the reason.
-        *[("shuffle256", library, 0.7, True) for library in libraries or ["ISA-L"]],
-        *[("gfni512", library, 1.5, True) for library in libraries or ["ISA-L"]],
-        *[("gfni512", library, 2.5, False) for library in libraries or ["ISA-L"]],
+        *[("shuffle256", library, 0.7, True) for library in libraries],
+        *[(gfni, library, 1.5, True) for library in libraries],
+        *[(gfni, library, 2.5, False) for library in libraries],
     ]
-    found = []
+    bounds = []
     for tier, other, bound, gate in goals:
-        # Where there is GFNI without 512-bit registers, the claim is the narrower tier's.
-        if tier == "gfni512" and tier not in times.seconds and "gfni256" in times.seconds:
-            tier = "gfni256"
         name = f"encode, K = {k}: {tier} times as fast as {other}{'' if gate else ' (stretch)'}"
-        reason = _missing(times, tier, other)
-        value = None if reason else times.faster(tier, other)
-        found.append(BenchClaim(name, value, ">=", bound, GOAL, gate, reason))
-    return found
+        skipped = ""
+        if tier not in calls:
+            skipped = kernels.why_not(tier)
+        elif other not in calls:
+            skipped = kernels.why_not("isal") if other == "ISA-L" else why_missing(other)
+        bounds.append(Bound(name, f"{other} / {tier}", f">= {bound}", GOAL, gate, skipped=skipped))
+    return bounds
 
 
-def _missing(times: CallTimes, tier: str, other: str) -> str:
-    if tier not in times.seconds:
-        return kernels.why_not(tier)
-    if other not in times.seconds:
-        return kernels.why_not("isal") if other == "ISA-L" else why_missing(other)
-    return ""
-
-
-def few_rows(size: Size) -> Part:
-    """A few coded symbols of a generation: what a sender of parities, or a decoder with few losses, computes."""
-    rows: list[dict[str, Any]] = []
-    for k in SYMBOLS:
-        for outputs in (1, 4):
-            a, b, out = _matrices(outputs, k, size.generation // k)
-            calls = {kernels.best_tier(): _product("auto", a, b, out), **_libraries(a, b, out)}
-            times = CallTimes(calls, size)
-            rows += [_row("few rows", k, outputs, b.size, name, times.time(name)) for name in calls]
-    return rows, []
-
-
-def many_symbols(size: Size) -> Part:
+def many_symbols(size: Size) -> Iterator[Case]:
     """Where products become slow: their time grows with K, beside that of a payload's bytes."""
-    rows: list[dict[str, Any]] = []
     for k in (64, MOST_SYMBOLS, 2 * MOST_SYMBOLS, 4 * MOST_SYMBOLS):
         a, b, out = _matrices(k, k, max(1, 8 * size.generation // k))
-        calls = {kernels.best_tier(): _product("auto", a, b, out)}
-        times = CallTimes(calls, size)
-        rows += [_row("many symbols", k, k, b.size, name, times.time(name)) for name in calls]
-    return rows, []
+        yield _case("many symbols", k, k, b.size, {kernels.best_tier(): _product("auto", a, b, out)}, size)
 
 
-def small_generations(size: Size) -> Part:
+def small_generations(size: Size) -> Iterator[Case]:
     """Where the call costs more than the product."""
-    rows: list[dict[str, Any]] = []
-    claims: list[BenchClaim] = []
+    skipped = kernels.why_not("isal")
     for payload in (4096, 65536):
-        a, b, out = _matrices(16, 16, payload // 16)
-        calls = {kernels.best_tier(): _product("auto", a, b, out), **_libraries(a, b, out)}
-        times = CallTimes(calls, size)
-        rows += [_row("small generation", 16, 16, payload, name, times.time(name)) for name in calls]
-        reason = kernels.why_not("isal")
+        calls, tier = _best(*_matrices(16, 16, payload // 16)), kernels.best_tier()
+        bounds = []
         for start in ("ISA-L", "tables each time"):
             other = next((name for name in calls if name.startswith(start)), start)
-            name = f"generation of {payload} bytes, K = 16: {kernels.best_tier()} times as fast as {other}"
-            value = None if reason else times.faster(kernels.best_tier(), other)
-            claims.append(BenchClaim(name, value, ">=", 1.0, GOAL, False, reason))
-    return rows, claims
+            name = f"generation of {payload} bytes, K = 16: {tier} times as fast as {other}"
+            bounds.append(Bound(name, f"{other} / {tier}", ">= 1", GOAL, False, skipped=skipped))
+        yield _case("small generation", 16, 16, payload, calls, size, bounds)
 
 
-def decoding(size: Size) -> Part:
+def decoding(size: Size) -> Iterator[Case]:
     """The two-phase decoder, e of K symbols missing: coefficients on arrival, then one product.
 
     The second phase is compared with encoding e rows of the same bodies, where they arrived, and inverting a K x K
@@ -208,9 +202,6 @@ def decoding(size: Size) -> Part:
     packets of a payload that was cut and hashed. Packets are in the buffers they came in, behind their headers. Nobody
     has its sources copied, and all allocate their output within the time that is measured.
     """
-    rows: list[dict[str, Any]] = []
-    claims: list[BenchClaim] = []
-    field = GF256()
     for k in SYMBOLS:
         payload = SplitMix64(k).bytes(size.generation).tobytes()
         source = encoder("rlnc", payload, symbols=k, round=1, source=0, run=7, shards=2 * k)
@@ -219,80 +210,70 @@ def decoding(size: Size) -> Part:
             # The first symbols did not arrive; in their place came as many combinations.
             sent = source.packets([*range(missing, k), *range(k, k + missing)])
             received = [Packet.from_bytes(packet.to_bytes(), limits) for packet in sent]
-            a, b, _ = _matrices(missing, k, size.generation // k)
-            square = SplitMix64(missing).bytes(k * k).reshape(k, k)
-
-            def arrive(received: Any = received, limits: Any = limits) -> Decoder:
-                decoder = Decoder(limits=limits)
-                for packet in received:
-                    decoder.add(packet)
-                return decoder
-
-            calls: Calls = {
-                "second phase": Prepared(arrive, Decoder.solve),
-                "with arrivals": lambda arrive=arrive: arrive().solve(),  # type: ignore[misc]
-                "e-row encode": Prepared(
-                    # The decoder lives as long, so that what its arrivals leave in the caches is the same for both.
-                    lambda received=received, arrive=arrive: [arrive(), [p.body for p in received]],  # type: ignore[misc]
-                    lambda held, a=a: held.append(kernels.matmul(a, kernels.Rows(held[1]))),  # type: ignore[misc]
-                ),
-                "inversion": lambda square=square: field.inverse(square),  # type: ignore[misc]
-                "packets of it": lambda k=k, e=missing, source=source: source.packets(range(k, k + e)),  # type: ignore[misc]
-            }
-            times = CallTimes(calls, size)
-            rows += [_row("decode", k, missing, b.size, name, times.time(name)) for name in calls]
-            at = f"decode {missing} missing of K = {k}"
-            value = times.ratio(["second phase"], ["e-row encode", "inversion"])
-            claims.append(BenchClaim(f"{at}: second phase to e-row encode + inversion", value, "<=", 1.3, LIKE))
-            value = times.ratio(["with arrivals"], ["packets of it", "inversion"])
-            claims.append(BenchClaim(f"{at}: with arrivals to making e packets + inversion", value, "<=", 1.3, LIKE))
-            # Only where products outweigh all else: the larger K, and nothing there as itself.
-            if missing == k == max(SYMBOLS):
-                value = times.faster("second phase", "e-row encode")
-                claims.append(BenchClaim(f"{at}: second phase's rate to encode rate", value, ">=", 0.5, LIKE))
-                value = times.faster("with arrivals", "packets of it")
-                claims.append(BenchClaim(f"{at}: rate with arrivals to packets' encode rate", value, ">=", 0.5, LIKE))
-    return rows, claims
+            yield _decode(k, missing, source, received, limits, size)
 
 
-def primes(size: Size) -> Part:
+def _decode(k: int, missing: int, source: Any, received: list[Packet], limits: PacketLimits, size: Size) -> Case:
+    a, b, _ = _matrices(missing, k, size.generation // k)
+    square = SplitMix64(missing).bytes(k * k).reshape(k, k)
+
+    def arrive() -> Decoder:
+        decoder = Decoder(limits=limits)
+        for packet in received:
+            decoder.add(packet)
+        return decoder
+
+    calls: Calls = {
+        "second phase": Prepared(arrive, Decoder.solve),
+        "with arrivals": lambda: arrive().solve(),
+        "e-row encode": Prepared(
+            # The decoder lives as long, so that what its arrivals leave in the caches is the same for both.
+            lambda: [arrive(), [packet.body for packet in received]],
+            lambda held: held.append(kernels.matmul(a, kernels.Rows(held[1]))),
+        ),
+        "inversion": lambda: GF256().inverse(square),
+        "packets of it": lambda: source.packets(range(k, k + missing)),
+    }
+    at = f"decode {missing} missing of K = {k}"
+    bounds = [
+        Bound(
+            f"{at}: {text} + inversion",
+            lambda found, of=of, to=to: found.times.ratio(of, [to, "inversion"]),  # type: ignore[misc]
+            "<= 1.3",
+            LIKE,
+        )
+        for text, of, to in (
+            ("second phase to e-row encode", "second phase", "e-row encode"),
+            ("with arrivals to making e packets", "with arrivals", "packets of it"),
+        )
+    ]
+    # Only where products outweigh all else: the larger K, and nothing there as itself.
+    if missing == k == max(SYMBOLS):
+        bounds += [
+            Bound(f"{at}: second phase's rate to encode rate", "e-row encode / second phase", ">= 0.5", LIKE),
+            Bound(f"{at}: rate with arrivals to packets' encode rate", "packets of it / with arrivals", ">= 0.5", LIKE),
+        ]
+    return _case("decode", k, missing, b.size, calls, size, bounds)
+
+
+def primes(size: Size) -> Iterator[Case]:
     """Products over prime fields, against galois."""
-    rows: list[dict[str, Any]] = []
-    claims: list[BenchClaim] = []
     for field in (GF251, GF65521, GF31):
         width = size.generation // 16 // field.symbol_bytes
         stream = SplitMix64(field.order)
         a, b = field.random((16, 16), stream), field.random((16, width), stream)
-        out = np.empty((16, width), field.dtype)
-        calls: Calls = {
-            field.name: lambda f=field, a=a, b=b, out=out: f.matmul(a, b, out=out),  # type: ignore[misc]
-        }
+        calls: dict[str, Callable[[], object]] = {field.name: partial(field.matmul, a, b, out=np.empty_like(b))}
         galois = _galois(field.order, a, b)
         if galois is not None:
-            calls = {**calls, "galois": galois}
-        times = CallTimes(calls, size)
-        rows += [_row(f"product, {field.name}", 16, 16, b.nbytes, name, times.time(name)) for name in calls]
+            calls["galois"] = galois
         name = f"product over {field.name}, K = 16: times as fast as galois"
-        value = None if galois is None else times.faster(field.name, "galois")
-        claims.append(BenchClaim(name, value, ">=", 1.0, GOAL, False, why_missing("galois")))
-    return rows, claims
+        bound = Bound(name, f"galois / {field.name}", ">= 1", GOAL, False, skipped=why_missing("galois"))
+        yield _case(f"product, {field.name}", 16, 16, b.nbytes, calls, size, [bound])
 
 
-def scale(size: Size) -> Part:
-    """What else is done to every payload byte: checksums, digests, a copy."""
-    data = SplitMix64(3).bytes(size.generation)
-    calls: Calls = {
-        "crc32": lambda: zlib.crc32(data.data),
-        "blake2b": lambda: hashlib.blake2b(data.data, digest_size=8),
-        "memcpy": _copy(data),
-    }
-    times = CallTimes(calls, size)
-    return [_row("for scale", 1, 1, data.size, name, times.time(name)) for name in calls], []
-
-
-def end_to_end(size: Size) -> Part:
+def end_to_end(size: Size) -> Iterator[Case]:
     """What a client does with an update of 1 MB, K = 16 for 24 relays: cut, code, make packets, digests and all."""
-    payload = SplitMix64(4).bytes(size.generation if size.quick else 1_000_000).tobytes()
+    payload = SplitMix64(4).bytes(size.generation if size is QUICK else 1_000_000).tobytes()
 
     def share() -> list[bytes]:
         source = encoder("rlnc", payload, symbols=16, round=1, source=0, run=7, shards=24)
@@ -307,10 +288,9 @@ def end_to_end(size: Size) -> Part:
             decoder.add(Packet.from_bytes(data, limits))
         return decoder.payload()
 
-    times = CallTimes({"share": share, "collect, 8 missing": collect}, size)
-    rows = [_row("end to end", 16, 24, len(payload), name, times.time(name)) for name in times.seconds]
-    name = "client side of a 1 MB update, K = 16, N = 24: milliseconds"
-    return rows, [BenchClaim(name, 1e3 * times.time("share"), "<", 5.0, "below 2 % of a local epoch on digits")]
+    name, source = "client side of a 1 MB update, K = 16, N = 24: milliseconds", "below 2 % of a local epoch on digits"
+    bound = Bound(name, lambda found: 1e3 * found.times.median("share"), "< 5", source)
+    yield _case("end to end", 16, 24, len(payload), {"share": share, "collect, 8 missing": collect}, size, [bound])
 
 
 def environment() -> dict[str, Any]:
@@ -330,28 +310,4 @@ def environment() -> dict[str, Any]:
         "numpy": np.__version__,
         "numba": numba.__version__,
         "galois": "not installed" if why_missing("galois") else importlib.metadata.version("galois"),
-    }
-
-
-def run(size: Size | None = None, say: Callable[[str], None] = lambda _line: None) -> dict[str, Any]:
-    """Measure everything; return ``{"rows": [...], "claims": [...], "environment": {...}}``, ready for JSON."""
-    size = size or Size()
-    # Compilation is not what is measured.
-    kernels.warm()
-    rows: list[dict[str, Any]] = []
-    claims: list[BenchClaim] = []
-    for part in (encoding, few_rows, many_symbols, small_generations, decoding, primes, scale, end_to_end):
-        say(f"{part.__name__.replace('_', ' ')}: {size.repetitions} interleaved repetitions")
-        more, checks = part(size)
-        rows += more
-        claims += checks
-    return {
-        "rows": rows,
-        # A quick run shows that everything runs; its figures mean nothing, and fail nothing. What was not measured
-        # fails nothing either.
-        "claims": [
-            {**asdict(claim), "ok": claim.ok, "gate": claim.gate and not size.quick and claim.value is not None}
-            for claim in claims
-        ],
-        "environment": environment(),
     }

@@ -29,22 +29,9 @@ COLUMNS: Final = ("ours", "Opacus RDP", "Opacus PRV", "dp-accounting RDP", "dp-a
 class Case:
     """One event, so many times.
 
-    Attributes
-    ----------
-    name : str
-    times : int
-    ours : Event, optional
-        None where nothing here draws such noise.
-    opacus : tuple of float, optional
-        Noise multiplier and sampling rate, all that Opacus knows of an event.
-    google : callable, optional
-        ``google(dp_accounting)`` returns its event.
-    stays : str
-        Why ours stays although another one is tighter.
-    singly : bool
-        Whether dp-accounting is given the event once for each time.
-    relation : str
-        Of neighbours, in dp-accounting's words.
+    ``ours`` is None where nothing here draws such noise; ``opacus`` a noise multiplier and a sampling rate, all that it
+    knows of an event; ``google(dp_accounting)`` dp-accounting's event, given once for each time where ``singly``, under
+    its name for the ``relation`` of neighbours. ``stays`` says why ours does although another one is tighter.
     """
 
     name: str
@@ -95,14 +82,8 @@ CASES: Final = (
 
 @dataclass(frozen=True)
 class Row:
-    """What a case costs by each accountant, in the order of :data:`COLUMNS`; None where it does not know the event.
-
-    Attributes
-    ----------
-    case : Case
-    epsilons : tuple of float or None
-        At :data:`DELTA`.
-    """
+    """What a case costs by each accountant: epsilon at :data:`DELTA`, in the order of :data:`COLUMNS`, None where it
+    does not know the event."""
 
     case: Case
     epsilons: tuple[float | None, ...]
@@ -198,11 +179,7 @@ def main() -> int:
     """Print the table."""
     print("\n".join(lines(table())))
     if installed():
-        print(
-            "\ndp-accounting's PLD of 10 randomised responses: {:.4f} by number, {:.4f} one by one.".format(
-                *counted_once()
-            )
-        )
+        print("\ndp-accounting's PLD of 10 randomised responses: {:.4f}, {:.4f} one by one.".format(*counted_once()))
     else:
         print("\ndp-accounting is not installed, so that its columns are empty: pip install '.[dp]'")
     return 0

@@ -40,31 +40,24 @@ Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-def _rounded(vector: NDArray[Any], step: float) -> Integers:
-    """Round without a bound."""
-    # A mutant refuses what is not finite, too: there would be no sum to audit.
-    if not np.isfinite(vector).all():
-        raise Unbounded("not finite")
-    # Bounded far beyond any clip norm, so that the conversion to integers cannot overflow.
-    return np.rint(np.clip(vector / step, -(2.0**50), 2.0**50)).astype(np.int64)
-
-
 # Bounds.
 
 
-@dataclass(frozen=True, kw_only=True)
 class NoClip(GridGaussian):
     """Sums what comes."""
 
     def admit(self, contribution: NDArray[Any]) -> Integers:
-        """Round, nothing else."""
-        return _rounded(contribution, self.step)
+        # A mutant refuses what is not finite, too: there would be no sum to audit.
+        if not np.isfinite(contribution).all():
+            raise Unbounded("not finite")
+        # Bounded far beyond any clip norm, so that the conversion to integers cannot overflow.
+        return np.rint(np.clip(contribution / self.step, -(2.0**50), 2.0**50)).astype(np.int64)
 
 
-def using(variant: type[GridGaussian]) -> type[DpFedAvg]:
-    """Return DP-FedAvg with another mechanism."""
+def using(variant: type[GridGaussian], strategy: Any = DpFedAvg) -> Any:
+    """Return a strategy with another mechanism."""
 
-    class Using(DpFedAvg):
+    class Using(strategy):  # type: ignore[misc]  # any of them
         def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
             return changed(super().mechanism(layout, server_round), variant)
 
@@ -75,7 +68,6 @@ class ClipPerTensor(using(NoClip)):  # type: ignore[misc]  # a class made on the
     """Clips every tensor to C, and not the update."""
 
     def contribution(self, update: NDArray[Any], layout: Layout, server_round: int) -> NDArray[Any]:
-        """Clip tensor by tensor."""
         out = np.array(update, np.float64)
         for tensor in layout.tensors:
             length = float(np.linalg.norm(out[tensor.slice]))
@@ -92,18 +84,16 @@ def remembered(rounds: int = 12) -> NDArray[np.float32]:
     # Flat: the default policy would send tensors this small whole.
     layout = Layout.flat(cases.WIDTH)
     codec = ErrorFeedback(TopK(density=1.0 / layout.size))
-    state = codec.init(layout)
+    state, sent = codec.init(layout), np.zeros(layout.size, np.float32)
     # All coordinates but the first get the same; each waits for its turn.
     gradient = np.zeros(layout.size, np.float32)
     gradient[:rounds] = 1.0
     # Exactly the clip norm: each update passes the clip, and only what the memory adds is too long.
     gradient *= np.float32(cases.CLIP / np.linalg.norm(gradient))
-    sent = np.zeros(layout.size, np.float32)
     for place in range(3 * rounds):
         frame, state = codec.encode(Update(gradient, layout), state, Key(0, "audit memory", place))
-        now = codec.decode(frame, layout)
         # The longest of what was sent: the worst round is what sensitivity is about.
-        sent = now if np.linalg.norm(now) > np.linalg.norm(sent) else sent
+        sent = max(sent, codec.decode(frame, layout), key=lambda vector: float(np.linalg.norm(vector)))
     return np.asarray(sent, np.float32)
 
 
@@ -118,10 +108,8 @@ class MeanOverReplies(GridGaussian):
     expected: float
 
     def perturb(self, total: Integers, entropy: Entropy) -> Floats:
-        """Return the sum that such a mean stands for."""
-        noisy = super().perturb(total, entropy)
+        noisy, exact = super().perturb(total, entropy), total * self.step
         # Only the exact part is scaled up: the noise stays that of the expected number, which is the mistake.
-        exact = total * self.step
         return np.asarray(exact * (self.expected / max(1, len(self.came))) + (noisy - exact), np.float64)
 
 
@@ -129,23 +117,20 @@ class NoiseOnMean(DpFedAvg):
     """Divides by the replies, draws the noise for the clients that were expected."""
 
     def mechanism(self, layout: Layout, server_round: int) -> MeanOverReplies:
-        """Return the mechanism with a count that grows as replies come."""
+        # Grows as replies come.
         self._came: list[int] = []
         right = super().mechanism(layout, server_round)
         return changed(right, MeanOverReplies, came=self._came, expected=self.expected)
 
     def added(self, contribution: NDArray[Any]) -> None:
-        """Count one."""
         super().added(contribution)
         self._came.append(1)
 
 
-@dataclass(frozen=True, kw_only=True)
 class NoisePerClient(GridGaussian):
     """Every client adds its share of the noise, and then the noise is averaged like the updates."""
 
     def perturb(self, total: Integers, entropy: Entropy) -> Floats:
-        """Add the noise of eight clients, each divided by eight."""
         # Tier A runs without noise, and there is nothing to share out.
         if self.noise_multiplier == 0.0:
             return super().perturb(total, entropy)
@@ -158,32 +143,26 @@ class _FromReplies(DpFedAvg):
     """DP-FedAvg that also reads what private rounds never read."""
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
-        """Remember the replies."""
         self._read = [reply for reply in replies if not reply.has_error()]
         return super().aggregate_train(server_round, self._read)
 
-
-def _metric(reply: Message, name: str) -> float:
-    value = reply.content.metric_records["metrics"][name]
-    assert isinstance(value, int | float)
-    return value
+    def said(self, name: str) -> list[Any]:
+        """Return a metric of every reply."""
+        return [r.content.metric_records["metrics"][name] for r in getattr(self, "_read", ())]
 
 
 class WeightedByExamples(_FromReplies):
     """Weighs every clipped update by the number of examples its client reports."""
 
     def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
-        """Return a mechanism that trusts what it is given: updates are clipped before they are weighed."""
-        right = super().mechanism(layout, server_round)
-        counts = [int(_metric(r, "num-examples")) for r in getattr(self, "_read", ())]
+        counts = self.said("num-examples")
         # In the order of the replies, in which contributions are asked for.
         self._weights = iter([count * len(counts) / sum(counts) for count in counts])
         # A weighted contribution is longer than the clip norm on purpose, so that the mechanism must not clip it once
-        # more.
-        return changed(right, NoClip)
+        # more: updates are clipped before they are weighed.
+        return changed(super().mechanism(layout, server_round), NoClip)
 
     def contribution(self, update: NDArray[Any], layout: Layout, server_round: int) -> NDArray[Any]:
-        """Clip, then weigh."""
         right = super().mechanism(layout, server_round)
         clipped = to_grid(update, clip=right.clip, step=right.step, bound=int(right.bound)) * right.step
         return clipped * next(self._weights)
@@ -193,10 +172,9 @@ class WeightedByExamples(_FromReplies):
 
 
 class NoiseCastToIntegers(_FromReplies):
-    """Averages integer buffers and casts their noise to integers, which leaves no noise."""
+    """Averages integer buffers and casts their noise, of the updates' deviation, to integers: none is left."""
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
-        """Add the mean of the buffers, and noise of the updates' standard deviation."""
         arrays, metrics = super().aggregate_train(server_round, replies)
         found = to_arrays(arrays)
         sigma = self.mechanism(Layout.of(found), server_round).sigma / self.expected
@@ -212,32 +190,26 @@ class MetricLeak(_FromReplies):
     """Releases the mean of the clients' losses, exactly."""
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
-        """Return the loss with the model."""
         arrays, _ = super().aggregate_train(server_round, replies)
-        losses = [_metric(r, "loss") for r in self._read]
-        return arrays, MetricRecord({"loss": math.fsum(losses) / len(losses)})
+        return arrays, MetricRecord({"loss": math.fsum(self.said("loss")) / len(self._read)})
 
 
 # Sensitivity.
 
 
-@dataclass(frozen=True, kw_only=True)
 class OnlyC(GridGaussian):
     """Takes C for the sensitivity of "replace", which is 2C."""
 
     @property
     def sensitivity(self) -> float:
-        """The bound, whatever the adjacency."""
         return self.bound
 
 
-@dataclass(frozen=True, kw_only=True)
 class ForgotRootK(Votes):
     """Draws noise of z for votes whose norm is sqrt(k)."""
 
     @property
     def bound(self) -> float:
-        """One vote."""
         return float(self.resolution)
 
 
@@ -248,7 +220,6 @@ class FlowersSign(DpFedAvg):
     """Uses the bit "was clipped" in the rule for the bit "was within", as Flower 1.41's wrappers do."""
 
     def concluded(self, server_round: int, entropy: Entropy) -> None:
-        """Move the clip norm the wrong way."""
         before = self.clip
         super().concluded(server_round, entropy)
         assert self.adaptive is not None
@@ -259,7 +230,7 @@ class FlowersSign(DpFedAvg):
 
 class _Uncentred(NormBits):
     def add(self, within: bool) -> None:
-        """Count 1 or 0: one client moves the count by 1, not by 1/2."""
+        # 1 or 0: one client moves the count by 1, not by 1/2.
         self.votes += 2 * int(within)
 
 
@@ -274,41 +245,29 @@ class UncentredBits(DpFedAvg):
 # Accounting.
 
 
-@dataclass(frozen=True, kw_only=True)
 class OneEventPerBatch(Votes):
     """Charges a batch of images as one release."""
 
     def event(self, *, rate: float = 1.0, size: int = 0, label: str = "update") -> Event:
-        """Return the event of one row."""
         return replace(super().event(rate=rate, size=size, label=label), releases=1)
 
 
 class ForgetfulAccountant(DpFedAvg):
-    """Restarts its accountant in every round."""
+    """Restarts its accountant in every round: the same promise, no history."""
 
     def configure_train(self, *arguments: Any) -> Any:
-        """Forget what was spent."""
-        old = self.privacy
-        # Same promise, no history: each round looks like the first.
-        self.privacy = PrivacyLedger(
-            delta=old.delta,
-            population=old.population,
-            adjacency=old.adjacency,
-            sampling=old.sampling,
-            budget=old.budget,
-        )
+        promise = ("delta", "population", "adjacency", "sampling", "budget")
+        self.privacy = PrivacyLedger(**{name: getattr(self.privacy, name) for name in promise})
         return super().configure_train(*arguments)
 
 
 # Supports.
 
 
-@dataclass(frozen=True, kw_only=True)
 class PrivateSupport(GridGaussian):
     """Releases the largest quarter of the sum, with noise on it, and nothing elsewhere."""
 
     def perturb(self, total: Integers, entropy: Entropy) -> Floats:
-        """Choose by the exact sum, then add noise to what was chosen."""
         noisy = super().perturb(total, entropy)
         # By the exact sum: which coordinates are released depends on data that no noise has covered.
         kept = np.argsort(-np.abs(total), kind="stable")[: total.size // 4]
@@ -324,7 +283,6 @@ class TwoClips(LowRank, id="lsg"):
     """Shortens updates as ever and clips the left products and all the rest each by itself."""
 
     def kept(self, update: Any, plan: Any, pairs: Any, chosen: Any) -> Any:
-        """Return the kept coordinates, in two parts of norm C at most."""
         # A clip that never bites: the two parts are clipped below instead.
         out = np.array(replace(self, clip=1e6 * self.clip).loose(update, plan, pairs, chosen))
         left = np.zeros(plan.short, np.bool_)
@@ -339,28 +297,14 @@ class TwoClips(LowRank, id="lsg"):
         return super().kept(*arguments)
 
 
-class SeparateClips(systems.Steady):
+class SeparateClips(using(NoClip, systems.Steady)):  # type: ignore[misc]  # a class made on the spot
     """Clips the products with the left and with the right carriers each to C: together they have up to sqrt(2) C."""
 
-    def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
-        """Return a mechanism that trusts the clips before it."""
-        return changed(super().mechanism(layout, server_round), NoClip)
-
     def program(self) -> LowRank:
-        """Return the system with two clips."""
         return TwoClips(**self.settings.get_config())
 
     def contribution(self, update: Any, layout: Layout, server_round: int) -> Any:
-        """Trust it."""
         return update
-
-
-class PrivateSupportOfLsg(systems.Steady):
-    """Keeps the largest coordinates of the exact sum, with noise on those alone."""
-
-    def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
-        """Return a mechanism whose support is chosen by the exact sum."""
-        return changed(super().mechanism(layout, server_round), PrivateSupport)
 
 
 # Randomness.
@@ -370,7 +314,6 @@ class SameSeed(DpFedAvg):
     """Draws the same noise in every round."""
 
     def entropy(self, purpose: str, server_round: int) -> Entropy:
-        """Forget the round."""
         return make_entropy(Key(self.seed, f"privacy/{purpose}"), insecure_deterministic=True)
 
 
@@ -382,16 +325,8 @@ Check = Callable[[Subject], list[Verdict]]
 
 @dataclass(frozen=True)
 class Mutant:
-    """A wrong variant and its original under the tier that must tell them apart.
-
-    Attributes
-    ----------
-    wrong : str
-        What is wrong, in a few words.
-    tier : str
-    original, mutated : callable
-        Audit the one and the other.
-    """
+    """A wrong variant and its original under the tier that must tell them apart: what is wrong, in a few words, and
+    what audits the one and the other."""
 
     wrong: str
     tier: str
@@ -435,7 +370,6 @@ class Silent(Votes):
     """Draws no noise and claims it."""
 
     def perturb(self, total: Any, entropy: Any) -> Any:
-        """Return the sum."""
         return total * self.step
 
 
@@ -509,7 +443,10 @@ MUTANTS: Final[dict[str, Mutant]] = {
         "both low-rank products clipped to C, not together", _A, systems.lsg, SeparateClips, keep=1.0
     ),
     "private support, low rank": _caught(
-        "largest of the exact low-rank sum, noise on those alone", _B, systems.lsg, PrivateSupportOfLsg
+        "largest of the exact low-rank sum, noise on those alone",
+        _B,
+        systems.lsg,
+        using(PrivateSupport, systems.Steady),
     ),
     "record twice": Mutant(
         "one record in two teachers",

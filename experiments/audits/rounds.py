@@ -19,7 +19,6 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.logs import quiet
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.layout import Layout
-from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.strategies.private.strategy import PrivateStrategy
 
 Make = Callable[[float | None, int], PrivateStrategy]
@@ -48,18 +47,8 @@ def reply_by_hand(message: Message, arrays: Mapping[str, NDArray[Any]], **metric
 class ClientReply:
     """What a client replies: its update, and what else a reply says.
 
-    Attributes
-    ----------
-    update : ndarray of float, (size of the model's floats,)
-        Difference to the model.
-    examples : int
-        What it says about its number of examples.
-    loss : float
-        What it says about its loss.
-    buffers : int
-        Added to every element of the model's integer buffers.
-    lost : bool
-        Whether an error comes instead.
+    ``update`` is a difference to the model, float of the size of its floats; ``buffers`` is added to every element of
+    its integer buffers; where ``lost``, an error comes instead.
     """
 
     update: NDArray[Any]
@@ -76,12 +65,11 @@ class RoundReading:
     Attributes
     ----------
     sum_of : callable
-        From a strategy after a round and the model's step to the noisy sum; default the step times the public
-        denominator.
+        From a strategy after a round and the model's step to the noisy sum.
     width : int
         Coordinates of the noisy sum; 0 for the model's floats.
     further : callable
-        From a strategy after a round to what else was released in it, each figure with noise of its own.
+        From a strategy after a round to what else was released, each figure with noise of its own.
     further_scale : tuple of float
         The claimed standard deviations of these figures.
     """
@@ -147,16 +135,10 @@ class Rounds(Subject):
             self.parts["buffers"] = buffers
 
     def nodes(self, data: Data) -> AbstractContextManager[InProcessGrid]:
-        """Return a grid of nodes that answer nothing."""
         return InProcessGrid(nobody, self.clients)
 
     def start(self, noisy: bool, seed: int, trial: int) -> PrivateStrategy:
-        """Return a new strategy."""
         return self.make(None if noisy else 0.0, numbered(seed, trial))
-
-    def spent(self, run: PrivateStrategy) -> PrivacyLedger:
-        """Return the strategy's ledger, which may be another after a round."""
-        return run.privacy
 
     def play(self, run: PrivateStrategy, nodes: InProcessGrid, data: Data, number: int) -> Floats:
         """Play every round from the same model, so that rounds can be compared."""

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from fedcomp.flower.logs import quiet
 from fedcomp.privacy.entropy import SeededEntropy
 from fedcomp.privacy.errors import Unbounded
-from fedcomp.privacy.events import Adjacency, Event
+from fedcomp.privacy.events import Adjacency
 from fedcomp.privacy.gaussian import gaussian_mu
 from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.mechanism import Mechanism, PrivateSum
@@ -40,11 +41,6 @@ POPULATION: Final = 1000
 def new_ledger(adjacency: Adjacency) -> PrivacyLedger:
     """Return an empty ledger in memory, with everybody taking part every time: the audited rounds hide nobody."""
     return PrivacyLedger(delta=DELTA, population=POPULATION, adjacency=adjacency, sampling=Sampling("everyone"))
-
-
-def rounds_mu(events: Sequence[Event]) -> float:
-    """Return the mu that recorded events claim: sqrt(sum of releases / z^2)."""
-    return math.sqrt(math.fsum(e.releases / e.noise_multiplier**2 for e in events))
 
 
 @dataclass(frozen=True)
@@ -100,15 +96,12 @@ class Subject(ABC):
 
     @abstractmethod
     def start(self, noisy: bool, seed: int, trial: int) -> Any:
-        """Return a new run, whose noise, if it is ``noisy``, is named by ``seed`` and ``trial``."""
+        """Return a new run, whose noise, if it is ``noisy``, is named by ``seed`` and ``trial``; ``privacy`` is its
+        ledger."""
 
     @abstractmethod
     def play(self, run: Any, nodes: Any, data: Data, number: int) -> Floats:
         """Return what round ``number``, from 1, releases, shape (width,)."""
-
-    @abstractmethod
-    def spent(self, run: Any) -> PrivacyLedger:
-        """Return the ledger of a run."""
 
     def nodes(self, data: Data) -> AbstractContextManager[Any]:
         """Return what :meth:`play` meets ``data`` on, such as a grid; None unless a subject has one."""
@@ -132,11 +125,12 @@ class Subject(ABC):
         with quiet(), self.nodes(self.present) as nodes:
             for place in range(rounds):
                 self.play(run, nodes, self.present, place + 1)
-        return self.spent(run)
+        ledger: PrivacyLedger = run.privacy
+        return ledger
 
     def release_mu(self) -> float:
-        """Return the mu that the events of one round claim."""
-        return rounds_mu(self.ledger(1).events)
+        """Return the mu that the events of one round claim: sqrt(sum of releases / z^2)."""
+        return math.sqrt(math.fsum(e.releases / e.noise_multiplier**2 for e in self.ledger(1).events))
 
     def run_mu(self, rounds: int) -> float:
         """Return the mu that the ledger's epsilon claims for a run."""
@@ -180,20 +174,15 @@ class Sums(Subject):
             self.step = 0.0
 
     def start(self, noisy: bool, seed: int, trial: int) -> Any:
-        """Return the mechanism, a ledger and the noise of a run."""
         # The same mechanism without noise: the exact sum goes through the same bounds and rounding.
         mechanism = self.mechanism if noisy else replace(self.mechanism, noise_multiplier=0.0)
-        return mechanism, new_ledger(self.adjacency), seeded(Key(seed, "audit", trial))
+        entropy = seeded(Key(seed, "audit", trial))
+        return SimpleNamespace(mechanism=mechanism, privacy=new_ledger(self.adjacency), entropy=entropy)
 
     def play(self, run: Any, nodes: Any, data: Data, number: int) -> Floats:
-        """Release the sum of what the mechanism admits; what it refuses is left out, as a strategy does."""
-        mechanism, ledger, entropy = run
-        held = PrivateSum(mechanism, self.shape)
+        held = PrivateSum(run.mechanism, self.shape)
         for participant, contribution in data:
+            # What the mechanism refuses is left out, as a strategy does.
             with suppress(Unbounded):
                 held.add(participant, contribution)
-        return held.release(ledger, round=number, entropy=entropy).ravel()
-
-    def spent(self, run: Any) -> PrivacyLedger:
-        """Return the run's ledger."""
-        return run[1]
+        return held.release(run.privacy, round=number, entropy=run.entropy).ravel()

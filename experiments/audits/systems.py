@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -37,7 +38,6 @@ from fedcomp.layout import Layout, Update
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.distributed import DistributedSum
 from fedcomp.privacy.entropy import Entropy, make_entropy
-from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.lsg import LowRankPlan
 from fedcomp.privacy.mechanism import Votes
@@ -153,7 +153,6 @@ class TeacherVotes(Subject):
         super().__init__(name, "replace", worlds, mechanism, parts, IMAGES * PIXELS)
 
     def start(self, noisy: bool, seed: int, trial: int) -> _Shown:
-        """Return a new strategy."""
         return _Shown(
             lambda config: _Drawn(),
             VoteSettings(k=VOTES, images=IMAGES),
@@ -167,15 +166,9 @@ class TeacherVotes(Subject):
         )
 
     def nodes(self, data: Data) -> AbstractContextManager[InProcessGrid]:
-        """Return a grid of clients that vote."""
         return InProcessGrid(_voters(data), CLIENTS)
 
-    def spent(self, run: _Shown) -> PrivacyLedger:
-        """Return the strategy's ledger."""
-        return run.privacy
-
     def play(self, run: _Shown, nodes: InProcessGrid, data: Data, number: int) -> Floats:
-        """Return the noisy sums of votes."""
         asked = run.configure_train(number, to_record({"w": np.zeros(1, np.float32)}), ConfigRecord(), nodes)
         run.aggregate_train(number, nodes.send_and_receive(asked))
         return run.seen[-1].ravel()
@@ -262,14 +255,13 @@ class Steps(Subject):
 
     def __init__(self, name: str, make: MakeOptimizer, width: int, worlds: Worlds) -> None:
         self.make, self.width = make, width
-        mechanism = self.start(True, 0, 0)[0].mechanism()
+        mechanism = self.start(True, 0, 0).optimizer.mechanism()
         super().__init__(name, "add_remove", worlds, mechanism, {"gradient": slice(None)}, width)
 
     def start(self, noisy: bool, seed: int, trial: int) -> Any:
-        """Return an optimiser, its parameter and its ledger."""
         return self.optimizer(float(noisy), seeded(Key(numbered(seed, trial), "audit steps")))
 
-    def optimizer(self, z: float, entropy: Entropy) -> tuple[PrivateOptimizer, torch.nn.Parameter, PrivacyLedger]:
+    def optimizer(self, z: float, entropy: Entropy) -> Any:
         """Return an optimiser with this noise, its parameter and its ledger."""
         weights = torch.nn.Parameter(torch.zeros(self.width))
         ledger = new_ledger("add_remove")
@@ -287,15 +279,10 @@ class Steps(Subject):
             ),
             expected_batch_size=8.0,
         )
-        return optimizer, weights, ledger
-
-    def spent(self, run: Any) -> PrivacyLedger:
-        """Return the run's ledger."""
-        return run[2]
+        return SimpleNamespace(optimizer=optimizer, weights=weights, privacy=ledger)
 
     def play(self, run: Any, nodes: Any, data: Data, number: int) -> Floats:
-        """Return the noisy sum of one step."""
-        optimizer, weights, _ = run
+        optimizer, weights = run.optimizer, run.weights
         rows = np.stack([np.asarray(gradient, np.float32) for _, gradient in data])
         optimizer.zero_grad()
         # A copy: the optimiser clips in place, and the worlds are used again.
@@ -348,22 +335,16 @@ class PrivateMessages(Subject):
     def _transform(z: float) -> Privatise:
         return Privatise(clip=cases.CLIP, noise_multiplier=z, insecure_deterministic=True)
 
-    def start(self, noisy: bool, seed: int, trial: int) -> dict[str, Any]:
-        """Return a client's transform with its state and its key, and a ledger."""
-        transform, layout = self._transform(float(noisy)), Layout.flat(cases.WIDTH)
-        key = Key(numbered(seed, trial), "audit message")
-        return {"transform": transform, "state": transform.init(layout), "key": key, "ledger": new_ledger("replace")}
+    def start(self, noisy: bool, seed: int, trial: int) -> Any:
+        transform, key = self._transform(float(noisy)), Key(numbered(seed, trial), "audit message")
+        state = transform.init(Layout.flat(cases.WIDTH))
+        return SimpleNamespace(transform=transform, state=state, key=key, privacy=new_ledger("replace"))
 
-    def spent(self, run: dict[str, Any]) -> PrivacyLedger:
-        """Return a ledger with an event of the transform's mechanism per message, as the strategy records them."""
-        return run["ledger"]
-
-    def play(self, run: dict[str, Any], nodes: Any, data: Data, number: int) -> Floats:
-        """Return a message."""
-        # The transform writes no ledger: who accounts for local noise is the server.
-        run["ledger"].record(self.mechanism.event(size=cases.WIDTH), round=number)
+    def play(self, run: Any, nodes: Any, data: Data, number: int) -> Floats:
+        # The transform writes no ledger: who accounts for local noise is the server, an event for every message.
+        run.privacy.record(self.mechanism.event(size=cases.WIDTH), round=number)
         update = Update(data[0][1], Layout.flat(cases.WIDTH))
-        sent, run["state"] = run["transform"].apply(update, run["state"], run["key"].at(round=number - 1))
+        sent, run.state = run.transform.apply(update, run.state, run.key.at(round=number - 1))
         return np.asarray(sent.vector, np.float64)
 
 
@@ -399,18 +380,14 @@ class NoiseShares(Subject):
         rounded = [self.codec.bounded(update, Key(0, "audit rounding", partition=place)) for place, update in data]
         return nullcontext(rounded)
 
-    def start(self, noisy: bool, seed: int, trial: int) -> tuple[Key | None, PrivacyLedger]:
-        """Return the key of the shares, None for no noise, and a ledger."""
-        return Key(numbered(seed, trial), "audit share") if noisy else None, new_ledger("zero_out")
+    def start(self, noisy: bool, seed: int, trial: int) -> Any:
+        key = Key(numbered(seed, trial), "audit share") if noisy else None
+        return SimpleNamespace(key=key, privacy=new_ledger("zero_out"))
 
-    def spent(self, run: tuple[Key | None, PrivacyLedger]) -> PrivacyLedger:
-        """Return a ledger with the mechanism's event for every sum, as the strategy records them."""
-        return run[1]
-
-    def play(self, run: tuple[Key | None, PrivacyLedger], nodes: Any, data: Data, number: int) -> Floats:
-        """Return the sum of the noised integers, in the units of the update."""
-        key, ledger = run
-        ledger.record(self.mechanism.event(size=cases.WIDTH), round=number)
+    def play(self, run: Any, nodes: Any, data: Data, number: int) -> Floats:
+        key = run.key
+        # An event for every sum, as the strategy records them.
+        run.privacy.record(self.mechanism.event(size=cases.WIDTH), round=number)
         shares = (key.at(round=number - 1, partition=place) if key else None for place in range(len(nodes)))
         parts = [self.codec.noised(one, seeded(own)) if own else one for one, own in zip(nodes, shares, strict=True)]
         return np.asarray(np.sum(parts, axis=0) * self.mechanism.step, np.float64)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -17,20 +18,12 @@ import typer
 from fedcomp.errors import ConfigError, FedcompError, nearest
 from fedcomp.experiments import console as show
 from fedcomp.experiments.bench import BENCHMARKS
-from fedcomp.experiments.commands import (
-    BROKEN,
-    CLAIM_FAILED,
-    INTERRUPTED,
-    OK,
-    clean_stdout,
-    command_line,
-    complain,
-    invoke,
-)
-from fedcomp.experiments.report import environment, failed_claims, outcome
+from fedcomp.experiments.commands import BROKEN, INTERRUPTED, OK, clean_stdout, command_line, complain, invoke
+from fedcomp.experiments.report import environment, outcome
 from fedcomp.experiments.sheets import Sheet, claims_sheet
 from fedcomp.experiments.store import to_json_text
 from fedcomp.flower.offline import go_offline
+from fedcomp.measuring import conclude, run
 
 Benchmarks = Mapping[str, tuple[str, str]]
 """Module path and description by name."""
@@ -83,32 +76,25 @@ def _bench(benchmarks: Benchmarks, request: BenchRequest) -> int:
     if name not in benchmarks:
         raise ConfigError(f"no benchmark {name!r}{nearest(name, benchmarks)}")
     go_offline()
-    measure: Callable[..., dict[str, Any]] = importlib.import_module(benchmarks[name][0]).run
+    cases = importlib.import_module(benchmarks[name][0]).cases
     with clean_stdout(request.as_json) as stdout:
         try:
-            result = measure(quick=request.quick, progress=_progress)
+            found = run(cases(request.quick), quick=request.quick, say=_progress)
         except KeyboardInterrupt:
             return INTERRUPTED
         except FedcompError:
             raise
         except Exception as error:
             return complain(f"benchmark {name!r} broke: {type(error).__name__}: {error}", BROKEN)
-        summary = {
-            "benchmark": name,
-            "quick": request.quick,
-            "rows": result["rows"],
-            "claims": [claim.to_json() for claim in result["claims"]],
-            "environment": environment(),
-        }
-        _close(summary, request.as_json, stdout)
-    return CLAIM_FAILED if failed_claims(summary) else OK
+        show_it = partial(_show, as_json=request.as_json, stdout=stdout)
+        return conclude(name, found, show_it, quick=request.quick, environment=environment())
 
 
 def _progress(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
-def _close(summary: Mapping[str, Any], as_json: bool, stdout: TextIO) -> None:
+def _show(summary: Mapping[str, Any], *, as_json: bool, stdout: TextIO) -> None:
     if as_json:
         stdout.write(to_json_text(summary) + "\n")
         stdout.flush()

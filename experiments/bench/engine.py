@@ -9,24 +9,25 @@ the same round loop; only the in-process engine meters its traffic, which is in 
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fedcomp.errors import FedcompError, why_missing
-from fedcomp.experiments.bench import many as of_many
-from fedcomp.experiments.findings import Claim
+from fedcomp.errors import why_missing
+from fedcomp.experiments.bench import many
+from fedcomp.experiments.bench.readpass import BenchError
 from fedcomp.flower.offline import go_offline
+from fedcomp.measuring import Bound, Case, Found, Row
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord, Context, Message
@@ -36,77 +37,85 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).parents[2]
 ELEMENTS: Final = 1 << 18
 """Elements of the model: 1 MB of float32, in one tensor."""
-DENSITY: Final = 0.01
-_MB: Final = 1e6
+PEAK: Final = "aggregation_peak_mb"
+GOAL: Final = "goal of this project, on the same machine; depends on its load and number of cores"
 
 
-class BenchError(FedcompError, RuntimeError):
-    """A measurement has no result: its process ended without one, or left out what was to be measured."""
-
-
-def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Measure both engines and the server's memory.
-
-    Returns
-    -------
-    dict
-        ``rows``: one per engine and number of clients (seconds of the whole process, of the run without the imports
-        both sides share, of the first round, milliseconds of a later round, client rounds per second) and one per
-        strategy and number of clients (megabytes), and those of :mod:`fedcomp.experiments.bench.many`.
-        ``claims``: the ratios and the growth of memory.
-    """
-    say = progress or (lambda _line: None)
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield both engines, the server's memory, and the cases of :mod:`fedcomp.experiments.bench.many`."""
     short, steady = (4, 8) if quick else (10, 50)
-    rounds, repetitions = (3, 1) if quick else (10, 3)
-    rows: list[dict[str, Any]] = []
-    engines = ["in-process", "ray"]
-    if missing := why_missing("ray"):
-        say(f"{missing}; what is compared with it is not measured")
-        engines.remove("ray")
+    missing = why_missing("ray")
+    if missing:
+        yield Case(f"{missing}; what is compared with it is not measured")
     for nodes in (short, steady):
-        measured: dict[str, list[dict[str, Any]]] = {engine: [] for engine in engines}
-        for repetition in range(repetitions):
-            # In turns, so that a change of the machine's load meets both.
-            for engine, results in measured.items():
-                say(f"{engine}, {nodes} clients, {rounds} rounds, {repetition + 1} of {repetitions}")
-                results.append(_measure("run", engine=engine, nodes=nodes, rounds=rounds))
-        rows += [_engine_row(engine, nodes, rounds, results) for engine, results in measured.items()]
-    few, many = (4, 20) if quick else (10, 200)
-    for strategy in ("compressed", "fedavg"):
-        for nodes in (few, many):
-            say(f"memory of {strategy} aggregation, {nodes} clients")
-            measurement = _measure("memory", strategy=strategy, nodes=nodes)
-            # The duration of the whole process says nothing about memory.
-            del measurement["process_s"]
-            rows.append({"measure": "memory", **measurement})
-    rows += _many(say, quick)
-    return {"rows": rows, "claims": _claims(rows, short, steady, few, many, quick)}
+        yield _engines(nodes, 3 if quick else 10, 1 if quick else 3, ray=not missing)
+    yield Case(
+        bounds=[
+            # On a short run start and shutdown decide, which the in-process engine spares.
+            _of_ray(f"short run, {short} clients", "run_s", short, ">= 20", missing),
+            _of_ray("the same with all imports", "process_s", short, ">= 20", missing, gate=False),
+            _of_ray(f"later round, {steady} clients", "later_round_ms", steady, ">= 3", missing, gate=False),
+        ]
+    )
+    few, more = (4, 20) if quick else (10, 200)
+    for nodes in (few, more):
+        yield _alone(f"memory of aggregation, {nodes} clients", "memory", {}, aggregation_memory, nodes=nodes)
+    grown = partial(_grown, "memory", few, more)
+    text, derived = (
+        "aggregation memory beside the frames",
+        "one buffer of the model's size whatever the number (derived)",
+    )
+    yield Case(bounds=[Bound(f"{text}: {more} clients / {few} clients", lambda f: grown(f)[0], "<= 1.2", derived)])
+    for what, columns, measure, options in many.measures(quick):
+        yield _alone(f"{what}, {options}", what, columns, measure, **options)
+    few, more = (4, 8) if quick else (100, 1000)
+    for nodes in (few, more):
+        text, how = f"memory of aggregation, {nodes} clients, 64 kB", {"nodes": nodes, "elements": many.ELEMENTS}
+        yield _alone(text, "memory, many", {}, aggregation_memory, **how)
+    each = partial(_grown, "memory, many", few, more)
+    text = f"aggregation memory for one client more / a model of 64 kB, {few} to {more} clients"
+    derived = "a reply is noted, and its frame added to the one sum (derived)"
+    yield Case(bounds=[Bound(text, lambda f: each(f)[1], "<= 0.05", derived), *many.bounds()])
 
 
-def _many(say: Callable[[str], None], quick: bool) -> list[dict[str, Any]]:
-    """Return the rows of :mod:`fedcomp.experiments.bench.many`, and the memory of aggregation at its sizes."""
-    say("a client-round on digits")
-    rows = [{"measure": "client-round", **_measure("digits", clients=2 if quick else 20, rounds=2 if quick else 15)}]
-    for case, (clients, sampled, rounds) in (of_many.QUICK if quick else of_many.CASES).items():
-        say(f"{case} clients, {rounds} rounds")
-        measured = _measure("many", clients=clients, sampled=sampled, rounds=rounds)
-        rows.append({"measure": "many clients", "case": case, **measured})
-    for memory, files in (("float32", False), ("float16", False), ("float32", True)):
-        measured = _measure("state", memory=memory, files=files, clients=2 if quick else 20)
-        rows.append(
-            {"measure": "client state", "memory": memory, "kept_in": "files" if files else "memory", **measured}
-        )
-    for nodes in (4, 8) if quick else (100, 1000):
-        say(f"memory of compressed aggregation, {nodes} clients, 64 kB")
-        measured = _measure("memory", strategy="compressed", nodes=nodes, elements=of_many.ELEMENTS)
-        rows.append({"measure": "memory, many", **measured})
-    for row in rows:
-        # The duration of the whole process says nothing of these.
-        del row["process_s"]
-    return rows
+def _of_ray(text: str, column: str, clients: int, bound: str, missing: str, *, gate: bool = True) -> Bound:
+    of, to = ({"engine": engine, "clients": clients} for engine in ("ray", "in-process"))
+    name = f"{text}: Ray / in process"
+    return Bound(name, (column, of, to), bound, GOAL, gate, skipped=missing)
 
 
-def _engine_row(engine: str, nodes: int, rounds: int, measured: list[dict[str, Any]]) -> dict[str, Any]:
+def _grown(measure: str, few: int, more: int, found: Found) -> tuple[float, float]:
+    """Return how memory grew: over that of few clients, and for one client more, in models."""
+    of, to = ({"measure": measure, "clients": clients} for clients in (more, few))
+    peaks = [found.of(PEAK, **at) for at in (of, to)]
+    return peaks[0] / peaks[1], (peaks[0] - peaks[1]) / (more - few) / found.of("model_mb", **of)
+
+
+def _alone(text: str, what: str, columns: Row, measure: Callable[..., dict[str, Any]], **options: Any) -> Case:
+    """Return the case of one measurement in a process of its own, whose duration says nothing of it."""
+
+    def rows(found: Found) -> list[Row]:
+        taken = in_a_process(measure, **options)
+        del taken["process_s"]
+        return [{"measure": what, **columns, **taken}]
+
+    return Case(text, rows)
+
+
+def _engines(nodes: int, rounds: int, repetitions: int, *, ray: bool) -> Case:
+    names = ("in-process", "ray") if ray else ("in-process",)
+
+    def rows(found: Found) -> list[Row]:
+        # In turns, so that a change of the machine's load meets both.
+        taken = [
+            [in_a_process(run_engine, engine=e, nodes=nodes, rounds=rounds) for e in names] for _ in range(repetitions)
+        ]
+        return [_engine_row(engine, nodes, rounds, [turn[i] for turn in taken]) for i, engine in enumerate(names)]
+
+    return Case(f"{' and '.join(names)}, {nodes} clients, {rounds} rounds, {repetitions} times", rows)
+
+
+def _engine_row(engine: str, nodes: int, rounds: int, measured: list[dict[str, Any]]) -> Row:
     # The best of the repetitions: what other processes take away is not the engine's.
     later = min(median(m["rounds"][1:]) for m in measured)
     return {
@@ -122,102 +131,42 @@ def _engine_row(engine: str, nodes: int, rounds: int, measured: list[dict[str, A
     }
 
 
-def _claims(rows: list[dict[str, Any]], short: int, steady: int, few: int, many: int, quick: bool) -> list[Claim]:
-    engines = {(row["engine"], row["clients"]): row for row in rows if row["measure"] == "engine"}
-    memory = {(row["strategy"], row["clients"]): row for row in rows if row["measure"] == "memory"}
-
-    missing = why_missing("ray")
-
-    def ratio(column: str, clients: int) -> float:
-        return math.nan if missing else float(engines["ray", clients][column] / engines["in-process", clients][column])
-
-    growth = memory["compressed", many]["aggregation_peak_mb"] / memory["compressed", few]["aggregation_peak_mb"]
-    goal = "goal of this project, on the same machine; depends on its load and number of cores"
-    of_ray = (
-        # On a short run start and shutdown decide, which the in-process engine spares.
-        (f"short run, {short} clients: Ray / in process", ratio("run_s", short), 20.0, not quick),
-        ("the same with all imports: Ray / in process", ratio("process_s", short), 20.0, False),
-        (f"later round, {steady} clients: Ray / in process", ratio("later_round_ms", steady), 3.0, False),
-    )
-    return [
-        *[Claim(name, value, ">=", bound, goal, gate, missing) for name, value, bound, gate in of_ray],
-        Claim(
-            f"aggregation memory beside the frames: {many} clients / {few} clients",
-            growth,
-            "<=",
-            1.2,
-            "one buffer of the model's size whatever the number of clients (derived)",
-            gate=not quick,
-        ),
-        _flat(rows, quick),
-        *of_many.claims(rows, quick=quick),
-    ]
-
-
-def _flat(rows: list[dict[str, Any]], quick: bool) -> Claim:
-    few, many = (row for row in rows if row["measure"] == "memory, many")
-    grown = (many["aggregation_peak_mb"] - few["aggregation_peak_mb"]) / (many["clients"] - few["clients"])
-    return Claim(
-        f"aggregation memory for one client more / a model of 64 kB, {few['clients']} to {many['clients']} clients",
-        grown / many["model_mb"],
-        "<=",
-        0.05,
-        "a reply is noted, and its frame added to the one sum (derived)",
-        gate=not quick,
-    )
-
-
-def _measure(what: str, **options: Any) -> dict[str, Any]:
-    """Run one measurement in a fresh interpreter and return what it wrote, with the process's whole duration."""
+def in_a_process(measure: Callable[..., dict[str, Any]], **options: Any) -> dict[str, Any]:
+    """Call a function of a module in a fresh interpreter; return its result and the process's whole duration."""
     with tempfile.TemporaryDirectory(prefix="fedcomp-bench-") as scratch:
         target = Path(scratch, "result.json")
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         # A Flower home of its own, and no telemetry: neither side may find state of an earlier run, or talk to anybody.
         environment = {**os.environ, "PYTHONPATH": path, "FLWR_HOME": scratch, "RAY_USAGE_STATS_ENABLED": "0"}
-        code = f"from fedcomp.experiments.bench.engine import worker; worker({what!r}, {str(target)!r}, **{options!r})"
+        where = f"{measure.__module__!r}, {measure.__name__!r}, {str(target)!r}"
+        code = f"from fedcomp.experiments.bench.engine import worker; worker({where}, **{options!r})"
         start = time.perf_counter()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
         seconds = time.perf_counter() - start
         if done.returncode or not target.exists():
-            raise BenchError(
-                f"measuring {what} with {options} failed with exit code {done.returncode}: {done.stderr[-1500:]}"
-            )
+            failed = f"measuring {measure.__name__} with {options} failed with exit code {done.returncode}"
+            raise BenchError(f"{failed}: {done.stderr[-1500:]}")
         return {**json.loads(target.read_text()), "process_s": seconds}
 
 
-def worker(what: str, target: str, **options: Any) -> None:
+def worker(module: str, name: str, target: str, **options: Any) -> None:
     """Take one measurement in this process and write it to ``target`` as JSON."""
     go_offline()
-    measures: dict[str, Callable[..., dict[str, Any]]] = {
-        "run": _run_engine,
-        "memory": _aggregation_memory,
-        "digits": of_many.digits,
-        "many": of_many.rounds_of_many,
-        "state": of_many.remembered,
-    }
-    measurement = measures[what](**options)
-    Path(target).write_text(json.dumps(measurement))
+    measured = getattr(sys.modules.get(module) or __import__(module, fromlist=[name]), name)(**options)
+    Path(target).write_text(json.dumps(measured))
 
 
-def _run_engine(engine: str, nodes: int, rounds: int) -> dict[str, Any]:
+def run_engine(engine: str, nodes: int, rounds: int) -> dict[str, Any]:
     """Run FedAvg for ``rounds`` rounds; return the seconds each took, and the engine's from start to shutdown."""
-    app = _adding_app()
-    strategy, arrays = _fedavg(nodes), _model()
-    seconds: list[float] = []
+    app, strategy, arrays = _adding_app(), _fedavg(nodes), _model()
+    marks: list[float] = []
     start = time.perf_counter()
 
     def serve(grid: Grid) -> None:
         from fedcomp.flower.rounds import fit
 
-        last = time.perf_counter()
-
-        def note(_round: int, _arrays: ArrayRecord, _outcome: object) -> None:
-            nonlocal last
-            now = time.perf_counter()
-            seconds.append(now - last)
-            last = now
-
-        fit(strategy, grid, arrays, rounds, on_round=note)
+        marks.append(time.perf_counter())
+        fit(strategy, grid, arrays, rounds, on_round=lambda *_: marks.append(time.perf_counter()))
 
     if engine == "in-process":
         from fedcomp.flower.grid import InProcessGrid
@@ -235,17 +184,16 @@ def _run_engine(engine: str, nodes: int, rounds: int) -> dict[str, Any]:
         def main(grid: Grid, context: Context) -> None:
             serve(grid)
 
-        run_simulation(
-            server, app, num_supernodes=nodes, backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-        )
+        resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+        run_simulation(server, app, num_supernodes=nodes, backend_config=resources)
     # An engine that loses rounds would look fast.
-    if len(seconds) != rounds:
-        raise BenchError(f"{engine} finished {len(seconds)} of {rounds} rounds")
-    return {"rounds": seconds, "run_s": time.perf_counter() - start}
+    if len(marks) != rounds + 1:
+        raise BenchError(f"{engine} finished {len(marks) - 1} of {rounds} rounds")
+    return {"rounds": np.diff(marks).tolist(), "run_s": time.perf_counter() - start}
 
 
-def _aggregation_memory(strategy: str, nodes: int, elements: int = ELEMENTS) -> dict[str, Any]:
-    """Return what ``aggregate_train`` allocates at its peak beside the replies it is given.
+def aggregation_memory(nodes: int, elements: int = ELEMENTS) -> dict[str, Any]:
+    """Return what top-k's ``aggregate_train`` allocates at its peak beside the replies it is given.
 
     The replies of a second round are made by real clients beforehand; only allocations during aggregation are traced,
     so that neither the simulated clients nor the replies count.
@@ -259,31 +207,22 @@ def _aggregation_memory(strategy: str, nodes: int, elements: int = ELEMENTS) -> 
     from fedcomp.flower.payload import payload_bytes
     from fedcomp.strategies.compressed import Compressed
 
-    compressed = strategy == "compressed"
-    server = Compressed(_fedavg(nodes), TopK(density=DENSITY)) if compressed else _fedavg(nodes)
-    app = _adding_app([compression()] if compressed else [])
-    arrays = _model(elements)
-    with InProcessGrid(app, nodes) as inner:
+    server, arrays = Compressed(_fedavg(nodes), TopK(density=0.01)), _model(elements)
+    with InProcessGrid(_adding_app([compression()]), nodes) as inner:
         grid = MeteredGrid(inner)
         for server_round in (1, 2):
             replies = grid.send_and_receive(list(server.configure_train(server_round, arrays, ConfigRecord(), grid)))
             if server_round == 2:
                 # The first aggregation warmed caches and compiled kernels; this one is measured.
                 tracemalloc.start()
-            aggregated, _ = server.aggregate_train(server_round, replies)
-            if aggregated is None:
-                raise BenchError(f"{strategy} aggregated nothing from {nodes} clients")
-            arrays = aggregated
+            arrays, _ = server.aggregate_train(server_round, replies)
+            if arrays is None:
+                raise BenchError(f"nothing was aggregated from {nodes} clients")
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     frames = sum(payload_bytes(reply) for reply in replies)
-    return {
-        "strategy": strategy,
-        "clients": nodes,
-        "model_mb": 4 * elements / _MB,
-        "replies_mb": frames / _MB,
-        "aggregation_peak_mb": peak / _MB,
-    }
+    sizes = {"model_mb": 4 * elements / 1e6, "replies_mb": frames / 1e6, PEAK: peak / 1e6}
+    return {"clients": nodes, **sizes}
 
 
 def _fedavg(nodes: int) -> Any:

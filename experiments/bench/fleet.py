@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any, Final
 
-from fedcomp.experiments.bench.node import cpu_seconds, family, proportional_bytes
+from fedcomp.experiments.bench.node import DIFFER, cpu_seconds, family, proportional_bytes
 from fedcomp.experiments.engines import run as run_engine
 from fedcomp.experiments.engines.processes import sigterm_raises
 from fedcomp.experiments.engines.superlink import TASK_POLL, Deployment
-from fedcomp.experiments.findings import Claim, different_bytes
+from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.spec import ROUNDS_FILE, RunResult, RunSpec
+from fedcomp.measuring import Bound, Case, Row
+
+FAILED: Final = "messages that failed"
 
 TRAINING: Final = RunSpec(
     "topk", task="digits", engine="superlink", rounds=5, clients=50, settings={"codec.density": 0.05}
@@ -44,11 +48,24 @@ class Fleet(Deployment):
         return [[child.pid] for child in self.children[1:]]
 
 
-def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Train over all nodes; return rows and claims."""
-    say = progress or (lambda text: None)
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield a training over all nodes."""
     spec = replace(TRAINING, clients=3, rounds=2) if quick else TRAINING
-    say(f"{spec.clients} nodes start")
+    text = f"{spec.clients} nodes, {spec.rounds} rounds of {spec.system} on {spec.task}, and the same in one process"
+    yield Case(text, partial(_fleet, spec), bounds(spec))
+
+
+def bounds(spec: RunSpec) -> list[Bound]:
+    """Return what is claimed of the one row."""
+    lost, asked = "updates that did not arrive, of all that were asked for", spec.clients * spec.rounds
+    return [
+        Bound(lost, lambda found: asked - found.of("replies"), "== 0", "chosen", sure=True),
+        Bound(FAILED, (FAILED, {}), "== 0", "chosen: nobody is killed", sure=True),
+        Bound(DIFFER, (DIFFER, {}), "== 0", "theory: the same code", sure=True),
+    ]
+
+
+def _fleet(spec: RunSpec, _: Any) -> list[Row]:
     began = time.perf_counter()
     with sigterm_raises(), Fleet(spec.clients) as fleet:
         started = time.perf_counter() - began
@@ -61,23 +78,18 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
             if lines > len(marks):
                 marks.append([cpu_seconds(node) for node in fleet.leaders()])
 
-        say(f"{spec.rounds} rounds of {spec.system} on {spec.task}")
         fleet.run_app({**spec.to_run_config(), "out": str(out)}, limit=600 + 120 * spec.rounds, watch=watch)
         watch()
         trained = RunResult.load(out)
-        say("what they hold")
         held = [sum(map(proportional_bytes, family(node))) for node in fleet.leaders()]
-    say("the same training in one process")
     here = run_engine(replace(spec, engine="inprocess"))
     # Between the first line, the evaluation of the first model, and the last.
     spent = [(last - first) / spec.rounds for first, last in zip(marks[0], marks[-1], strict=True)]
-    return findings(spec, started, spent, held, trained, different_bytes(trained.arrays, here.arrays))
+    return [row_of(started, spent, held, trained, different_bytes(trained.arrays, here.arrays))]
 
 
-def findings(
-    spec: RunSpec, started: float, spent: Sequence[float], held: Sequence[int], trained: RunResult, differ: int
-) -> dict[str, Any]:
-    """Return rows and claims of what was measured.
+def row_of(started: float, spent: Sequence[float], held: Sequence[int], trained: RunResult, differ: int) -> Row:
+    """Return the row of what was measured.
 
     Parameters
     ----------
@@ -88,26 +100,18 @@ def findings(
     differ : int
         Bytes of the model that differ from the training in one process.
     """
-    rounds = [found for found in trained.rounds if found.round]
-    nodes = spec.clients
-    rows = [
-        {
-            "nodes": nodes,
-            "rounds": len(rounds),
-            "replies": sum(found.replies for found in rounds),
-            "start, s": round(started, 1),
-            "first round, s": round(rounds[0].wall_seconds, 1),
-            "a later round, s": round(median(found.wall_seconds for found in rounds[1:]), 1),
-            "CPU s a node and round": round(median(spent), 2),
-            "memory of a node, MB (PSS)": round(median(held) / 1e6, 1),
-            "of all, GB": round(sum(held) / 1e9, 2),
-            "KB up a node and round": round(sum(f.uplink_wire_bytes for f in rounds) / 1e3 / nodes / len(rounds), 1),
-        }
-    ]
-    asked = nodes * spec.rounds
-    claims = [
-        Claim("updates that did not arrive, of all that were asked for", asked - rows[0]["replies"], "==", 0, "chosen"),
-        Claim("messages that failed", sum(found.failures for found in rounds), "==", 0, "chosen: nobody is killed"),
-        Claim("bytes of the model that differ from the run in one process", differ, "==", 0, "theory: the same code"),
-    ]
-    return {"rows": rows, "claims": claims}
+    rounds, nodes = [found for found in trained.rounds if found.round], len(spent)
+    return {
+        "nodes": nodes,
+        "rounds": len(rounds),
+        "replies": sum(found.replies for found in rounds),
+        "start, s": round(started, 1),
+        "first round, s": round(rounds[0].wall_seconds, 1),
+        "a later round, s": round(median(found.wall_seconds for found in rounds[1:]), 1),
+        "CPU s a node and round": round(median(spent), 2),
+        "memory of a node, MB (PSS)": round(median(held) / 1e6, 1),
+        "of all, GB": round(sum(held) / 1e9, 2),
+        "KB up a node and round": round(sum(f.uplink_wire_bytes for f in rounds) / 1e3 / nodes / len(rounds), 1),
+        FAILED: sum(found.failures for found in rounds),
+        DIFFER: differ,
+    }

@@ -1,4 +1,4 @@
-"""Decentralised runs in one process: time per edge as the graph grows, cost of a message, share of the protocol.
+"""Decentralised runs in one process: time per edge as the graph grows, share of the protocol.
 
 Every message is compressed and read once, so a run takes time in proportion to its edges; what would make it grow
 faster is looked for by comparing 64 nodes with 8. Ratios gate; times are reported only, since they say more about the
@@ -8,21 +8,19 @@ machine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from fedcomp.experiments.bench.readpass import median_seconds
-from fedcomp.experiments.findings import Claim
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View
-from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.topology import topology_of
 from fedcomp.gossip_simulation import LocalData, Simulation, SimulationSettings, simulate
 from fedcomp.layout import Layout
+from fedcomp.measuring import Bound, Case, Found, Row
 from fedcomp.rng import Key
 
 SIZE: Final = 2410
@@ -35,80 +33,59 @@ _CASES: Final = (
     ("ring", _PUSH),
     ("ring", {"name": "cold", "gamma": 0.02, "compressor": {"id": "topk", "density": 0.02}}),
 )
-_COMPRESSORS: Final = (
-    {"id": "identity"},
-    {"id": "topk", "density": 0.01},
-    {"id": "topk", "density": 0.1},
-    {"id": "randomk", "density": 0.1},
-    {"id": "scaledsign"},
-    {"id": "dithering", "bits": 2},
-)
+NODE: Final = "us_per_node"
+LINEAR: Final = "cost is linear in the number of edges (derived); 1.5 leaves room for caches"
 
 
-def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Measure.
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield whole runs by graph, algorithm, gradient and number of nodes, and the protocol alone.
 
-    Returns
-    -------
-    dict
-        ``rows``: of whole runs by graph, algorithm, gradient and number of nodes (seconds by the clock; microseconds of
-        processor time per message on an edge and per iteration of a node, medians over iterations); of compressors
-        (bytes, microseconds to write and to read a message); of the protocol without an algorithm.
-        ``claims``: time per edge on the largest against the smallest graph; what the protocol costs by itself.
+    Times are microseconds of processor time per message on an edge and per iteration of a node, medians over
+    iterations. A quick run has five iterations on 4 and 8 nodes: too few to judge growth by.
     """
-    say = progress or (lambda _line: None)
     sizes, iterations, many = ((4, 8), 5, 4) if quick else ((8, 16, 32, 64), 100, 500)
-    runs: list[dict[str, Any]] = []
-    claims: list[Claim] = []
-    for gradient, cases in (("synthetic", _CASES), ("torch", _CASES[:1] if quick else _CASES)):
-        for graph, config in cases:
-            measured = []
+    few, most = sizes[0], sizes[-1]
+    for gradient, runs in (("synthetic", _CASES), ("torch", _CASES[:1] if quick else _CASES)):
+        for graph, config in runs:
+            name, about = config["name"], f"{config['name']} on {graph}, {gradient} gradient"
             for n in sizes:
-                say(f"{config['name']} on {graph}, {gradient} gradient, {n} nodes, {iterations} iterations")
-                measured.append(_whole_run(graph, get_algorithm(dict(config)), n, iterations, gradient))
-            runs += measured
-            # A quick run has five iterations on 4 and 8 nodes: too few to judge growth by.
-            claims.append(_linear(measured, gate=not quick))
-    say(f"a long run: sparse-push on exponential, torch gradient, {sizes[-1]} nodes, {many} iterations")
-    long = _whole_run("exponential", get_algorithm(dict(_PUSH)), sizes[-1], many, "torch")
-    claims.append(
-        Claim(
-            f"{sizes[-1]} nodes, {many} iterations of sparse-push with a network: seconds",
-            long["seconds"],
-            "<=",
-            600.0,
-            "goal of this project: minutes; depends on the machine",
-            gate=False,
-        )
+                yield _case(f"{about}, {n} nodes, {iterations} iterations", graph, config, n, iterations, gradient)
+            at = {"algorithm": name, "graph": graph, "gradient": gradient, "iterations": iterations}
+            text = f"{about}, time per edge: {most} nodes / {few}"
+            edges = ("us_per_edge", {**at, "nodes": most}, {**at, "nodes": few})
+            yield Case(bounds=[Bound(text, edges, "<= 1.5", LINEAR)])
+    long = f"{most} nodes, {many} iterations"
+    text = f"a long run: sparse-push on exponential, torch gradient, {long}"
+    goal, own = (
+        "goal of this project; depends on the machine",
+        {"graph": "exponential", "protocol": "alone", "nodes": few},
     )
-    bare = [_bare(graph, n, iterations, say) for graph in ("exponential", "ring") for n in (sizes[0], sizes[-1])]
-    claims.append(
-        Claim(
-            "the protocol's own cost, microseconds per iteration of a node",
-            max(row["us_per_node"] for row in bare),
-            "<=",
-            100.0,
-            "goal of this project; depends on the machine",
-            gate=False,
-        )
+    minutes = "goal of this project: minutes; depends on the machine"
+    seconds = f"{long} of sparse-push with a network: seconds"
+    bound = Bound(seconds, ("seconds", {"iterations": many}), "<= 600", minutes, gate=False)
+    yield _case(text, "exponential", _PUSH, most, many, "torch", bound)
+    for graph in ("exponential", "ring"):
+        for n in (few, most):
+            yield Case(f"the protocol alone on {graph}, {n} nodes", partial(_bare, graph, n, iterations))
+    run = {"algorithm": "sparse-push", "graph": "exponential", "gradient": "synthetic", "nodes": few}
+    share = f"the protocol's share of sparse-push on exponential, {few} nodes"
+    alone = "the protocol's own cost, microseconds per iteration of a node"
+    worst = lambda f: max(row[NODE] for row in f.rows if "protocol" in row)  # noqa: E731
+    yield Case(
+        bounds=[
+            Bound(alone, worst, "<= 100", goal, gate=False),
+            Bound(share, (NODE, own, run), "<= 0.2", "goal of this project, on the same machine"),
+        ]
     )
-    share = bare[0]["us_per_node"] / runs[0]["us_per_node"]
-    name = f"the protocol's share of {runs[0]['algorithm']} on {runs[0]['graph']}, {sizes[0]} nodes"
-    claims.append(Claim(name, share, "<=", 0.2, "goal of this project, on the same machine", gate=not quick))
-    return {"rows": [*runs, long, *_messages(quick, say), *bare], "claims": claims}
 
 
-def _linear(measured: Sequence[Mapping[str, Any]], *, gate: bool) -> Claim:
-    few, many = measured[0], measured[-1]
-    return Claim(
-        f"{few['algorithm']} on {few['graph']}, {few['gradient']} gradient, time per edge: "
-        f"{many['nodes']} nodes / {few['nodes']}",
-        many["us_per_edge"] / few["us_per_edge"],
-        "<=",
-        1.5,
-        "cost is linear in the number of edges (derived); 1.5 leaves room for caches",
-        gate=gate,
-    )
+def _case(
+    text: str, graph: str, config: Mapping[str, Any], n: int, iterations: int, gradient: str, *bounds: Bound
+) -> Case:
+    def measure(_: Found) -> list[Row]:
+        return [_whole_run(graph, get_algorithm(dict(config)), n, iterations, gradient)]
+
+    return Case(text, measure, bounds)
 
 
 class _Synthetic:
@@ -146,16 +123,9 @@ def _whole_run(graph: str, algorithm: Algorithm, n: int, iterations: int, gradie
     start, layout, locals = _torch(n) if gradient == "torch" else _synthetic(n)
     clock = RoundClock()
     begin = time.perf_counter()
-    outcome = simulate(
-        algorithm,
-        topology_of(graph, n, 0),
-        locals,
-        start,
-        iterations,
-        layout=layout,
-        seed=0,
-        settings=SimulationSettings(before=clock),
-    )
+    watched = SimulationSettings(before=clock)
+    topology = topology_of(graph, n, 0)
+    outcome = simulate(algorithm, topology, locals, start, iterations, layout=layout, seed=0, settings=watched)
     seconds = time.perf_counter() - begin
     edges = outcome.traffic.messages / iterations
     return {
@@ -191,35 +161,6 @@ def _torch(n: int) -> tuple[Real, Layout, Sequence[LocalData]]:
     return flatten(start, layout, "float32"), layout, [FlatObjective(objective, layout) for objective in objectives]
 
 
-def _messages(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for size in (SIZE,) if quick else (SIZE, 100 * SIZE):
-        v = (Key(1, "bench-gossip").uniform(size) - 0.5).astype(np.float32)
-        for config in _COMPRESSORS:
-            compressor, key = get_compressor(config), Key(1, "bench-gossip/support")
-            say(f"messages of {compressor.codec!r}, {size} elements")
-            data = compressor.encode(v, size, key)
-            # Fewer repetitions of long vectors, so that both sizes take about as long.
-            repeat = 3 if quick else max(5, 200 * SIZE // size)
-            write = partial(compressor.encode, v, size, key)
-            # A copy: reading adds to its vector, and writing must go on with the same v.
-            read = partial(_read, compressor, data, v.copy(), key)
-            rows.append(
-                {
-                    "compressor": repr(compressor.codec),
-                    "elements": size,
-                    "bytes": len(data),
-                    "write_us": 1e6 * median_seconds(write, repeat),
-                    "read_us": 1e6 * median_seconds(read, repeat),
-                }
-            )
-    return rows
-
-
-def _read(compressor: Compressor, data: bytes, out: Real, key: Key) -> None:
-    compressor.decode(memoryview(data), out.size, out.size, out.dtype, key).add_to(out, 1.0)
-
-
 class _Idle(Algorithm):
     """Does nothing and says eight bytes to everybody: what is left is the protocol."""
 
@@ -247,18 +188,8 @@ class _Idle(Algorithm):
         return {"innovation": 1.0}
 
 
-def _bare(graph: str, n: int, iterations: int, say: Callable[[str], None]) -> dict[str, Any]:
-    say(f"the protocol alone on {graph}, {n} nodes, {iterations} iterations")
-    clock = RoundClock()
-    topology = topology_of(graph, n, 0)
-    simulate(
-        _Idle(),
-        topology,
-        None,
-        np.zeros(1),
-        iterations,
-        layout=Layout.flat(1),
-        seed=0,
-        settings=SimulationSettings(before=clock),
-    )
-    return {"protocol": "alone", "graph": graph, "nodes": n, "us_per_node": 1e6 * clock.median / n}
+def _bare(graph: str, n: int, iterations: int, _: Found) -> list[Row]:
+    clock, settings = RoundClock(), {"layout": Layout.flat(1), "seed": 0}
+    watched = SimulationSettings(before=clock)
+    simulate(_Idle(), topology_of(graph, n, 0), None, np.zeros(1), iterations, settings=watched, **settings)
+    return [{"protocol": "alone", "graph": graph, "nodes": n, NODE: 1e6 * clock.median / n}]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from fedcomp.graphs.base import GraphError, Ids
 from fedcomp.graphs.ids import decode_ids, encode_ids
 from fedcomp.graphs.rowcodecs import ROW_CODECS, RowCodec, codec_of
+from fedcomp.measuring import Times
 from fedcomp.rng import Key
 from fedcomp.wire import available_backends
 
@@ -74,18 +74,9 @@ def _measured(
     what: str, per: str, count: int, make: Callable[[], bytes], read: Callable[[], Any], repeats: int
 ) -> dict[str, Any]:
     size = len(make())
-    times = {f"{name}_us": _best(call, repeats) / count for name, call in (("encode", make), ("decode", read))}
-    return {"what": what, "bytes": size, per: size / count, **times}
-
-
-def _best(call: Callable[[], Any], repeats: int) -> float:
-    """Return the least time of a call in microseconds."""
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - start)
-    return 1e6 * best
+    times = Times({"encode_us": make, "decode_us": read}, repeats)
+    taken = {name: 1e6 * min(seconds) / count for name, seconds in times.seconds.items()}
+    return {"what": what, "bytes": size, per: size / count, **taken}
 
 
 def _codecs(ids: Ids, rows: Floats) -> list[Way]:

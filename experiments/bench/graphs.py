@@ -1,4 +1,4 @@
-"""Graph learning as graphs grow: time and memory of a step and of a round, the sampler beside plain scipy, row codecs.
+"""Graph learning as graphs grow: time and memory of a step and of a round, the sampler beside plain scipy.
 
 A step looks at the rows it samples and at nothing else: neither its time nor its memory may grow with the graph. That
 is measured on planted graphs of mean degree 20 up to 200 000 nodes and 2 000 000 undirected edges (4 200 000 entries of
@@ -11,15 +11,14 @@ from __future__ import annotations
 import gc
 import time
 import tracemalloc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fedcomp.experiments.findings import Claim
+from fedcomp.measuring import Bound, Case, Row
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
@@ -33,77 +32,50 @@ KEPT: Final = 512
 SIZES: Final = (25_000, 50_000, 100_000, 200_000)
 QUICK: Final = (400, 800)
 
-_LIMIT: Final = 1.5
-"""How many times more time a step may take on the largest graph than on the smallest: room for caches."""
-
-_MEMORY: Final = 1.2
-_GIVEN: Final = "goal: a step does not know how large the graph is"
-
-Say = Callable[[str], None]
+GOAL: Final = "goal: a step does not know how large the graph is"
 
 
-def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Measure.
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield, by number of nodes, a client's step, two layers of this sampler and of a LADIES-style one in plain scipy,
+    and a round of eight clients with all their messages; steps of parts that keep their size.
 
-    Returns
-    -------
-    dict
-        ``rows``: by number of nodes a client's step (milliseconds of processor time to plan, to gather, to train,
-        medians; peak of numpy's memory) and a round of eight clients with all their messages; two layers of this
-        sampler and of a LADIES-style one in plain scipy; row codecs (bytes and microseconds per row).
-        ``claims``: time and memory on the largest graph over those on the smallest.
+    Times are milliseconds of processor time, medians; memory is the peak of what numpy allocates.
     """
-    say = progress or (lambda _line: None)
     sizes, steps, rounds = (QUICK, 2, 2) if quick else (SIZES, 40, 6)
     owned = sizes[0] // PARTS
-    rows: list[dict[str, Any]] = []
     for nodes in sizes:
-        rows += _graph(nodes, steps, rounds, say)
+        yield Case(f"a graph of {nodes} nodes, {PARTS} parts", partial(_graph, nodes, PARTS, steps, rounds))
     # The smallest graph has parts of that size already: it is the first of both series.
     for nodes in sizes[1:]:
-        rows.append(_alike(nodes, nodes // owned, steps, say))
-    eight = [row for row in rows if row.get("parts") == PARTS]
-    alike = [row for row in rows if row.get("owned") == owned]
-    whole = [row for row in rows if "round_ms" in row]
-    claims = [
-        _growth(f"a step, {PARTS} parts", eight, "step_ms", quick),
-        _growth(f"a step, parts of {owned} nodes", alike, "step_ms", quick),
-        _growth(f"a step, parts of {owned} nodes", alike, "step_kb", quick),
-        # In a larger part fewer of the sampled rows share neighbours, until none do: a goal beside it.
-        _growth(f"a step, {PARTS} parts", eight, "step_kb", True),
-        _growth(f"a round of {PARTS} clients", whole, "round_ms", quick),
-        _growth(f"a round of {PARTS} clients", whole, "round_kb", quick),
-    ]
-    return {"rows": [*rows, *_codecs(quick, say)], "claims": claims}
+        parts = nodes // owned
+        yield Case(f"a graph of {nodes} nodes, {parts} parts", partial(_graph, nodes, parts, steps, 0))
+    few, many = sizes[0], sizes[-1]
+
+    def growth(what: str, parts: Row, column: str, *, gate: bool = True) -> Bound:
+        # Room for caches, and for fewer neighbours that sampled rows share.
+        unit, limit = ("memory", 1.2) if column.endswith("kb") else ("time", 1.5)
+        of, to = ({"nodes": nodes, **({"parts": parts[nodes]} if parts else {})} for nodes in (many, few))
+        name = f"{unit} of {what}: {many} nodes / {few}"
+        return Bound(name, (column, of, to), f"<= {limit}", GOAL, gate)
+
+    eight, alike, whole = {few: PARTS, many: PARTS}, {few: PARTS, many: many // owned}, {}
+    yield Case(
+        bounds=[
+            growth(f"a step, {PARTS} parts", eight, "step_ms"),
+            growth(f"a step, parts of {owned} nodes", alike, "step_ms"),
+            growth(f"a step, parts of {owned} nodes", alike, "step_kb"),
+            # In a larger part fewer of the sampled rows share neighbours, until none do: a goal beside it.
+            growth(f"a step, {PARTS} parts", eight, "step_kb", gate=False),
+            growth(f"a round of {PARTS} clients", whole, "round_ms"),
+            growth(f"a round of {PARTS} clients", whole, "round_kb"),
+        ]
+    )
 
 
-def _growth(what: str, rows: Sequence[Mapping[str, Any]], key: str, reported: bool) -> Claim:
-    unit, limit = ("memory", _MEMORY) if key.endswith("kb") else ("time", _LIMIT)
-    name = f"{unit} of {what}: {rows[-1]['nodes']} nodes / {rows[0]['nodes']}"
-    return Claim(name, rows[-1][key] / rows[0][key], "<=", limit, _GIVEN, gate=not reported)
-
-
-def _graph(nodes: int, steps: int, rounds: int, say: Say) -> list[dict[str, Any]]:
-    task, part, about = _made(nodes, PARTS, say)
-    say(f"{nodes} nodes: {steps} steps of one client")
-    step = _step(task, part, steps)
-    say(f"{nodes} nodes: the sampler and a LADIES-style one in plain scipy")
-    samplers = _samplers(task, part, steps)
-    say(f"{nodes} nodes: {rounds} rounds of {PARTS} clients, with messages")
-    whole = _round(task, rounds)
-    return [{**about, **step}, {"nodes": nodes, **samplers}, {"nodes": nodes, **whole}]
-
-
-def _alike(nodes: int, parts: int, steps: int, say: Say) -> dict[str, Any]:
-    """Return a step of an owner of as many nodes as on the smallest graph."""
-    task, part, about = _made(nodes, parts, say)
-    return {**about, **_step(task, part, steps)}
-
-
-def _made(nodes: int, parts: int, say: Say) -> tuple[Any, Any, dict[str, Any]]:
+def _graph(nodes: int, parts: int, steps: int, rounds: int, _: Any) -> list[Row]:
+    """Return a step of the first owner, and where there are ``rounds`` the sampler's and a round's figures."""
     from fedcomp.tasks import get_task
 
-    say(f"a graph of {nodes} nodes, {nodes * DEGREE // 2} edges drawn, {parts} parts")
     begin = time.perf_counter()
     task: Any = get_task("synthetic-graph", nodes=nodes, degree=DEGREE, parts=parts, columns=64)
     part = task.shared(parts).part(0)
@@ -115,7 +87,10 @@ def _made(nodes: int, parts: int, say: Say) -> tuple[Any, Any, dict[str, Any]]:
         "owned": len(part.ids),
         "build_s": time.perf_counter() - begin,
     }
-    return task, part, about
+    rows = [{**about, **_step(task, part, steps)}]
+    if rounds:
+        rows += [{"nodes": nodes, **_samplers(task, part, steps)}, {"nodes": nodes, **_round(task, rounds)}]
+    return rows
 
 
 def _step(task: GraphTask, part: Any, steps: int) -> dict[str, float]:
@@ -268,29 +243,3 @@ def _round(task: GraphTask, rounds: int) -> dict[str, float]:
         "remote_inputs": report.train.remote_inputs,
         "link_bytes": report.train.feature_bytes_link,
     }
-
-
-def _codecs(quick: bool, say: Say) -> list[dict[str, Any]]:
-    """Return bytes and microseconds per row of every codec, for dense rows and for rows of words."""
-    from fedcomp.experiments.bench.graph_rows import row_table
-
-    count = 64 if quick else 512
-    shapes = {
-        "64 numbers": Key(0, "bench-graphs/rows").uniform(count * 64).reshape(count, 64).astype(np.float32),
-        "1433 words, 18 of them": _words(count, 1433, 18),
-    }
-    ids = 7 * np.arange(count, dtype=np.int64)
-    kept = ("per_row", "encode_us", "decode_us", "error")
-    out: list[dict[str, Any]] = []
-    for what, rows in shapes.items():
-        say(f"row codecs, {what}")
-        for line in row_table(ids, rows, repeats=1 if quick else 20):
-            out.append({"row codec": line["what"], "rows": what, **{key: line[key] for key in kept}})
-    return out
-
-
-def _words(count: int, features: int, each: int) -> NDArray[np.float32]:
-    rows = np.zeros((count, features), np.float32)
-    order = np.argsort(Key(0, "bench-graphs/words").uniform(count * features).reshape(count, features), axis=1)
-    np.put_along_axis(rows, order[:, :each], 1.0, axis=1)
-    return rows

@@ -10,13 +10,14 @@ import itertools
 import resource
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fedcomp.experiments.findings import Claim
+from fedcomp.measuring import Bound
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord, Context, Message
@@ -28,9 +29,6 @@ FEW: Final = "100 of 100"
 CASES: Final = {FEW: (100, 100, 12), "1,000 of 1,000": (1000, 1000, 3), "100 of 10,000": (10000, 100, 12)}
 QUICK: Final = {FEW: (4, 4, 2), "1,000 of 1,000": (8, 8, 2), "100 of 10,000": (12, 4, 2)}
 """Clients, how many of them train in a round, and rounds that are measured."""
-GOAL: Final = 4.0
-_KB: Final = 1e3
-_MB: Final = 1e6
 
 
 def digits(clients: int, rounds: int) -> dict[str, Any]:
@@ -112,7 +110,7 @@ def rounds_of_many(clients: int, sampled: int, rounds: int) -> dict[str, Any]:
     return {
         "client_round_ms": 1e3 * each,
         "roll_call_ms": 1e3 * called / clients,
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _MB,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
     }
 
 
@@ -129,51 +127,48 @@ def remembered(memory: str, files: bool, clients: int) -> dict[str, Any]:
             fit(_strategy(memory), MeteredGrid(inner), _model(), 2)
             nodes = [inner.node(partition) for partition in range(clients)]
             whole, held = (sum(map(len, each)) for each in ([n.stored() for n in nodes], [n.state for n in nodes]))
-    return {"state_kb": whole / clients / _KB, "of_it_in_memory_kb": held / clients / _KB}
+    return {"state_kb": whole / clients / 1e3, "of_it_in_memory_kb": held / clients / 1e3}
 
 
-def claims(rows: list[dict[str, Any]], *, quick: bool) -> list[Claim]:
-    """Return the claims on the rows of these measurements."""
-    (own,) = (row for row in rows if row["measure"] == "client-round")
-    many = {row["case"]: row for row in rows if row["measure"] == "many clients"}
-    states = {(row["memory"], row["kept_in"]): row for row in rows if row["measure"] == "client state"}
+def measures(quick: bool) -> Iterator[tuple[str, dict[str, Any], Callable[..., dict[str, Any]], dict[str, Any]]]:
+    """Yield what is measured: its name, columns that say which case it is, the function and its arguments."""
+    yield "client-round", {}, digits, {"clients": 2 if quick else 20, "rounds": 2 if quick else 15}
+    for case, (clients, sampled, rounds) in (QUICK if quick else CASES).items():
+        yield "many clients", {"case": case}, rounds_of_many, {"clients": clients, "sampled": sampled, "rounds": rounds}
+    for memory, files in (("float32", False), ("float16", False), ("float32", True)):
+        columns = {"memory": memory, "kept_in": "files" if files else "memory"}
+        yield "client state", columns, remembered, {"memory": memory, "files": files, "clients": 2 if quick else 20}
+
+
+def bounds() -> list[Bound]:
+    """Return what is claimed of the rows of these measurements."""
+    half, files = {"memory": "float16", "kept_in": "memory"}, {"memory": "float32", "kept_in": "files"}
     flat = "one client after the other, whoever else there is (derived)"
+    before = "goal, in one run; 4.4 when models, codecs and records were made anew for each message (measured)"
+    over = "digits: overhead of a client-round"
+    by_construction = Bound(
+        "client state in files: of it in memory, kB",
+        ("of_it_in_memory_kb", files),
+        "<= 0",
+        "by construction",
+        sure=True,
+    )
     return [
-        Claim("digits: overhead of a client-round, ms", own["overhead_ms"], "<=", GOAL, "goal", gate=False),
-        Claim(
-            "digits: overhead of a client-round / its training",
-            own["overhead_ms"] / own["training_ms"],
-            "<=",
-            3.0,
-            "goal, in one run; 4.4 when models, codecs and records were made anew for each message (measured)",
-            gate=not quick,
-        ),
+        Bound(f"{over}, ms", ("overhead_ms", {}), "<= 4", "goal", gate=False),
+        Bound(f"{over} / its training", lambda f: f.of("overhead_ms") / f.of("training_ms"), "<= 3", before),
         *(
-            Claim(
-                f"client-round, {case} clients / {FEW}",
-                many[case]["client_round_ms"] / many[FEW]["client_round_ms"],
-                "<=",
-                1.3,
-                flat,
-                gate=not quick,
-            )
-            for case in many
-            if case != FEW
+            Bound(f"client-round, {c} clients / {FEW}", ("client_round_ms", {"case": c}, {"case": FEW}), "<= 1.3", flat)
+            for c in CASES
+            if c != FEW
         ),
-        Claim(
+        Bound(
             "client state, memory as float16 / as float32",
-            states["float16", "memory"]["state_kb"] / states["float32", "memory"]["state_kb"],
-            "<=",
-            0.6,
+            ("state_kb", half, {**half, "memory": "float32"}),
+            "<= 0.6",
             "half of the memory, and the last reply (derived)",
+            sure=True,
         ),
-        Claim(
-            "client state in files: of it in memory, kB",
-            states["float32", "files"]["of_it_in_memory_kb"],
-            "<=",
-            0.0,
-            "by construction",
-        ),
+        by_construction,
     ]
 
 

@@ -8,23 +8,22 @@ state apart: less than any fast mode of a grid could do. Processor time of one t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any, Final
 
 from flwr.app import Context, Message, RecordDict
 
 from fedcomp.clients.app import app as client_app
 from fedcomp.experiments import server_app
-from fedcomp.experiments.bench.readpass import interleaved
 from fedcomp.experiments.central import Plan, simulate, simulate_private
 from fedcomp.experiments.findings import different_bytes
-from fedcomp.experiments.kit import claim
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.flower._private import acting_as, set_message_id
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.logs import quiet
+from fedcomp.measuring import Bound, Case, Found, Row, Times
 
 TRAININGS: Final[Mapping[str, RunSpec]] = {
     "top-k with feedback, 8 clients, a step a round": RunSpec(
@@ -51,8 +50,6 @@ TRAININGS: Final[Mapping[str, RunSpec]] = {
 }
 """Trainings of the experiments ``sparsifiers`` and ``topagg``, over fewer rounds."""
 
-# Below it a grid of trainings could do without the bare loop.
-BOUND: Final = 1.3
 REPETITIONS: Final = 3
 
 
@@ -101,44 +98,51 @@ class ByReference(InProcessGrid):
         return 0
 
 
-def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Time every training in the three ways; return rows and claims."""
-    rows, claims = [], []
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield every training in the three ways."""
     for name, spec in TRAININGS.items():
-        if progress is not None:
-            progress(name)
-        asked = RunSpec(spec.system, rounds=2, clients=3, settings=spec.settings) if quick else spec
-        models: dict[str, Any] = {}
+        asked = replace(spec, rounds=2, clients=3) if quick else spec
+        yield _training(name, asked, 1 if quick else REPETITIONS)
 
-        def train(way: str, asked: RunSpec = asked, models: dict[str, Any] = models) -> None:
-            models[way] = WAYS[way](asked).arrays
 
+def _training(name: str, asked: RunSpec, repetitions: int) -> Case:
+    models: dict[str, Any] = {}
+
+    def train(way: str) -> None:
+        models[way] = WAYS[way](asked).arrays
+
+    def measure(found: Found) -> list[Row]:
         with quiet():
-            seconds = interleaved({way: partial(train, way) for way in WAYS}, 1 if quick else REPETITIONS)
-        bare = median(seconds["bare loop"])
-        for way, taken in seconds.items():
-            each = 1000 * median(taken) / (asked.rounds * asked.clients)
-            rows.append(
-                {
-                    "training": name,
-                    "way": way,
-                    "ms per client and round": round(each, 2),
-                    "over the bare loop": round(median(taken) / bare, 2),
-                }
-            )
-        # Three ways to one model, or the times would compare different work.
-        differ = sum(different_bytes(models["messages"], models[way]) for way in WAYS)
-        claims += [
-            claim(f"{name}: bytes of the models that differ", differ, "== 0", "theory: the same arithmetic"),
-            claim(
-                f"{name}: time by reference over that of the bare loop",
-                median(seconds["by reference"]) / bare,
-                f"<= {BOUND}",
-                "goal: with it a grid of trainings could go through the real client and the real server",
-                gate=False,
-            ),
+            times = found.times = Times({way: partial(train, way) for way in WAYS}, repetitions)
+        each, bare = 1000 / (asked.rounds * asked.clients), times.median("bare loop")
+        return [
+            {
+                "training": name,
+                "way": way,
+                "ms per client and round": round(each * times.median(way), 2),
+                "over the bare loop": round(times.median(way) / bare, 2),
+            }
+            for way in WAYS
         ]
-    return {"rows": rows, "claims": claims}
+
+    bounds = [
+        # Three ways to one model, or the times would compare different work.
+        Bound(
+            f"{name}: bytes of the models that differ",
+            lambda found: sum(different_bytes(models["messages"], models[way]) for way in WAYS),
+            "== 0",
+            "theory: the same arithmetic",
+            sure=True,
+        ),
+        Bound(
+            f"{name}: time by reference over that of the bare loop",
+            lambda found: found.times.median("by reference") / found.times.median("bare loop"),
+            "<= 1.3",
+            "goal: with it a grid of trainings could go through the real client and the real server",
+            gate=False,
+        ),
+    ]
+    return Case(name, measure, bounds)
 
 
 def _with_messages(spec: RunSpec) -> RunResult:

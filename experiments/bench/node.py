@@ -13,8 +13,9 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -24,19 +25,19 @@ from fedcomp.clients.edge import executor
 from fedcomp.experiments.engines import run as run_engine
 from fedcomp.experiments.engines.processes import Child, sigterm_raises
 from fedcomp.experiments.engines.superlink import TASK_POLL, Deployment
-from fedcomp.experiments.findings import Claim, different_bytes
+from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.spec import ROUNDS_FILE, RunResult, RunSpec
+from fedcomp.measuring import Bound, Case, Row
 
 APP: Final = Path(__file__).resolve().parents[1] / "node_app"
 WAYS: Final = ("Flower's executor", "fork server")
 TRAINING: Final = RunSpec(
     "topk", task="digits", engine="superlink", rounds=5, clients=2, settings={"codec.density": 0.05}
 )
-BEYOND: Final = 0.2
-IN_ALL: Final = 0.7
-"""Goals: processor seconds of a message that imports torch and does nothing, and of one that trains digits."""
-
-IDLE_SECONDS: Final = 60.0
+TRAINED: Final = "topk on digits, in all"
+CPU: Final = "CPU s a message"
+DIFFER: Final = "bytes of the model that differ from the run in one process"
+GOAL: Final = "goal: a node on a battery"
 
 
 class MixedNodes(Deployment):
@@ -97,64 +98,59 @@ class MixedNodes(Deployment):
         return [*own, self.executors[node].pid] if node in self.executors else own
 
 
-def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Measure a message and a quiet minute of both nodes; return rows and claims."""
-    say = progress or (lambda text: None)
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield both nodes: their messages, a training, and a quiet minute."""
     spec = replace(TRAINING, rounds=2) if quick else TRAINING
+    text = f"messages, {spec.rounds} rounds of {spec.system} on {spec.task} and quiet, with both executors"
+    yield Case(text, partial(_nodes, spec, 1 if quick else 4, 5.0 if quick else 60.0), BOUNDS)
+
+
+def _nodes(spec: RunSpec, count: int, seconds: float, _: Any) -> list[Row]:
     nodes = MixedNodes(2, [1])
     with sigterm_raises(), nodes:
-        say("messages without work, with and without torch")
-        costs = messages(nodes, 1 if quick else 4)
-        say(f"{spec.rounds} rounds of {spec.system} on {spec.task}")
-        trained, costs["topk on digits, in all"] = training(nodes, spec)
-        seconds = 5.0 if quick else IDLE_SECONDS
-        say(f"{seconds:.0f} quiet seconds")
+        costs = messages(nodes, count)
+        trained, costs[TRAINED] = training(nodes, spec)
         quiet = idle(nodes, seconds)
-    say("the same training in one process")
     here = run_engine(replace(spec, engine="inprocess"))
-    return findings(costs, quiet, different_bytes(trained.arrays, here.arrays))
+    return rows_of(costs, quiet, different_bytes(trained.arrays, here.arrays))
 
 
-def findings(
-    costs: Mapping[str, Sequence[Sequence[float]]],
-    quiet: Sequence[Mapping[str, float]],
-    differ: int,
-) -> dict[str, Any]:
-    """Return rows and claims of what was measured: ``costs`` by kind of message and node, in seconds for each."""
-    rows: list[dict[str, Any]] = [
+def rows_of(
+    costs: Mapping[str, Sequence[Sequence[float]]], quiet: Sequence[Mapping[str, float]], differ: int
+) -> list[Row]:
+    """Return the rows of what was measured: ``costs`` by kind of message and node, in seconds for each."""
+    rows: list[Row] = [
         {
             "message": kind,
             "executor": way,
-            "CPU s a message": round(median(each), 2),
+            CPU: round(median(each), 2),
             "first": round(each[0], 2),
             "messages": len(each),
         }
         for kind, nodes in costs.items()
         for way, each in zip(WAYS, nodes, strict=True)
     ]
-    rows += [{"quiet node": way, **found} for way, found in zip(WAYS, quiet, strict=True)]
-    # How busy the machine is shows in processor time as well.
-    goal = "goal: a node on a battery"
-    claims = [
-        Claim(
-            "CPU seconds of a message beyond training, torch app", _last(costs["torch"]), "<=", BEYOND, goal, gate=False
-        ),
-        Claim(
-            "CPU seconds of a top-k round of digits in all",
-            _last(costs["topk on digits, in all"]),
-            "<=",
-            IN_ALL,
-            goal,
-            gate=False,
-        ),
-        Claim("bytes of the model that differ from the run in one process", differ, "==", 0, "theory: the same code"),
-    ]
-    return {"rows": rows, "claims": claims}
+    return [*rows, *({"quiet node": way, **found} for way, found in zip(WAYS, quiet, strict=True)), {DIFFER: differ}]
 
 
-def _last(nodes: Sequence[Sequence[float]]) -> float:
-    """Return the usual cost on the node that forks."""
-    return median(nodes[-1])
+# How busy the machine is shows in processor time as well.
+BOUNDS: Final = (
+    Bound(
+        "CPU seconds of a message beyond training, torch app",
+        (CPU, {"message": "torch", "executor": WAYS[-1]}),
+        "<= 0.2",
+        GOAL,
+        gate=False,
+    ),
+    Bound(
+        "CPU seconds of a top-k round of digits in all",
+        (CPU, {"message": TRAINED, "executor": WAYS[-1]}),
+        "<= 0.7",
+        GOAL,
+        gate=False,
+    ),
+    Bound(DIFFER, (DIFFER, {}), "== 0", "theory: the same code", sure=True),
+)
 
 
 class _Meter:

@@ -1,71 +1,64 @@
 """Privacy noise: exact integer samplers against a float Gaussian, and against deciding everything in rationals.
 
-Processor time of one thread. The float Gaussian is numpy's, which is neither exact nor from a source nobody can repeat;
-the others take their randomness from ChaCha20 under a key of the operating system.
+The float Gaussian is numpy's, which is neither exact nor from a source nobody can repeat; the others take their
+randomness from ChaCha20 under a key of the operating system.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
-from statistics import median
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from fedcomp.experiments.bench.readpass import interleaved
-from fedcomp.experiments.findings import Claim
+from fedcomp.measuring import Bound, Case, Found, timed
 from fedcomp.privacy.entropy import SystemEntropy
 from fedcomp.privacy.noise import discrete_gaussian, gaussian, skellam
 
 SIGMAS: Final = (1.0, 100.0, 2.0**20)
+PLAIN, EXACT, RATIONAL = (
+    "numpy standard_normal (float, for comparison)",
+    "discrete_gaussian",
+    "discrete_gaussian, exact=True",
+)
 # Fewer draws than of the others: in rationals one takes over a hundred times as long.
-_RATIONAL: Final = 200
-_REPETITIONS: Final = 7
+FEW: Final = 200
+GOAL: Final = "goal of this project, on the same machine"
 
 
-def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Time every sampler; return rows and claims."""
-    size = 10_000 if quick else 1_000_000
-    entropy, numpys = SystemEntropy(), np.random.default_rng()
-    rows, ratios = [], []
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield every sampler at every deviation."""
+    size, entropy = 10_000 if quick else 1_000_000, SystemEntropy()
     for sigma in SIGMAS:
-        if progress is not None:
-            progress(f"standard deviation {sigma:g}")
-        samplers: dict[str, tuple[int, Callable[[], object]]] = {
-            "numpy standard_normal (float, for comparison)": (size, partial(numpys.standard_normal, size)),
-            "gaussian (float, insecure)": (size, partial(gaussian, sigma, size, entropy)),
-            "discrete_gaussian": (size, partial(discrete_gaussian, sigma, size, entropy)),
-            "skellam": (size, partial(skellam, sigma, size, entropy)),
-            "discrete_gaussian, exact=True": (
-                _RATIONAL,
-                partial(discrete_gaussian, sigma, _RATIONAL, entropy, exact=True),
-            ),
+        calls = {
+            PLAIN: partial(np.random.default_rng().standard_normal, size),
+            "gaussian (float, insecure)": partial(gaussian, sigma, size, entropy),
+            EXACT: partial(discrete_gaussian, sigma, size, entropy),
+            "skellam": partial(skellam, sigma, size, entropy),
+            RATIONAL: partial(discrete_gaussian, sigma, FEW, entropy, exact=True),
         }
-        taken = interleaved({name: call for name, (_, call) in samplers.items()}, 1 if quick else _REPETITIONS)
-        seconds = {name: median(times) / samplers[name][0] for name, times in taken.items()}
-        for name, each in seconds.items():
-            rows.append({"sigma": sigma, "sampler": name, "nanoseconds a draw": round(1e9 * each, 1)})
-        plain = seconds["numpy standard_normal (float, for comparison)"]
-        rational, fast = seconds["discrete_gaussian, exact=True"], seconds["discrete_gaussian"]
-        ratios.append((fast / plain, rational / fast))
-    claims = [
-        Claim(
-            "an exact discrete Gaussian costs at most ten times numpy's float one",
-            # The worst deviation decides: a sampler must not be fast for some noise multipliers only.
-            max(slower for slower, _ in ratios),
-            "<=",
-            10.0,
-            "goal of this project, on the same machine",
-            gate=not quick,
-        ),
-        Claim(
-            "and is at least a hundred times as fast as deciding everything in rationals",
-            min(faster for _, faster in ratios),
-            ">=",
-            100.0,
-            "goal of this project, on the same machine",
-            gate=not quick,
-        ),
-    ]
-    return {"rows": rows, "claims": claims}
+        yield timed(
+            f"standard deviation {sigma:g}",
+            calls,
+            1 if quick else 7,
+            lambda times, method, sigma=sigma: {  # type: ignore[misc]
+                "sigma": sigma,
+                "sampler": method,
+                "nanoseconds a draw": round(1e9 * times.median(method) / (FEW if method == RATIONAL else size), 1),
+            },
+        )
+
+    def ratios(found: Found, of: str, to: str) -> list[float]:
+        each = "nanoseconds a draw"
+        return [found.of(each, sigma=s, sampler=of) / found.of(each, sigma=s, sampler=to) for s in SIGMAS]
+
+    # The worst deviation decides: a sampler must not be fast for some noise multipliers only.
+    slower = "an exact discrete Gaussian costs at most ten times numpy's float one"
+    faster = "and is at least a hundred times as fast as deciding everything in rationals"
+    yield Case(
+        bounds=[
+            Bound(slower, lambda found: max(ratios(found, EXACT, PLAIN)), "<= 10", GOAL),
+            Bound(faster, lambda found: min(ratios(found, RATIONAL, EXACT)), ">= 100", GOAL),
+        ]
+    )

@@ -26,8 +26,9 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -36,10 +37,10 @@ from numpy.typing import NDArray
 from fedcomp import params
 from fedcomp.codecs import EDEN, QSGD, Codec, TopK
 from fedcomp.errors import why_missing
-from fedcomp.experiments.bench.readpass import Times, Vector, one_thread
-from fedcomp.experiments.findings import Claim
+from fedcomp.experiments.bench.readpass import Vector, one_thread, read_pass
 from fedcomp.kernels import select_topk, warm
 from fedcomp.layout import Layout, Update
+from fedcomp.measuring import Bound, Case, Found, Row, Times
 from fedcomp.rng import Key
 
 DENSITY: Final = 0.01
@@ -47,6 +48,9 @@ CONTROL: Final = "normal"
 UPDATES: Final = ("CNN", "LSTM", "transformer")
 BLOCK: Final = 4096
 BUCKET: Final = 512
+RIVAL: Final = "as many bytes of int32 + float32"
+"""The largest values in as many bytes as top-k with two bits takes."""
+
 _LEVELS: Final = 256
 
 Positions = NDArray[np.int64]
@@ -300,114 +304,72 @@ DENSE: Final = (
 """What sends every coordinate, and peers: the bound on our bytes over theirs at their error, and its source."""
 
 
-def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Measure every method on every update; return rows and claims.
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield every update, sent and timed in every way.
 
-    ``rows``: one per update and method, with the bytes, how many times fewer than those of float32, the squared error
-    over that of sending nothing, and the times in read passes. ``claims``: top-k never slower than the peers', fewer
-    bytes than theirs for the same values, and fewer bytes at the same error for the dense codecs.
+    A row has the bytes, how many times fewer than those of float32, the squared error over that of sending nothing, and
+    the times in read passes. Claimed is that top-k is never slower than the peers', takes fewer bytes than theirs for
+    the same values, and that dense codecs take fewer bytes at the same error.
     """
-    say = progress or (lambda _line: None)
     warm()
     for library in dict.fromkeys(method.needs for method in METHODS.values()):
         if library and (missing := why_missing(library)):
-            say(f"{missing}; what is compared with it is not measured")
-    rows: list[dict[str, Any]] = []
-    claims: list[Claim] = []
+            yield Case(f"{missing}; what is compared with it is not measured")
     for name in (*UPDATES, CONTROL):
-        values = _update(name, say, quick=quick)
-        found = Measured(missing=why_missing("torch")) if values is None else measure(values, 2 if quick else 15)
-        rows += found.rows(name)
-        claims += _claims(name, found, gate=not quick)
-    return {"rows": rows, "claims": claims}
+        missing = "" if name == CONTROL else why_missing("torch")
+        if missing:
+            yield Case(bounds=_bounds(name, missing))
+            continue
+        values, data = _update(name, quick)
+        text = f"{name}, {values.size:,} values{data}"
+        yield Case(text, partial(_measure, name, values, 2 if quick else 15), _bounds(name, ""))
 
 
-def _update(name: str, say: Callable[[str], None], *, quick: bool) -> Vector | None:
-    """Return the update ``name``, None without torch, which trains all but the control."""
+def _update(name: str, quick: bool) -> tuple[Vector, str]:
     if name == CONTROL:
-        return np.random.default_rng(0).standard_normal(20_000 if quick else 1_000_000, np.float32)
-    if why_missing("torch"):
-        return None
+        return np.random.default_rng(0).standard_normal(20_000 if quick else 1_000_000, np.float32), ""
     from fedcomp.experiments.bench.peer_updates import captured
 
     values, data = captured(name, quick=quick)
-    say(f"{name}, {values.size:,} values: {data}")
-    return values
+    return values, f": {data}"
 
 
-class Measured:
-    """What every method that is installed did with one vector.
-
-    Attributes
-    ----------
-    n : int
-    bytes, error : dict of str to int and float
-        By method: what it sent, and ‖v - v̂‖² / ‖v‖².
-    times : Times
-        Of ``"METHOD, encoding"`` and ``"METHOD, decoding"``, and of :data:`SELECTIONS`.
-    rival : float
-        The error of the largest values in as many bytes of int32 and float32 as top-k with two bits takes.
-    missing : str
-        Why there is no vector to measure; empty where there is one.
-    """
-
-    def __init__(self, n: int = 0, missing: str = "") -> None:
-        self.n = n
-        self.missing = missing
-        self.bytes: dict[str, int] = {}
-        self.error: dict[str, float] = {}
-        self.times = Times(n)
-        self.rival = math.nan
-
-    def rows(self, update: str) -> list[dict[str, Any]]:
-        """Return one row per method."""
-        return [
-            {
-                "update": update,
-                "n": self.n,
-                "method": name,
-                "bytes": size,
-                "times fewer": round(4 * self.n / size, 2),
-                "error": float(f"{self.error[name]:.3g}"),
-                "encode, read passes": round(self.times.multiple(f"{name}, encoding"), 1),
-                "decode, read passes": round(self.times.multiple(f"{name}, decoding"), 1),
-            }
-            for name, size in self.bytes.items()
-        ]
-
-    def size(self, name: str, of: str) -> float:
-        """Return the bytes of ``name`` over those of ``of``."""
-        return self.bytes[name] / self.bytes[of]
-
-    def at_error(self, name: str, of: str) -> float:
-        """Return the bytes of ``name`` over those of ``of``, with the bits more or fewer that make the errors equal."""
-        bits = 8 * self.bytes[name] / self.n + 0.5 * math.log2(self.error[name] / self.error[of])
-        return bits * self.n / 8 / self.bytes[of]
-
-
-def measure(values: Vector, repetitions: int) -> Measured:
+def _measure(update: str, values: Vector, repetitions: int, found: Found) -> list[Row]:
     """Encode and decode ``values`` in every way, then time it all, interleaved."""
-    found = Measured(values.size)
     calls: dict[str, Callable[[], object]] = {}
-    k = params.count(DENSITY, values.size)
+    k, n = params.count(DENSITY, values.size), values.size
     for name, (select, needs) in SELECTIONS.items():
         if not needs or not why_missing(needs):
-            calls[name] = functools.partial(select, values, k)
+            calls[name] = partial(select, values, k)
+    sent: dict[str, Row] = {}
     for name, method in METHODS.items():
         if method.needs and why_missing(method.needs):
             continue
         data = method.encode(values)
-        found.bytes[name] = len(data)
-        found.error[name] = _error(values, method.decode(data, values.size))
-        calls[f"{name}, encoding"] = functools.partial(method.encode, values)
-        calls[f"{name}, decoding"] = functools.partial(method.decode, data, values.size)
+        sent[name] = {"bytes": len(data), "error": _error(values, method.decode(data, n))}
+        calls[f"{name}, encoding"] = partial(method.encode, values)
+        calls[f"{name}, decoding"] = partial(method.decode, data, n)
     kept = np.zeros_like(values)
-    largest = by_numpy(values, max(1, found.bytes[TWO_BITS] // 8))
+    largest = by_numpy(values, max(1, sent[TWO_BITS]["bytes"] // 8))
     kept[largest] = values[largest]
-    found.rival = _error(values, kept)
     with one_thread():
-        found.times.measure(calls, values, repetitions)
-    return found
+        times = found.times = Times(calls, repetitions, read_pass(values))
+    return [
+        *(
+            {
+                "update": update,
+                "n": n,
+                "method": name,
+                "bytes": row["bytes"],
+                "times fewer": round(4 * n / row["bytes"], 2),
+                "error": float(f"{row['error']:.5g}"),
+                "encode, read passes": round(times.multiple(f"{name}, encoding"), 1),
+                "decode, read passes": round(times.multiple(f"{name}, decoding"), 1),
+            }
+            for name, row in sent.items()
+        ),
+        {"update": update, RIVAL: _error(values, kept)},
+    ]
 
 
 def _error(values: Vector, decoded: Vector) -> float:
@@ -415,26 +377,38 @@ def _error(values: Vector, decoded: Vector) -> float:
     return float(np.sum((wide - decoded) ** 2) / np.sum(wide**2))
 
 
-def _claims(update: str, found: Measured, *, gate: bool) -> list[Claim]:
-    claims: list[Claim] = []
+def at_error(found: Found, update: str, name: str, of: str) -> float:
+    """Return the bytes of ``name`` over those of ``of``, with the bits more or fewer that make the errors equal."""
+    mine, other = ({"update": update, "method": method} for method in (name, of))
+    n = found.of("n", **mine)
+    bits = 8 * found.of("bytes", **mine) / n + 0.5 * math.log2(found.of("error", **mine) / found.of("error", **other))
+    return float(bits * n / 8 / found.of("bytes", **other))
 
-    def add(text: str, value: Callable[[], float], bound: float, source: str, needs: str = "") -> None:
-        missing = found.missing or (why_missing(needs) if needs else "")
-        measured = math.nan if missing else value()
-        claims.append(Claim(f"{update}: {text}", measured, "<=", bound, source, gate, missing))
 
-    for peer, (_, needs) in SELECTIONS.items():
-        if peer != "select_topk":
-            ratio = functools.partial(found.times.ratio, "select_topk", peer)
-            add(f"selecting 1 %, time over {peer}", ratio, 1.0, NEVER_SLOWER, needs)
-    for peer, bound, source in LISTS:
-        needs = METHODS[peer].needs
-        ratio = functools.partial(found.times.ratio, f"{EXACT}, encoding", f"{peer}, encoding")
-        add(f"{EXACT} to bytes, time over {peer}", ratio, 1.0, NEVER_SLOWER, needs)
-        add(f"{EXACT}, bytes over {peer}", functools.partial(found.size, EXACT, peer), bound, source, needs)
-    few = f"{TWO_BITS}, error over as many bytes of int32 + float32"
-    add(few, lambda: found.error[TWO_BITS] / found.rival, 1.0, "goal: rough values of many coordinates tell more")
-    for name, peer, bound, source in DENSE:
-        at_error = functools.partial(found.at_error, name, peer)
-        add(f"{name}, bytes over {peer} at their error", at_error, bound, source)
-    return claims
+def _bounds(update: str, missing: str) -> list[Bound]:
+    def bound(text: str, value: Any, most: float, source: str, needs: str = "") -> Bound:
+        skipped = missing or (why_missing(needs) if needs else "")
+        return Bound(f"{update}: {text}", value, f"<= {most}", source, skipped=skipped)
+
+    def sent(name: str) -> Row:
+        return {"update": update, "method": name}
+
+    bounds = [
+        bound(f"selecting 1 %, time over {peer}", f"select_topk / {peer}", 1.0, NEVER_SLOWER, needs)
+        for peer, (_, needs) in SELECTIONS.items()
+        if peer != "select_topk"
+    ]
+    for peer, most, source in LISTS:
+        needs, times = METHODS[peer].needs, f"{EXACT}, encoding / {peer}, encoding"
+        bounds.append(bound(f"{EXACT} to bytes, time over {peer}", times, 1.0, NEVER_SLOWER, needs))
+        bounds.append(bound(f"{EXACT}, bytes over {peer}", ("bytes", sent(EXACT), sent(peer)), most, source, needs))
+    few, rough = f"{TWO_BITS}, error over {RIVAL}", "goal: rough values of many coordinates tell more"
+
+    def over_rival(found: Found) -> float:
+        return float(found.of("error", **sent(TWO_BITS)) / found.of(RIVAL, update=update))
+
+    bounds.append(bound(few, over_rival, 1.0, rough))
+    for name, peer, most, source in DENSE:
+        text = f"{name}, bytes over {peer} at their error"
+        bounds.append(bound(text, lambda found, n=name, p=peer: at_error(found, update, n, p), most, source))
+    return bounds

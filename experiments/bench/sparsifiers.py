@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -16,64 +17,59 @@ from numpy.typing import NDArray
 
 from fedcomp.codecs.sidco import FIRST, estimate_threshold
 from fedcomp.errors import why_missing
-from fedcomp.experiments.bench.readpass import Against, Case, Limit, Vector
+from fedcomp.experiments.bench.readpass import Vector, in_passes
 from fedcomp.kernels import adaptive_step, select_above, select_adaptive, select_bins
+from fedcomp.measuring import Bound, Case
 
 SLACK: Final = 1.25
-# Read passes by density: of the exponential fit with so many stages, and of the chunks' arg-max.
-SIDCO: Final = {0.001: {1: 4.2, 2: 4.2, 4: 6.4}, 0.01: {1: 6.0, 2: 5.2, 4: 7.2}, 0.1: {1: 8.0, 2: 7.8}}
-CHUNKS: Final = {0.001: 2.6, 0.01: 4.0, 0.1: 22.0}
+# Read passes by density: of the chunks' arg-max, and of the exponential fit with so many stages.
+FIGURES: Final = {
+    0.001: {"chunk top-1": 2.6, "SIDCo-E, 1 stage": 4.2, "SIDCo-E, 2 stages": 4.2, "SIDCo-E, 4 stages": 6.4},
+    0.01: {"chunk top-1": 4.0, "SIDCo-E, 1 stage": 6.0, "SIDCo-E, 2 stages": 5.2, "SIDCo-E, 4 stages": 7.2},
+    0.1: {"chunk top-1": 22.0, "SIDCo-E, 1 stage": 8.0, "SIDCo-E, 2 stages": 7.8},
+}
 # Read passes by bin length: of AdaComp's selection, and what the step may take.
-ADAPTIVE: Final = {50: 15.0, 500: 8.5}
-ADAPTIVE_GOALS: Final = {50: 8.0, 500: 6.0}
+ADAPTIVE: Final = {50: (15.0, 8.0), 500: (8.5, 6.0)}
 SOURCE: Final = f"measured on a quiet machine, times {SLACK:g}"
 GOAL: Final = "our goal, set from measurements of these kernels on a loaded machine"
 _WARM_ROUNDS: Final = 6
 
 
-def sparsifiers(vector: Vector) -> Iterator[Case]:
+def sparsifiers(vector: Vector, repetitions: int) -> Iterator[Case]:
     """Yield all kernels of this module: by density, with the plain torch forms beside ours, and by length of bins."""
-    for density in SIDCO:
-        yield of_density(vector, density)
+    for density in FIGURES:
+        yield of_density(vector, repetitions, density)
     for length in ADAPTIVE:
-        yield adaptive(vector, length)
+        yield adaptive(vector, repetitions, length)
 
 
-def of_density(vector: Vector, density: float) -> Case:
-    """Return the arg-max of chunks and SIDCo's estimates at one density."""
-    figures = {"chunk top-1": CHUNKS[density], **{_sidco(stages): f for stages, f in SIDCO[density].items()}}
-    at = f"at density {density:g}"
-    return Case(
-        f"SIDCo and chunks at density {density}",
-        vector,
-        by_density(vector, density),
-        [Limit(f"{name} {at}: read passes", name, SLACK * figure, SOURCE) for name, figure in figures.items()],
-        [
-            Against(f"{name} {at}: times faster than plain torch", f"{name}, torch", name, ">=", 1.0, GOAL)
-            for name in figures
-        ],
-        {"density": density},
-    )
-
-
-def by_density(vector: Vector, density: float) -> dict[str, Callable[[], object]]:
-    """Return the calls to be timed at one density; each does all of its work every time."""
+def of_density(vector: Vector, repetitions: int, density: float) -> Case:
+    """Return the arg-max of chunks and SIDCo's estimates at one density; each call does all of its work."""
     # One element of each chunk is sent: its length is the inverse of the density.
-    length = round(1 / density)
-    calls: dict[str, Callable[[], object]] = {"chunk top-1": lambda: select_bins(vector, length)}
-    for stages in SIDCO[density]:
-        calls[_sidco(stages)] = lambda stages=stages: sidco(vector, density, stages)  # type: ignore[misc]
-    if not why_missing("torch"):
-        import torch
+    length, missing = round(1 / density), why_missing("torch")
+    calls: dict[str, Callable[[], object]] = {}
+    for name in FIGURES[density]:
+        stages = int(name.split()[1]) if name.startswith("SIDCo") else 0
+        calls[name] = partial(sidco, vector, density, stages) if stages else partial(select_bins, vector, length)
+        if not missing:
+            import torch
 
-        tensor = torch.from_numpy(vector)
-        calls["chunk top-1, torch"] = lambda: chunks_torch(tensor, length)
-        for stages in SIDCO[density]:
-            calls[f"{_sidco(stages)}, torch"] = lambda stages=stages: sidco_torch(tensor, density, stages)  # type: ignore[misc]
-    return calls
+            tensor = torch.from_numpy(vector)
+            other = partial(sidco_torch, tensor, density, stages) if stages else partial(chunks_torch, tensor, length)
+            calls[f"{name}, torch"] = other
+    at, figures = f"at density {density:g}", FIGURES[density]
+    bounds = [
+        Bound(f"{name} {at}: read passes", name, f"<= {SLACK * figure}", SOURCE) for name, figure in figures.items()
+    ]
+    bounds += [
+        Bound(f"{name} {at}: times faster than plain torch", f"{name}, torch / {name}", ">= 1", GOAL, skipped=missing)
+        for name in figures
+    ]
+    text = f"SIDCo and chunks at density {density}"
+    return in_passes(text, vector, calls, repetitions, bounds, density=density)
 
 
-def adaptive(vector: Vector, length: int) -> Case:
+def adaptive(vector: Vector, repetitions: int, length: int) -> Case:
     """Return AdaComp's kernels on a residue that has settled; a column says how many elements a bin sends."""
     size = vector.size
     # A stream of different updates of one distribution: what the residue holds decides how many pass.
@@ -90,21 +86,14 @@ def adaptive(vector: Vector, length: int) -> Case:
         step()
     total = residue + updates[0]
     found = select_adaptive(total, updates[0], length)
-    at = f"with bins of {length}: read passes"
-    return Case(
-        f"AdaComp with bins of {length}",
-        vector,
-        {"AdaComp select": lambda: select_adaptive(total, updates[0], length), "AdaComp step": step},
-        [
-            Limit(f"AdaComp select {at}", "AdaComp select", SLACK * ADAPTIVE[length], SOURCE),
-            Limit(f"AdaComp step {at}", "AdaComp step", ADAPTIVE_GOALS[length], GOAL),
-        ],
-        columns={"bin length": length, "sent per bin": round(found.indices.size / found.bins, 2)},
-    )
-
-
-def _sidco(stages: int) -> str:
-    return f"SIDCo-E, {stages} stage{'s' if stages > 1 else ''}"
+    calls = {"AdaComp select": lambda: select_adaptive(total, updates[0], length), "AdaComp step": step}
+    at, (figure, goal) = f"with bins of {length}: read passes", ADAPTIVE[length]
+    bounds = [
+        Bound(f"AdaComp select {at}", "AdaComp select", f"<= {SLACK * figure}", SOURCE),
+        Bound(f"AdaComp step {at}", "AdaComp step", f"<= {goal}", GOAL),
+    ]
+    columns = {"bin length": length, "sent per bin": round(found.indices.size / found.bins, 2)}
+    return in_passes(f"AdaComp with bins of {length}", vector, calls, repetitions, bounds, **columns)
 
 
 def sidco(vector: Vector, density: float, stages: int) -> NDArray[np.int64]:

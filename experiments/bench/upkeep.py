@@ -1,10 +1,10 @@
 """What a round costs the server beside its clients' updates: the step from their mean, the checkpoint, new arrays.
 
-Each row has two ways of the same thing, one after the other in one process, and their ratio. Processor time of one
-thread, system calls included. *Step*: Flower's FedAvg takes the mean as it is, against a FedAvg that has to be run on
-it as on a reply. *Checkpoint*: what has changed is written, against all of it, in a run of the in-process engine on
-digits, with top-k and error feedback; and what part of the round it is. *Arrays*: passes over new arrays in a
-process that keeps freed memory, against one that does not (:mod:`fedcomp.heap`), a process each.
+Each row has two ways of the same thing, one after the other in one process, and their ratio; system calls included.
+*Step*: Flower's FedAvg takes the mean as it is, against a FedAvg that has to be run on it as on a reply. *Checkpoint*:
+what has changed is written, against all of it, in a run of the in-process engine on digits, with top-k and error
+feedback; and what part of the round it is. *Arrays*: passes over new arrays in a process that keeps freed memory,
+against one that does not (:mod:`fedcomp.heap`), a process each.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import tracemalloc
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 import numpy as np
@@ -29,22 +28,19 @@ from fedcomp import heap
 from fedcomp.codecs import TopK
 from fedcomp.experiments import engines
 from fedcomp.experiments.bench.readpass import layered
-from fedcomp.experiments.bench.server import frames_of, round_of
-from fedcomp.experiments.kit import claim
+from fedcomp.experiments.bench.server import aggregated, frames_of
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.flower import checkpoint
 from fedcomp.flower._private import acting_as
 from fedcomp.flower.logs import quiet
 from fedcomp.layout import Layout, Update
+from fedcomp.measuring import Bound, Case, Row
 
 STEPS: Final = ((1_000_000, 10), (1_000_000, 1000), (25_000_000, 10))
 """Parameters and clients."""
 
 RUNS: Final = ((10, 10, 40), (1000, 100, 12), (1000, 1000, 4))
 """Clients, how many of them train in a round, and rounds."""
-
-SHARE: Final = 5.0
-"""A goal: the checkpoint's part of a round, in per cent."""
 
 _ARRAYS: Final = """
 import json, sys, time
@@ -71,76 +67,52 @@ class Run(FedAvg):
         return super()._check_and_log_replies(*args, **options)
 
 
-def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Measure all three; return rows and claims."""
-    say = progress or (lambda _line: None)
-    steps = ((20_000, 3),) if quick else STEPS
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield all three."""
+    for size, clients in ((20_000, 3),) if quick else STEPS:
+        yield _cheaper(
+            f"step, {size} parameters, {clients} clients", "step", size, clients, partial(step, size, clients)
+        )
     runs = ((4, 4, 3), (12, 3, 4)) if quick else RUNS
-    rows = []
-    for size, clients in steps:
-        say(f"step, {size} parameters, {clients} clients")
-        rows.append(step(size, clients))
     for clients, sampled, rounds in runs:
-        say(f"checkpoint, {sampled} of {clients} clients")
-        rows.append(saved(clients, sampled, rounds))
+        text = f"checkpoint, {sampled} of {clients} clients"
+        yield Case(text, lambda found, how=(clients, sampled, rounds): [saved(*how)])  # type: ignore[misc]
     if heap.is_glibc():
         for size in (100_000,) if quick else (1_000_000, 25_000_000):
-            say(f"arrays of {size}")
-            rows.append(arrays(size, 1 if quick else 3))
-    large = [row for row in rows if row["what"] != "checkpoint"]
-    shares = [row["% of a round"] for row in rows if row["what"] == "checkpoint"]
-    return {
-        "rows": rows,
-        "claims": [
-            *(
-                claim(
-                    f"{row['what']}, {row['parameters']} parameters, {row['clients']} clients: cost without it",
-                    row["ratio"],
-                    ">= 1",
-                    "nothing is done that was not done before",
-                    gate=False,
-                )
-                for row in large
-            ),
-            claim("checkpoint: part of a round, %, at most", max(shares), f"<= {SHARE}", "goal", gate=False),
-        ],
-    }
+            yield _cheaper(f"arrays of {size}", "arrays", size, 1, partial(arrays, size, 1 if quick else 3))
+    part, column = "checkpoint: part of a round, %, at most", "% of a round"
+    yield Case(
+        bounds=[Bound(part, lambda found: max(row.get(column, 0.0) for row in found.rows), "<= 5", "goal", gate=False)]
+    )
 
 
-def step(size: int, clients: int, repetitions: int = 5) -> dict[str, Any]:
+def _cheaper(text: str, what: str, size: int, clients: int, measure: Any) -> Case:
+    head = {"what": what, "parameters": size, "clients": clients}
+    name = f"{what}, {size} parameters, {clients} clients: cost without it"
+    source = "nothing is done that was not done before"
+    bound = Bound(name, ("ratio", head), ">= 1", source, gate=False)
+    return Case(text, lambda found: [{**head, **measure()}], [bound])
+
+
+def step(size: int, clients: int, repetitions: int = 5) -> Row:
     """Return what ``aggregate_train`` costs with FedAvg, and with one that is run on the mean."""
-    layout = Layout.flat(size)
-    updates = [Update(1e-3 * layered(size, seed), layout) for seed in range(min(clients, 4))]
+    updates = [Update(1e-3 * layered(size, seed), Layout.flat(size)) for seed in range(min(clients, 4))]
     frames = frames_of(TopK(0.01), updates, clients)
-    seconds: dict[type, list[float]] = {FedAvg: [], Run: []}
-    peaks = dict.fromkeys(seconds, 0.0)
+    kinds: tuple[type[FedAvg], ...] = (FedAvg, Run)
     with quiet(), acting_as(1, 0):
-        for repetition in range(repetitions + 1):
-            for kind, taken in seconds.items():
-                server, replies, _ = round_of(TopK(0.01), frames, updates, clients, kind)
-                if repetition == repetitions:
-                    tracemalloc.start()
-                start = time.thread_time()
-                server.aggregate_train(1, replies)
-                if repetition < repetitions:
-                    taken.append(time.thread_time() - start)
-                else:
-                    peaks[kind] = tracemalloc.get_traced_memory()[1] / (4 * size)
-                    tracemalloc.stop()
-    new, old = (median(seconds[kind]) for kind in (FedAvg, Run))
+        turns = [[aggregated(TopK(0.01), frames, updates, clients, kind) for kind in kinds] for _ in range(repetitions)]
+        peaks = [aggregated(TopK(0.01), frames, updates, clients, kind, traced=True) / (4 * size) for kind in kinds]
+    new, old = np.median(turns, axis=0).tolist()
     return {
-        "what": "step",
-        "parameters": size,
-        "clients": clients,
         "ms": 1e3 * new,
         "run on it, ms": 1e3 * old,
         "ratio": old / new,
-        "peak in models": peaks[FedAvg],
-        "run on it, peak": peaks[Run],
+        "peak in models": peaks[0],
+        "run on it, peak": peaks[1],
     }
 
 
-def saved(clients: int, sampled: int, rounds: int) -> dict[str, Any]:
+def saved(clients: int, sampled: int, rounds: int) -> Row:
     """Return what a checkpoint costs in a run on digits: of what has changed, and of everything, after each round."""
     seconds: dict[str, list[float]] = {"changed": [], "everything": [], "round": []}
     settings = {"feedback": True, "codec.density": 0.01, "evaluate_every": rounds, "fraction": sampled / clients}
@@ -184,7 +156,7 @@ def saved(clients: int, sampled: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def arrays(size: int, repetitions: int) -> dict[str, Any]:
+def arrays(size: int, repetitions: int) -> Row:
     """Return what a few passes over new arrays cost in a process that keeps freed memory, and in one that does not."""
     found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     clean = {name: value for name, value in os.environ.items() if name not in heap.ENVIRONMENT}
@@ -195,9 +167,6 @@ def arrays(size: int, repetitions: int) -> dict[str, Any]:
             measured.append(tuple(json.loads(out.stdout)))
     (new, peak), (old, before) = (np.median(found[keep], axis=0).tolist() for keep in (True, False))
     return {
-        "what": "arrays",
-        "parameters": size,
-        "clients": 1,
         "ms": 1e3 * new,
         "given back, ms": 1e3 * old,
         "ratio": old / new,

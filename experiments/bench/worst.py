@@ -8,86 +8,59 @@ side with the usual values, so what a shared machine does meanwhile cancels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
 
-from fedcomp.experiments.bench.readpass import Times, Vector
-from fedcomp.experiments.findings import Claim
+from fedcomp.experiments.bench.readpass import Vector
 from fedcomp.kernels import feedback_step, select_topk
+from fedcomp.measuring import Bound, Case, Found, Row, Times
 
-BOUND: Final = 2.0
 SOURCE: Final = "our goal: no input takes more than twice as long as a usual one"
-WARM_BOUND: Final = 1.1
 WARM_SOURCE: Final = "our goal: the threshold of the round before never costs time, but for noise"
 DENSITIES: Final = (0.01, 0.1)
-_CALLS: Final = ("top-k", "step, cold", "step, warm")
+CALLS: Final = ("top-k", "step, cold", "step, warm")
 
 
-def worst(vector: Vector, repetitions: int, say: Callable[[str], None], *, claimed: bool) -> dict[str, list[Any]]:
-    """Measure the selection, and steps that start with a sample (cold) and with their last threshold (warm).
+def worst(vector: Vector, repetitions: int) -> Iterator[Case]:
+    """Yield the selection on every input, and steps that start with a sample (cold) and with their last threshold.
 
-    Parameters
-    ----------
-    vector : float32 array of shape (n,)
-        The usual values, on which the others build.
-    repetitions : int
-    say : callable
-        Told what is measured next.
-    claimed : bool
-        Whether the bounds are claimed.
-
-    Returns
-    -------
-    dict
-        ``rows``: one per density, input and call. ``claims``: of each call, the slowest input's time over that on the
-        usual values; and the warm step's over the cold one's.
+    A row has a call's time over that on the usual values; the claims are about the slowest input.
     """
-    rows: list[dict[str, Any]] = []
-    claims: list[Claim] = []
     for density in DENSITIES:
-        found: dict[str, Times] = {}
-        for name, make in _inputs(vector, math.ceil(density * vector.size)).items():
-            say(f"density {density}, {name}: {repetitions} interleaved repetitions")
-            found[name] = _measured(make(), vector, math.ceil(density * vector.size), repetitions)
-            rows += [
-                {
-                    "n": vector.size,
-                    "density": density,
-                    "input": name,
-                    "method": call,
-                    "times the usual": round(found[name].ratio(call, f"{call}, usual"), 2),
-                }
-                for call in _CALLS
+        k = math.ceil(density * vector.size)
+        for name, make in _inputs(vector, k).items():
+
+            def measure(found: Found, name: Any = name, make: Any = make, k: int = k, at: float = density) -> list[Row]:
+                found.times = Times({**_calls(make(), k, ""), **_calls(vector, k, ", usual")}, repetitions)
+                usual = {call: round(found.times.ratio(call, f"{call}, usual"), 2) for call in CALLS}
+                over = {"warm / cold": round(found.times.ratio("step, warm", "step, cold"), 2)}
+                return [{"n": vector.size, "density": at, "input": name, **usual, **over}]
+
+            yield Case(f"density {density}, {name}: {repetitions} interleaved repetitions", measure)
+
+        def slowest(found: Found, column: str, at: float = density) -> float:
+            return max(row[column] for row in found.rows if "input" in row and row["density"] == at)
+
+        bounds = [(call, f"{call} at density {density:g}, times {call}, usual", 2.0, SOURCE) for call in CALLS]
+        bounds.append(("warm / cold", f"step, warm at density {density:g}, times step, cold", 1.1, WARM_SOURCE))
+        yield Case(
+            bounds=[
+                Bound(f"{text}: slowest input", lambda found, c=column, s=slowest: s(found, c), f"<= {most}", source)  # type: ignore[misc]
+                for column, text, most, source in bounds
             ]
-        if claimed:
-            claims += [_slowest(found, call, f"{call}, usual", density, BOUND, SOURCE) for call in _CALLS]
-            claims.append(_slowest(found, "step, warm", "step, cold", density, WARM_BOUND, WARM_SOURCE))
-    return {"rows": rows, "claims": claims}
+        )
 
 
-def _slowest(found: Mapping[str, Times], call: str, to: str, density: float, bound: float, source: str) -> Claim:
-    """Return the claim on the input with the largest ratio."""
-    ratio, name = max((times.ratio(call, to), name) for name, times in found.items())
-    return Claim(f"{call} at density {density:g}, times {to}: slowest input, {name}", ratio, "<=", bound, source)
-
-
-def _measured(x: Vector, usual: Vector, k: int, repetitions: int) -> Times:
-    """Return the times on ``x`` and on the usual values, interleaved."""
-    memory, out = np.zeros_like(x), np.empty_like(x)
-
-    def calls(values: Vector, of: str) -> dict[str, Callable[[], object]]:
-        former = feedback_step(memory, values, k, out=out).threshold
-        return {
-            f"top-k{of}": lambda: select_topk(values, k),
-            f"step, cold{of}": lambda: feedback_step(memory, values, k, out=out),
-            f"step, warm{of}": lambda: feedback_step(memory, values, k, threshold=former, out=out),
-        }
-
-    found = Times(x.size)
-    found.measure(calls(x, "") | calls(usual, ", usual"), usual, repetitions)
-    return found
+def _calls(values: Vector, k: int, of: str) -> dict[str, Callable[[], object]]:
+    memory, out = np.zeros_like(values), np.empty_like(values)
+    former = feedback_step(memory, values, k, out=out).threshold
+    return {
+        f"top-k{of}": lambda: select_topk(values, k),
+        f"step, cold{of}": lambda: feedback_step(memory, values, k, out=out),
+        f"step, warm{of}": lambda: feedback_step(memory, values, k, threshold=former, out=out),
+    }
 
 
 def _inputs(vector: Vector, k: int) -> dict[str, Callable[[], Vector]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.options import TEXT, Option
 from fedcomp.experiments.studies.gcn import rows, study
-from fedcomp.rules import Flag, Int, OneOf
+from fedcomp.rules import Int, OneOf
 
 
 def _layer_sizes(text: str) -> None:
@@ -35,14 +35,11 @@ EXPERIMENT = Experiment(
         ),
         "seeds": 3,
         "workers": 2,
-        "full": Option(
-            False, Flag(), "every axis as long as the rows and with all seeds, not short with the first one"
-        ),
         "task.hidden": "64",
         "k": Option(4, Int(1, 100), "digits-graph: nearest digits that one is joined to"),
         "n": Option("256", TEXT, "nodes kept at a layer, or one number per layer, input layer first", _layer_sizes),
         "batch_size": 128,
-        "short_rounds": Option(20, Int(2), "rounds of the trainings along the axes, unless full"),
+        "short_rounds": Option(20, Int(2), "rounds of the trainings along the axes"),
         "cross_rounds": Option(40, Int(1), "rounds on the cross-partition graph after which rules are compared"),
         "cross_long": Option(120, Int(1), "rounds after which they are compared once more, and training ends"),
         "draws": Option(400, Int(2), "draws from which the bias of a sampler is measured"),
@@ -113,7 +110,7 @@ EXPERIMENT = Experiment(
         "derived here, and nothing is compared with figures of the paper.\n\n"
         "Accuracy on citation graphs and on digits cannot tell a right sampler from one that ignores remote nodes: "
         "local neighbours alone are enough there. The cross-partition graph can. Rows, their seeds and that graph are "
-        "trained to the end; the axes are short trainings of the first seed unless full=true.\n\n"
+        "trained to the end; other settings are compared by short trainings of the first seed.\n\n"
         "One step of SGD on each client and a server that takes Adam steps along the mean update are synchronous "
         "data-parallel Adam. All bytes are those of messages that were really sent, in one process. Features leave "
         "their owners in the clear. Nothing here is private.\n\n"

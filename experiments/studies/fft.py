@@ -16,7 +16,6 @@ from fedcomp.experiments.tables import Found, of_codec
 
 if TYPE_CHECKING:
     from fedcomp.codecs import Codec
-    from fedcomp.experiments.conv_gradients import Gradient
     from fedcomp.program import System
 
 BUDGETS: Final = (0.05, 0.1, 0.3)
@@ -177,27 +176,20 @@ def noise(name: str, seed: int) -> NDArray[np.float32]:
 
 
 def signals(seed: int, *, last: int) -> dict[str, Any]:
-    """Return the errors of all methods on the gradients of a training and on noise, and those of 8-bit forms."""
-    from fedcomp.experiments.conv_gradients import gradients
+    """Return the errors of all methods on the gradients of a training and on noise, and those of 8-bit forms.
 
-    # Of a training that is cut short its last step stands for the later ones.
-    found = gradients({min(step, last) for step in STEPS}, seed)
-    by_signal: dict[str, Any] = {}
-    for step in STEPS:
-        workers = found[min(step, last)]
-        for layer in LAYERS:
-            by_signal[f"{layer}, step {step}"] = _by_budget(_mean(workers, layer))
-    for name in NOISE:
-        by_signal[name] = _by_budget(noise(name, seed))
-    every = {
-        f"step {step}": rounding(np.concatenate([g.reshape(-1) for g in found[min(step, last)][0].values()]))
-        for step in STEPS
+    Of a training that is cut short after ``last`` steps the last one stands for the later ones.
+    """
+    from fedcomp.experiments.studies.convolutions import gradients, mean_of
+
+    at = {step: min(step, last) for step in STEPS}
+    found = {number: workers for number, workers in gradients(seed, max(at.values())) if number in at.values()}
+    by_signal = {
+        f"{layer}, step {step}": _by_budget(mean_of(found[at[step]])[layer]) for step in STEPS for layer in LAYERS
     }
-    return {"errors": by_signal, "rounding": every}
-
-
-def _mean(workers: list[Gradient], layer: str) -> NDArray[np.float32]:
-    return np.mean([gradient[layer] for gradient in workers], axis=0, dtype=np.float32)
+    by_signal |= {name: _by_budget(noise(name, seed)) for name in NOISE}
+    whole = {step: np.concatenate([g.reshape(-1) for g in found[at[step]][0].values()]) for step in STEPS}
+    return {"errors": by_signal, "rounding": {f"step {step}": rounding(values) for step, values in whole.items()}}
 
 
 def _by_budget(values: NDArray[np.float32]) -> dict[str, dict[str, float]]:

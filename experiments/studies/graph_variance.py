@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +29,6 @@ if TYPE_CHECKING:
     from fedcomp.tasks.graph import GraphTask
 
 Reals = NDArray[np.float64]
-
-_BISECTIONS: Final = 16
-"""Of a probability: to 2e-4 of it."""
-
-_MEANS: Final = ("predicted", "local_mass", "scale", "remote", "remote_unskewed", "candidates", "kept")
 
 
 @dataclass(frozen=True)
@@ -76,12 +71,11 @@ def measured(batches: Batches, settings: SamplerSettings) -> dict[str, float]:
     Returns
     -------
     dict
-        ``batches``: layers that were sampled at all, with more candidates than were to be kept, some of them remote.
-        ``second_moment``: sum of M(s) over sum of M(1), ``M = sum_i a_i / p_i``; ``variance``: sum of V(s) over sum of
-        V(1), V the variance of the Poisson estimator; NaN without batches. ``predicted``: mean of
-        ``1 + lambda (1 - lambda) (s - 1)^2 / s``, what the rule "matched" takes M(s) / M(1) to be. ``local_mass``,
-        ``scale``, ``candidates``, ``kept``: means of the input layer. ``remote``, ``remote_unskewed``: expected remote
-        columns of a batch, with s and with s = 1.
+        Of the layers that were sampled at all, with more candidates than were to be kept, some of them remote; NaN
+        where there is none. ``second_moment``: sum of M(s) over sum of M(1), ``M = sum_i a_i / p_i``; ``variance``: sum
+        of V(s) over sum of V(1), V the variance of the Poisson estimator. ``predicted``: mean of
+        ``1 + lambda (1 - lambda) (s - 1)^2 / s``, what the rule "matched" takes M(s) / M(1) to be. ``candidates``,
+        ``kept``: means of the input layer.
 
     Raises
     ------
@@ -99,8 +93,8 @@ def measured(batches: Batches, settings: SamplerSettings) -> dict[str, float]:
     if settings.mode == "measured":
         # Of hidden layers only what a run knows: nothing.
         known = [dict(enumerate(norms.tolist())), *({} for _ in range(settings.layers - 1))]
-    total: dict[str, float] = dict.fromkeys(("m1", "ms", "v1", "vs"), 0.0)
-    means: dict[str, list[float]] = {name: [] for name in _MEANS}
+    sums = np.zeros(4)
+    means: list[tuple[float, float, float]] = []
     for part, layer in batches.layers(settings, Conditions(norms=known)):
         rows = task.adjacency.rows(layer.rows)
         candidates, positions = columns_of(rows)
@@ -113,28 +107,17 @@ def measured(batches: Batches, settings: SamplerSettings) -> dict[str, float]:
         lam = local_mass(w, local)
         skewed = np.where(local, layer.scale * w, w)
         before, after = waterfill(w, settings.draws(0)), waterfill(skewed, settings.draws(0))
-        total["m1"] += float((a / (w / w.sum())).sum())
-        total["ms"] += float((a / (skewed / skewed.sum())).sum())
-        total["v1"] += poisson_variance(a, before)
-        total["vs"] += poisson_variance(a, after)
-        found = (
-            # What "matched" assumes: energy over probability is spread like the mass.
-            moment_ratio(layer.scale, lam, lam, 1.0 - lam),
-            lam,
-            layer.scale,
-            float(after[~local].sum()),
-            float(before[~local].sum()),
-            float(len(candidates)),
-            float(after.sum()),
-        )
-        for values, value in zip(means.values(), found, strict=True):
-            values.append(value)
+        moments = [float((a / (each / each.sum())).sum()) for each in (w, skewed)]
+        sums += (*moments, poisson_variance(a, before), poisson_variance(a, after))
+        # What "matched" assumes: energy over probability is spread like the mass.
+        predicted = moment_ratio(layer.scale, lam, lam, 1.0 - lam)
+        means.append((predicted, float(len(candidates)), float(after.sum())))
     # Ratios of sums, not means of ratios: a batch with little energy must not count as much as the others.
+    ratios = (sums[1] / sums[0], sums[3] / sums[2]) if means else (math.nan, math.nan)
+    found = zip(*means, strict=True) if means else [()] * 3
     return {
-        "batches": len(means["scale"]),
-        "second_moment": total["ms"] / total["m1"] if total["m1"] else math.nan,
-        "variance": total["vs"] / total["v1"] if total["v1"] else math.nan,
-        **{name: mean(values) for name, values in means.items()},
+        **dict(zip(("second_moment", "variance"), map(float, ratios), strict=True)),
+        **{name: mean(values) for name, values in zip(("predicted", "candidates", "kept"), found, strict=True)},
     }
 
 
@@ -158,18 +141,12 @@ def as_many_rows(
 ) -> tuple[float, int]:
     """Return the q of boundary sampling and the n of the input layer of uniform sampling that fetch ``wanted`` rows.
 
-    Both are found by bisection on plans; neither looks at a label.
-
-    Parameters
-    ----------
-    batches : Batches
-    wanted : float
-        Remote input nodes of a batch, as of :func:`remote_inputs`.
-    boundary, uniform : SamplerSettings
-        The samplers to be adjusted, the latter with one n per layer or one for all.
+    Both are found by bisection on plans; neither looks at a label. ``wanted`` is of :func:`remote_inputs`; ``boundary``
+    and ``uniform`` are the samplers to be adjusted.
     """
     low, high = 1e-6, 1.0
-    for _ in range(_BISECTIONS):
+    # Sixteen times: to 2e-4 of it.
+    for _ in range(16):
         # In the middle of the logarithms: q spans six orders of magnitude.
         q = math.sqrt(low * high)
         more = remote_inputs(batches, replace(boundary, q=q)) > wanted
@@ -199,9 +176,9 @@ def bias_of(
     -------
     dict
         ``distance``: ``||mean - Z|| / ||Z||``, which has noise in it, also of an unbiased sampler. ``noise``: what
-        distance is expected to be without bias, the standard error of the mean over ``||Z||``. ``bias``:
-        ``sqrt(max(0, distance^2 - noise^2))``. ``deviation``: root mean square of ``||estimate - Z|| / ||Z||`` of one
-        draw, bias and spread together. ``kept``, ``remote``: columns, and remote ones of them, of a draw.
+        distance is expected to be without bias, the standard error of the mean over ``||Z||``. ``deviation``: root mean
+        square of ``||estimate - Z|| / ||Z||`` of one draw, bias and spread together. ``kept``, ``remote``: columns,
+        and remote ones of them, of a draw.
     """
     key = Key(seed, "gcn/bias", partition=part.index)
     nodes = draw_batch(part.train, batch, key.at(purpose="gcn/bias/batch"))
@@ -226,7 +203,6 @@ def bias_of(
     return {
         "distance": math.sqrt(distance),
         "noise": math.sqrt(noise),
-        "bias": math.sqrt(max(0.0, distance - noise)),
         "deviation": math.sqrt(spread / draws / size),
         "kept": kept / draws,
         "remote": remote / draws,

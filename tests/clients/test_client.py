@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from message_examples import all_damages
 from toy import client_app, fedavg, model, stack
 
 from fedcomp.clients import app as generic
@@ -23,11 +22,8 @@ from fedcomp.clients.private.topagg import votes_only
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower._private import acting_as
-from fedcomp.flower.asks import AskHead
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.schema import SchemaError
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.systems.pair import Pair
 
 OUTERMOST_FIRST = ("votes_only", "local_privacy", "record_dp", "compression", "private")
 
@@ -232,20 +228,3 @@ def test_the_generic_app_has_a_handler_for_every_system() -> None:
         for kind in (*kinds, "query.unknown"):
             (reply,) = grid.send_and_receive([Message(RecordDict(), node, kind)], timeout=9)
             assert ("function registered" in reply.error.reason) == (kind == "query.unknown"), kind
-
-
-def test_a_damaged_ask_is_refused_before_the_app_sees_it() -> None:
-    seen: list[str] = []
-    app, held = client(ClientApp(), only=["compression"]), context()
-    app.train()(answering(seen))
-    said = AskHead(
-        number=1, seed=0, session=b"session!", sequence=1, model="arrays", system=Pair(TopK(0.1)).to_config()
-    )
-    for what, content in all_damages(said):
-        # A server of another version is refused by name.
-        if "protocol" not in what and "version" not in what:
-            content["arrays"] = model()
-            with acting_as(1, 2), pytest.raises(SchemaError):
-                print(what, app(Message(content, 2, "train"), held))
-    assert not seen
-    assert not held.state

@@ -20,7 +20,6 @@ from fedcomp.drift.edge import Arrays, Deployments, SensorEndpoint, local_link
 from fedcomp.drift.schedule import ScheduleSettings
 from fedcomp.drift.sensor import SensorSettings, Upload
 from fedcomp.drift.statistics import confidence
-from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import round_of
@@ -103,18 +102,6 @@ def test_drift_below_a_node_makes_it_speak_until_it_has_settled_again(tmp_path: 
     assert [site.edge().version for site in sites] == [2, 3, 2]
     assert [site.sensor.sensor.version for site in sites] == [2, 3, 2]
     assert not any(site.edge().windows() for site in sites)
-
-
-def test_windows_of_a_round_that_failed_are_taken_again(tmp_path: Path) -> None:
-    """The app raises after it absorbed: the window is still there, and so is the node's reason to speak."""
-
-    def fault(delivery: Delivery) -> str | None:
-        return "raise" if delivery.round == 7 and delivery.message_type == "train" else None
-
-    strategy, sites = run(tmp_path, 9, odd_at=6, fault=fault)
-    assert strategy.reports[7].used == 0
-    assert strategy.reports[8].used == 1
-    assert sites[1].absorbed == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("helps", [True, False])

@@ -98,14 +98,6 @@ def test_the_ledger_outlives_the_round_and_does_not_grow_with_it():
     assert ledger.epsilon() > epsilon(3) + 0.1
 
 
-def test_a_training_whose_reply_is_lost_was_paid_for():
-    client = Client()
-    client.train()
-    client.train()  # whose reply nobody reads
-    account, _ = client.train()
-    assert (account.now, account.total) == (3, 9)
-
-
 @pytest.mark.parametrize("kind", [ValueError, Unbounded])
 def test_a9_a_training_that_breaks_leaves_nothing_and_costs_nothing(kind, monkeypatch):
     client = Client()

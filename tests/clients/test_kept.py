@@ -13,7 +13,7 @@ import pickle
 import signal
 import stat
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,6 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from toy import client_app, fedavg, model, stack, update
 
-from fedcomp.clients import kept
 from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import STATE_FOLDER
@@ -222,40 +221,6 @@ def test_both_ways_of_using_the_library_keep_the_state(tmp_path: Path, wrapped: 
     node.require_conserved()
 
 
-def test_without_a_folder_the_mass_is_gone() -> None:
-    """The same as above but for the folder: the tests above can fail."""
-    node = Node(None, {3: DELIVERED})
-    node.go(6, restarts=[5])
-    assert [number for number, report in node.strategy.reports.items() if report.fresh] == [1, 4, 5]
-    node.settle()
-    assert not np.array_equal(node.inner.delivered, node.made)
-
-
-def test_writing_after_the_reply_is_the_wrong_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variant that answers first, and is killed where it would write: the frame is consumed and not remembered."""
-    monkeypatch.setattr(kept._Kept, "_save", lambda self: None)
-    app = client_app([compression()])
-    node = Node(tmp_path, {}, app)
-    save = _saving(node, tmp_path, monkeypatch)
-    node.go(2)
-    save(after=True)
-    node.go(1)  # consumed; the write that should follow never happens
-    node.go(3, restarts=[4])
-    node.settle()
-    assert not np.array_equal(node.inner.delivered, node.made)
-
-
-def _saving(node: Node, path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    def save(after: bool) -> None:
-        context = node.grid.context(node.id)
-        context.state["fedcomp.kept"] = ConfigRecord({"life": "x", "number": 1})
-        data, digest = folders.pack(RecordDict({k: v for k, v in context.state.items() if k != "fedcomp.kept"}))
-        series = context.series_id or context.run_id
-        StateFolder(path, 0).save(folders.Stamp(0, series, (), "x", 1, digest, len(data)), data)
-
-    return save
-
-
 def test_a_full_disk_is_an_error_reply_and_loses_nothing(tmp_path: Path) -> None:
     node = Node(tmp_path, {3: "full", 4: "full"})
     node.go(3)
@@ -266,13 +231,6 @@ def test_a_full_disk_is_an_error_reply_and_loses_nothing(tmp_path: Path) -> None
     assert {path: path.read_bytes() for path in tmp_path.glob("*.state")} == before
     node.go(3)
     assert not any(report.fresh for number, report in node.strategy.reports.items() if number > 1)
-    node.require_conserved()
-
-
-def test_a_full_disk_and_then_a_restart(tmp_path: Path) -> None:
-    """The rounds that could not be written were not answered either: the former file is right."""
-    node = Node(tmp_path, {3: "full", 4: "full"})
-    node.go(8, restarts=[5], lost=[3, 4])
     node.require_conserved()
 
 

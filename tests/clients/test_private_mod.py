@@ -23,7 +23,6 @@ from fedcomp.codecs import Identity, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
 from fedcomp.flower import asks as heads
-from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.payload import EXACT, FRAME, NODE_RECORD, frames, put_frame
 from fedcomp.flower.privacy import PRIVATE
 from fedcomp.privacy.errors import PrivacyLedgerError
@@ -341,20 +340,6 @@ def test_nodes_without_a_partition_count_under_one_name(folder) -> None:
     for node_id in (1, 2, 3):
         assert not ask(app, codec=LOCAL, context=Context(1, node_id, {}, RecordDict(), {})).has_error()
     assert ask(app, codec=LOCAL, context=Context(1, 4, {}, RecordDict(), {})).has_error()
-
-
-def test_a_limit_holds_over_two_runs_of_a_grid(folder) -> None:
-    app = app_of([local_privacy(LocalPolicy(noise_multiplier=2.0, releases=1)), compression(), private()])
-    errors = []
-    for run in (1, 2):
-        with InProcessGrid(app, 2, seed=run, node_config={STATE_FOLDER: str(folder)}) as grid:
-            messages = []
-            for node_id in grid.get_node_ids():
-                content = RecordDict({"arrays": record(MODEL), "config": ConfigRecord({})})
-                heads.put(content, head_of(Local(LOCAL).to_config(), b"run %d" % run))
-                messages.append(Message(content, node_id, "train"))
-            errors.append([reply.has_error() for reply in grid.send_and_receive(messages)])
-    assert errors == [[False, False], [True, True]]
 
 
 def test_the_servers_limit_is_kept_without_a_policy() -> None:

@@ -5,53 +5,37 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pytest
-import toy
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg
 from message_examples import all_damages
 from toy import in_bfloat16
 
 from fedcomp.clients import memory
-from fedcomp.clients.client import HALVES, client
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.half import ClientHalf
-from fedcomp.clients.kept import keep
 from fedcomp.clients.memory import BLOB, Held, Memory
-from fedcomp.clients.private.local_dp import local_privacy
-from fedcomp.clients.private.topagg import votes_only
 from fedcomp.clients.programs import Brings, Brought, bringing
-from fedcomp.codecs import QSGD, Codec, ErrorFeedback, Factors, Identity, State, TopK, get_codec
+from fedcomp.codecs import QSGD, Codec, ErrorFeedback, Identity, State, TopK, get_codec
 from fedcomp.errors import FedcompError
 from fedcomp.exact import decode_exact
-from fedcomp.factors.collect import current
-from fedcomp.factors.outer import OuterProducts
 from fedcomp.flower import asks
 from fedcomp.flower._private import acting_as
 from fedcomp.flower.asks import BLOBS_KEPT, AnswerHead, AskHead, digest_of, named
-from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import TrafficLedger
-from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import BLOB as BLOBS
 from fedcomp.flower.payload import EXACT, FRAME, NODE_RECORD, STEP
 from fedcomp.flower.privacy import PRIVATE
 from fedcomp.flower.protocol import RESYNC, STALE
 from fedcomp.flower.records import to_arrays, to_record
-from fedcomp.flower.rounds import fit
 from fedcomp.flower.schema import OtherVersion, SchemaError
 from fedcomp.layout import NONE_DENSE, Layout, Update, Vector, policy_config
-from fedcomp.privacy.local import LocalPolicy, Privatise
+from fedcomp.privacy.local import Privatise
 from fedcomp.program import HELLO, Answer, Ask, Me, Now, Round, Said, System
 from fedcomp.rng import Key
 from fedcomp.rules import Int, Made, Text
 from fedcomp.stateful import next_epoch
-from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.server import Server
 from fedcomp.systems import SYSTEMS
 from fedcomp.systems.forward import Forward, Measure
 from fedcomp.systems.pair import Pair
@@ -293,42 +277,6 @@ def test_a_whole_model_and_exact_buffers_travel_as_values() -> None:
     assert list(node.context.state) == [Held.KEY]
 
 
-def test_a_node_of_another_partition_or_round_draws_otherwise() -> None:
-    first, second = Node(Pair(QSGD(levels=2))), Node(Pair(QSGD(levels=2)))
-    second.context.node_config["partition-id"] = 4
-    assert frames(first.ask(1)) != frames(second.ask(1))
-
-
-ODD = {
-    "weight": np.linspace(-1, 1, 1200).reshape(40, 30).astype(np.float32),
-    "tied": np.linspace(-1, 1, 1200).reshape(40, 30).astype(np.float32),
-    "kept": np.linspace(0, 1, 300).astype(np.float32),
-    "wide": np.linspace(0, 1e9, 200),
-    "half": np.linspace(0, 1, 100).astype(np.float16),
-    "frozen": np.ones(50, np.float32),
-    "mask": np.float32([0, -np.inf]),
-    "running_var": np.ones(30, np.float32),
-    "steps": np.array(3),
-}
-"""A model with everything that is odd about models."""
-
-
-def odd(msg: Message, context: Context) -> Message:
-    """Train such a model: one tensor under two names, one of the client's own, one that does not change."""
-    number = int(msg.content["config"]["server-round"])
-    after = to_arrays(msg.content["arrays"])
-    for layer, name in enumerate(("weight", "kept", "wide", "half", "running_var")):
-        words = Key(number, "odd", layer).bits(after[name].size) % np.uint64(2001)
-        step = (words.astype(np.float64).reshape(after[name].shape) - 1000) / 1e5
-        after[name] = ((ODD[name] if name == "kept" else after[name]) + step).astype(after[name].dtype)
-    after["tied"] = after["weight"]
-    after["steps"] = after["steps"] + 7
-    if number == 4:
-        after["weight"][0, 0] += 100
-    metrics = MetricRecord({"num-examples": 4, "loss": 0.25})
-    return Message(RecordDict({"arrays": to_record(after), "more": metrics}), reply_to=msg)
-
-
 def test_of_several_records_the_one_called_as_the_models_is_the_model() -> None:
     def app(msg: Message, context: Context) -> Message:
         content = {"first": model(5.0), "arrays": model(2.0), "third": model(6.0)}
@@ -377,23 +325,6 @@ def test_a_model_in_bfloat16_counts_as_the_change_to_the_nearest_one() -> None:
     np.testing.assert_allclose(found, [0, 0.5, 0, -1], atol=1e-6)
 
 
-def test_what_training_captures_is_sent_as_outer_products() -> None:
-    weight = np.zeros((40, 30), np.float32)
-    left, right = np.ones((2, 40), np.float32), np.arange(60, dtype=np.float32).reshape(2, 30)
-
-    def app(msg: Message, context: Context) -> Message:
-        place = current()
-        assert place is not None
-        place.stack("weight", OuterProducts(left, right))
-        after = {"weight": weight + left.T @ right, "bias": np.ones(12, np.float32)}
-        return Message(RecordDict({"arrays": to_record(after)}), reply_to=msg)
-
-    codec = Factors(mode="rank")
-    sent = frames(Node(Pair(codec), app=app).ask())["values"]
-    assert codec.outer(sent, LAYOUT).keys() == {"weight"}
-    np.testing.assert_allclose(codec.outer(sent, LAYOUT)["weight"].matrix(), left.T @ right, rtol=1e-5)
-
-
 # The transaction, row by row.
 
 
@@ -409,36 +340,6 @@ def test_a_lost_answer_comes_back_with_the_options_that_made_it() -> None:
     assert node.conserves()
 
 
-def test_losing_many_answers_in_a_row_loses_nothing() -> None:
-    for system in (PAIR, LATER):
-        node = Node(system)
-        for number in range(1, 8):
-            node.ask(number)
-            if system is LATER:
-                node.ask(number, "query")
-        assert node.conserves()
-
-
-def test_a_message_that_comes_twice_is_answered_twice_alike() -> None:
-    for system, kind in ((PAIR, "train"), (LATER, "train"), (LATER, "query")):
-        node = Node(system)
-        if kind == "query":
-            node.ask(1)
-        reply = node.ask(1, kind)
-        before, trained = stored(node), node.trained
-        node.sequence -= 1
-        again = node.ask(1, kind)
-        assert again.content == reply.content
-        assert stored(node) == before
-        assert node.trained == trained
-    # Without a memory it is done again.
-    node = Node(Pair(TopK(density=0.05)))
-    node.ask(1)
-    node.sequence -= 1
-    assert not node.ask(1).has_error()
-    assert node.trained == 2
-
-
 @pytest.mark.parametrize("system", [PAIR, Pair(TopK(density=0.05))], ids=["memory", "none"])
 def test_an_older_message_is_refused_and_changes_nothing(system: System) -> None:
     node = Node(system)
@@ -448,23 +349,6 @@ def test_an_older_message_is_refused_and_changes_nothing(system: System) -> None
     assert reason(node.send(old)).startswith(f"{STALE}: this node already answered message 2; message 1")
     assert stored(node) == before
     assert node.trained == 1
-
-
-@pytest.mark.parametrize("kind", ["train", "query"])
-def test_a_client_half_that_breaks_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Later, held: State, ask: Ask, me: Me) -> tuple[State, Answer]:
-        half(self, held, ask, me)
-        raise FedcompError("broken")
-
-    node, half = Node(LATER), Later.client
-    node.ask(1)
-    if kind == "train":
-        node.ask(1, "query")
-    before = stored(node)
-    monkeypatch.setattr(Later, "client", broken)
-    with pytest.raises(FedcompError, match="broken"):
-        node.ask(2 if kind == "train" else 1, kind)
-    assert stored(node) == before
 
 
 def test_an_error_of_the_app_goes_back_as_it_is_and_changes_nothing() -> None:
@@ -660,20 +544,6 @@ def test_a_model_is_named_by_its_values_bits_and_shapes_or_by_its_digest() -> No
     assert memory.asked_of(named, {}) != memory.asked_of(replace(head, digest=b"e" * 16), {})
 
 
-def test_a_node_with_a_state_folder_goes_on_after_a_restart(tmp_path: Path) -> None:
-    node = Node()
-    node.half = ClientHalf(
-        "kept", lambda msg, context, app: keep(msg, context, lambda m, c: compression().mod(m, c, app))
-    )
-    node.context.node_config["state-dir"] = str(tmp_path)
-    node.consume(node.ask(1))
-    node.context.state = RecordDict()
-    reply = node.ask(2)
-    assert (answer(reply).generation, answer(reply).state) == (1, "")
-    node.consume(reply)
-    assert node.conserves()
-
-
 # Queries and blobs.
 
 
@@ -813,24 +683,6 @@ def down(node: Node, broadcast: Broadcast, base: int, kind: str = "train", numbe
     return node.send(head, kind, whole, None, {f"{STEP}{step.version}": step.frame for step in steps})
 
 
-def test_a_model_goes_down_whole_and_then_in_steps() -> None:
-    node, broadcast = Node(), Broadcast(TopK(density=0.3))
-    arrays = to_arrays(model(1.0))
-    published(broadcast, arrays)
-    assert answer(down(node, broadcast, 0)).version == 1
-    for number in (2, 3):
-        arrays = {name: array + change(number + 50)[name] for name, array in arrays.items()}
-        published(broadcast, arrays)
-    for kind in ("evaluate", "train"):
-        other = node.copy()
-        assert answer(down(other, broadcast, 1, kind, number=2)).version == 3
-        np.testing.assert_array_equal(LAYOUT.flatten(to_arrays(other.seen["arrays"])), broadcast.reference)
-        assert memory.held_model(other.context.state)[0] == 3
-        assert next(iter(other.seen)) == "arrays"
-    # Steps that the node has already are skipped: its reply was lost.
-    assert answer(down(other, broadcast, 1, number=3)).version == 3
-
-
 @pytest.mark.parametrize(
     ("base", "fields", "why"),
     [
@@ -885,24 +737,6 @@ def test_a_step_of_the_system_is_read_by_its_blobs_and_what_follows_from_it_is_k
         why = reason(lost.send(lost.head(2, **fields), kind, None, None, {STEP + "2": frame}))
         assert why.startswith(RESYNC)
         assert "accepts the codecs ['identity', 'pair', 'topk'], not ['later']" in why
-
-
-def test_the_first_model_is_made_at_the_node() -> None:
-    calls = []
-
-    def first(msg: Message, context: Context) -> ArrayRecord:
-        calls.append(msg)
-        return model(1.0)
-
-    broadcast = Broadcast(TopK(density=0.3))
-    published(broadcast, to_arrays(model(1.0)))
-    node = Node(half=compression(first_model=first))
-    reply = down(node, broadcast, 1)
-    assert answer(reply).version == 1
-    down(node, broadcast, 1, number=2)
-    assert len(calls) == 1
-    other = Node(half=compression(first_model=lambda msg, context: model(2.0)))
-    assert "digests differ" in reason(down(other, broadcast, 1))
 
 
 def test_what_an_app_brings_stands_for_its_training() -> None:
@@ -999,38 +833,6 @@ def test_who_is_asked_to_train_and_does_not_says_so_and_keeps_what_it_has() -> N
     assert node.conserves()
 
 
-def test_an_evaluation_takes_nothing_from_the_memory() -> None:
-    node = Node()
-    node.ask(1)
-    before = stored(node)
-    reply = node.ask(1, "evaluate", sequence=0, system={})
-    assert answer(reply) == AnswerHead(3)
-    assert reply.content["metrics"]["loss"] == 0.5
-    assert stored(node) == before
-
-
-def fitted(strategy: Any, grid: InProcessGrid, *, counter: bool = True) -> ArrayRecord:
-    return fit(strategy, MeteredGrid(grid, TrafficLedger()), toy.model(counter=counter), 3, timeout=9).arrays
-
-
-@pytest.mark.slow
-def test_the_generic_app_answers_programs_the_pair_of_before_and_flowers_own_in_turn() -> None:
-    everyone = {"fraction_evaluate": 1.0, "min_train_nodes": 3, "min_evaluate_nodes": 3, "min_available_nodes": 3}
-    codec = ErrorFeedback(TopK(density=0.05))
-    strategies = (
-        lambda: Server(Pair(codec), FedAvg(**everyone), downlink=TopK(density=0.2), policy=NONE_DENSE),
-        lambda: Compressed(FedAvg(**everyone), codec, TopK(density=0.2)),
-    )
-    grid = InProcessGrid(toy.client_app([make() for make in HALVES.values()]), 3, seed=4)
-    first, second = [fitted(make(), grid) for make in strategies]
-    assert first == second
-    mean = fitted(FedAvg(**everyone), grid, counter=False)
-    assert mean.keys() == toy.model().keys()
-    assert [fitted(make(), grid) for make in strategies] == [first, second], "nothing of the former runs is left"
-    alone = InProcessGrid(toy.client_app([compression()]), 3, seed=4)
-    assert fitted(strategies[0](), alone) == first
-
-
 # What a client agrees to.
 
 
@@ -1052,29 +854,10 @@ def test_what_a_client_cannot_or_may_not_do_is_answered_by_the_app_alone(accept,
     assert Held.KEY not in node.context.state
 
 
-def test_frames_that_show_examples_need_an_agreement() -> None:
-    system = Pair(Factors(mode="dad", i_know_inputs_are_visible=True))
-    assert "has not agreed to show the server" in answer(Node(system).ask(1)).unsupported
-    agreed = Node(system, half=compression(i_know_inputs_are_visible=True))
-    assert answer(agreed.ask(1)).unsupported == ""
-
-
 def test_noise_on_this_node_is_another_halfs() -> None:
     node = Node()
     config = {"id": "pair", "codec": {"id": "chain", "transforms": [{"id": Privatise.transform_id}]}}
     assert "privatises updates" in reason(node.ask(1, system=config))
-    assert node.trained == 0
-
-
-@pytest.mark.parametrize("guard", [votes_only(), local_privacy(LocalPolicy(noise_multiplier=4.0, releases=20))])
-def test_an_ask_does_not_pass_by_what_a_client_does_not_allow(guard: ClientHalf) -> None:
-    node = Node()
-    app = client(ClientApp(), guard)
-    app.train()(node.train)
-    app.evaluate()(node.train)
-    node.half = ClientHalf("app", lambda msg, context, call_next: app(msg, context))
-    for kind in ("train", "evaluate"):
-        assert "this client" in reason(node.ask(1, kind))
     assert node.trained == 0
 
 

@@ -9,22 +9,24 @@ import pytest
 
 from fedcomp.experiments.bench import BENCHMARKS
 from fedcomp.experiments.bench.__main__ import Benchmarks, main
+from fedcomp.measuring import HISTORY
 
 ROOT = Path(__file__).parents[2]
 
 MODULE = """
-from fedcomp.experiments.findings import Claim
+from fedcomp.measuring import Bound, Case
 
-def run(*, quick=False, progress=None):
-    if progress is not None:
-        progress("measuring")
-    print("noise")
-    rows = [{"case": "a", "bytes": 1200, "ratio": 0.5}, {"case": "b", "bytes": 3, "note": "[x]"}]
-    return {"rows": rows, "claims": [Claim("small", 1200.0, "<=", 2000.0 if quick else 1000.0, "test")]}
+def cases(quick):
+    def measure(found):
+        print("noise")
+        return [{"case": "a", "bytes": 1200, "ratio": 0.5}, {"case": "b", "bytes": 3, "note": "[x]"}]
+
+    size, bound = lambda found: found.of("bytes", case="a"), "<= 2000" if quick else "<= 1000"
+    yield Case("measuring", measure, [Bound("small", size, bound, "test", sure=True)])
 """
 
 BROKEN = """
-def run(*, quick=False, progress=None):
+def cases(quick):
     raise RuntimeError("no\\nroom")
 """
 
@@ -34,6 +36,8 @@ def benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Benchmarks:
     (tmp_path / "bench_module_small.py").write_text(MODULE)
     (tmp_path / "bench_module_broken.py").write_text(BROKEN)
     monkeypatch.syspath_prepend(str(tmp_path))
+    # Where a run leaves its line.
+    monkeypatch.chdir(tmp_path)
     return {"small": ("bench_module_small", "how small"), "broken": ("bench_module_broken", "nothing")}
 
 
@@ -51,6 +55,25 @@ def test_json_is_one_document_and_quick_reaches_the_module(
     assert "noise" in err
 
 
+def test_every_run_leaves_a_line(benchmarks: Benchmarks, tmp_path: Path) -> None:
+    assert [main(["small", *quick], benchmarks=benchmarks) for quick in ([], ["--quick"])] == [1, 0]
+    lines = [json.loads(line) for line in (tmp_path / HISTORY).read_text().splitlines()]
+    assert [(line["benchmark"], line["quick"], line["failed"]) for line in lines] == [
+        ("small", False, ["small"]),
+        ("small", True, []),
+    ]
+    assert lines[0]["values"] == {"small": 1200.0}
+    assert lines[0]["environment"]["fedcomp"]
+
+
+def test_a_history_that_cannot_be_written_is_said_and_changes_nothing(
+    benchmarks: Benchmarks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / HISTORY.parent).write_text("not a folder")
+    assert main(["small", "--quick"], benchmarks=benchmarks) == 0
+    assert "could not be written" in capsys.readouterr().err
+
+
 def test_a_failed_claim_is_exit_code_1(benchmarks: Benchmarks, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["small"], benchmarks=benchmarks) == 1
     out = capsys.readouterr().out
@@ -62,8 +85,8 @@ def test_a_failed_claim_is_exit_code_1(benchmarks: Benchmarks, capsys: pytest.Ca
 def test_a_peer_that_is_not_installed_gates_nothing(
     benchmarks: Benchmarks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    skipped = 'Claim("beside", 9.0, "<=", 1.0, "test", skipped="zfec is not installed: pip install zfec")'
-    (tmp_path / "bench_module_alone.py").write_text(MODULE.replace('Claim("small", ', f'{skipped}, Claim("small", '))
+    skipped = 'Bound("beside", "x / zfec", "<= 1", "test", skipped="zfec is not installed: pip install zfec")'
+    (tmp_path / "bench_module_alone.py").write_text(MODULE.replace('Bound("small", ', f'{skipped}, Bound("small", '))
     known = {"alone": ("bench_module_alone", "alone")}
     assert main(["alone", "--quick"], benchmarks=known) == 0
     out = " ".join(capsys.readouterr().out.split())

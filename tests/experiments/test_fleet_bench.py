@@ -10,6 +10,7 @@ import pytest
 from fedcomp.experiments.bench import fleet
 from fedcomp.experiments.spec import RoundRecord, RunResult
 from fedcomp.flower.ledger import TrafficLedger
+from fedcomp.measuring import Case, run
 
 pytestmark = pytest.mark.engines
 
@@ -30,10 +31,10 @@ def trained(*, replies: int = 4, failures: int = 0) -> RunResult:
     [({}, 0, []), ({"replies": 3}, 0, [0]), ({"failures": 1}, 0, [1]), ({}, 1, [2])],
 )
 def test_claims_are_about_every_update_of_every_node(came: dict, differ: int, failed: list[int]) -> None:
-    found = fleet.findings(SPEC, 3.0, [1.0, 2.0, 3.0, 9.0], [100, 200, 300, 10**9], trained(**came), differ)
-    assert [i for i, claim in enumerate(found["claims"]) if not claim.ok] == failed
-    assert all(claim.gate for claim in found["claims"])
-    (row,) = found["rows"]
+    row = fleet.row_of(3.0, [1.0, 2.0, 3.0, 9.0], [100, 200, 300, 10**9], trained(**came), differ)
+    found = run([Case("", lambda _: [row], fleet.bounds(SPEC))])
+    assert [i for i, claim in enumerate(found.claims) if not claim.ok] == failed
+    assert all(claim.gate for claim in found.claims)
     assert (row["nodes"], row["rounds"], row["replies"]) == (4, 2, 8 if "replies" not in came else 7)
     assert (row["first round, s"], row["a later round, s"]) == (10.0, 5.0)
     assert row["CPU s a node and round"] == 2.5
@@ -43,9 +44,9 @@ def test_claims_are_about_every_update_of_every_node(came: dict, differ: int, fa
 
 @pytest.mark.long
 def test_a_small_fleet_trains() -> None:
-    found = fleet.run(quick=True)
-    assert [claim.name for claim in found["claims"] if not claim.ok] == []
-    (row,) = found["rows"]
+    found = run(fleet.cases(True), quick=True)
+    assert [claim.name for claim in found.claims if not claim.ok] == []
+    (row,) = found.rows
     assert (row["nodes"], row["replies"]) == (3, 6)
     assert row["CPU s a node and round"] > 0.05
     assert row["memory of a node, MB (PSS)"] > 50.0

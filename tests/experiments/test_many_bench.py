@@ -3,65 +3,57 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from fedcomp.errors import why_missing
 from fedcomp.experiments.bench import engine, many
+from fedcomp.measuring import Case, Claim, run
 
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each case in this process: started afresh they take twenty seconds."""
-    measures = {"digits": many.digits, "many": many.rounds_of_many, "state": many.remembered}
-    measures["memory"] = engine._aggregation_memory
-    monkeypatch.setattr(engine, "_measure", lambda what, **options: {**measures[what](**options), "process_s": 0.0})
+    timed = {"run_s": 1.0, "process_s": 2.0, "rounds": [0.5, 0.1, 0.1]}
+
+    def here(measure: Any, **options: Any) -> dict[str, Any]:
+        return dict(timed) if measure is engine.run_engine else {**measure(**options), "process_s": 0.0}
+
+    monkeypatch.setattr(engine, "in_a_process", here)
 
 
 @pytest.mark.usefixtures("in_process")
 def test_every_case_is_measured_and_every_claim_made() -> None:
-    rows = engine._many(lambda _line: None, quick=True)
-    by_measure: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        by_measure.setdefault(row["measure"], []).append(row)
-    assert {name: len(found) for name, found in by_measure.items()} == {
-        "client-round": 1,
-        "many clients": 3,
-        "client state": 3,
-        "memory, many": 2,
-    }
-    assert [row["case"] for row in by_measure["many clients"]] == list(many.CASES) == list(many.QUICK)
-    claims = {claim.name: claim for claim in [*many.claims(rows, quick=True), engine._flat(rows, quick=True)]}
-    assert len(claims) == 7
+    found = run(engine.cases(True), quick=True)
+    count = Counter(row["measure"] for row in found.rows)
+    both = {"memory": 2, "client-round": 1, "many clients": 3, "client state": 3, "memory, many": 2}
+    assert count == {"engine": 4 if not why_missing("ray") else 2, **both}
+    assert [row["case"] for row in found.rows if "case" in row] == list(many.CASES) == list(many.QUICK)
+    claims = {claim.name: claim for claim in found.claims}
+    assert len(claims) == 11
+    if not why_missing("ray"):
+        assert [claim.value for claim in found.claims[:3]] == [1.0, 1.0, 1.0]
     # These two do not depend on the machine.
-    assert claims["client state, memory as float16 / as float32"].ok
-    assert claims["client state in files: of it in memory, kB"].ok
-    assert not any(claim.gate for name, claim in claims.items() if "state" not in name)
+    sure = {"client state, memory as float16 / as float32", "client state in files: of it in memory, kB"}
+    assert {claim.name for claim in found.claims if claim.gate} == sure
+    assert all(claims[name].ok for name in sure)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_without_ray_what_is_compared_with_it_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure, lines = engine._measure, []
-    timed = {"run_s": 1.0, "process_s": 2.0, "rounds": [0.5, 0.1, 0.1]}
-    monkeypatch.setattr(engine, "_measure", lambda what, **o: dict(timed) if what == "run" else measure(what, **o))
     # None in sys.modules makes every import of Ray fail, as it does where Ray is not installed.
     monkeypatch.setitem(sys.modules, "ray", None)
-    found = engine.run(quick=True, progress=lines.append)
-    assert {row["engine"] for row in found["rows"] if row["measure"] == "engine"} == {"in-process"}
-    skipped = [claim for claim in found["claims"] if claim.ok is None]
+    lines: list[str] = []
+    found = run(engine.cases(True), quick=True, say=lines.append)
+    assert {row["engine"] for row in found.rows if row["measure"] == "engine"} == {"in-process"}
+    skipped = [claim for claim in found.claims if claim.ok is None]
     assert len(skipped) == 3
     assert all("Ray / in process" in claim.name for claim in skipped)
     assert {claim.skipped for claim in skipped} == {"ray is not installed: pip install ray"}
     assert lines[0].startswith("ray is not installed: pip install ray; ")
-    monkeypatch.undo()
-    timed_rows = [
-        {**row, "engine": e} for row in found["rows"] if row["measure"] == "engine" for e in ("in-process", "ray")
-    ]
-    beside = engine._claims(
-        timed_rows + [r for r in found["rows"] if r["measure"] != "engine"], 4, 8, 4, 20, quick=True
-    )
-    assert [claim.value for claim in beside[:3]] == [1.0, 1.0, 1.0]
 
 
 def rows(**changed: float) -> list[dict[str, Any]]:
@@ -83,13 +75,16 @@ def rows(**changed: float) -> list[dict[str, Any]]:
 
 
 def test_wrong_figures_fail() -> None:
-    assert all(claim.ok for claim in many.claims(rows(), quick=False))
+    def claims(**changed: float) -> list[Claim]:
+        return run([Case("", lambda _: rows(**changed), many.bounds())]).claims
+
+    assert all(claim.ok for claim in claims())
     for name, value in (
         ("overhead_ms", 6.5),
         ("client_round_ms", 2.7),
         ("state_kb", 60.0),
         ("of_it_in_memory_kb", 0.1),
     ):
-        failed = [claim for claim in many.claims(rows(**{name: value}), quick=False) if not claim.ok]
+        failed = [claim for claim in claims(**{name: value}) if not claim.ok]
         assert failed
         assert any(claim.gate for claim in failed)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedcomp.experiments.bench import node
+from fedcomp.measuring import Case, run
 
 COSTS = {
     "plain": [[2.0, 2.2, 2.1], [0.1, 0.1, 0.3]],
@@ -30,14 +31,14 @@ QUIET = [{"memory, MB (PSS)": 190.0}, {"memory, MB (PSS)": 240.0}]
     ],
 )
 def test_claims_are_about_the_node_that_forks(change: dict, differ: int, failed: list[int]) -> None:
-    found = node.findings({**COSTS, **change}, QUIET, differ)
-    assert [i for i, claim in enumerate(found["claims"]) if not claim.ok] == failed
+    found = run([Case("", lambda _: node.rows_of({**COSTS, **change}, QUIET, differ), node.BOUNDS)], quick=True)
+    assert [i for i, claim in enumerate(found.claims) if not claim.ok] == failed
     # Times depend on the machine; equal bytes do not.
-    assert [claim.gate for claim in found["claims"]] == [False, False, True]
-    rows = {(row["message"], row["executor"]): row for row in found["rows"] if "message" in row}
+    assert [claim.gate for claim in found.claims] == [False, False, True]
+    rows = {(row["message"], row["executor"]): row for row in found.rows if "message" in row}
     assert rows["plain", node.WAYS[0]]["CPU s a message"] == 2.1
     assert rows["plain", node.WAYS[1]]["messages"] == 3
-    assert [row["quiet node"] for row in found["rows"] if "quiet node" in row] == list(node.WAYS)
+    assert [row["quiet node"] for row in found.rows if "quiet node" in row] == list(node.WAYS)
 
 
 def test_the_time_of_children_counts_while_they_run_and_when_they_have_ended() -> None:

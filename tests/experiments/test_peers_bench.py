@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 
 from fedcomp.experiments.bench import peers
-from fedcomp.experiments.bench.peers import METHODS, Measured
+from fedcomp.experiments.bench.peers import METHODS
 from fedcomp.kernels import select_topk
+from fedcomp.measuring import Case, Found, run
 
 # No multiple of a block or a bucket, and layers of unlike scale.
 N = 3 * peers.BLOCK + 777
@@ -110,29 +112,32 @@ def test_float16_halves_and_rounds_relatively() -> None:
 
 @pytest.mark.long
 def test_what_is_measured_is_what_was_sent() -> None:
-    found = peers.measure(VALUES, 1)
-    assert set(found.bytes) == set(METHODS)
+    found = run([Case("", partial(peers._measure, "here", VALUES, 1))])
+    rows = {row["method"]: row for row in found.rows if "method" in row}
+    assert set(rows) == set(METHODS)
+    error = {name: row["error"] for name, row in rows.items()}
     lost = 1 - np.sum(EXACT.astype(float) ** 2) / np.sum(VALUES.astype(float) ** 2)
     for name in (peers.EXACT, peers.TORCH, peers.NUMPY, peers.ZSTD, peers.ZLIB):
-        assert found.error[name] == pytest.approx(lost, rel=1e-9), "the same values, so the same error"
-    assert found.error[peers.EXACT] < found.error[peers.TWO_BITS] < found.rival < 1
+        assert error[name] == pytest.approx(lost, rel=1e-4), "the same values, so the same error"
+    assert error[peers.EXACT] < error[peers.TWO_BITS] < found.of(peers.RIVAL, update="here") < 1
     # EDEN's table, one draw of two blocks and a tail.
-    assert found.error["our EDEN, 4 bits"] == pytest.approx(0.0096, rel=0.1)
+    assert error["our EDEN, 4 bits"] == pytest.approx(0.0096, rel=0.1)
     # The same quantiser in both, but for the draws.
     for levels in (7, 127):
-        ratio = found.error[f"our QSGD({levels})"] / found.error[f"int8 of {levels} levels"]
-        assert ratio == pytest.approx(1.0, abs=0.1)
-    row = next(row for row in found.rows("here") if row["method"] == "float16")
+        assert error[f"our QSGD({levels})"] / error[f"int8 of {levels} levels"] == pytest.approx(1.0, abs=0.1)
+    row = rows["float16"]
     assert (row["update"], row["n"], row["bytes"], row["times fewer"]) == ("here", N, 2 * N, 2.0)
 
 
 def test_bytes_at_the_same_error_count_a_bit_for_a_quarter_of_it() -> None:
-    found = Measured(1000)
-    found.bytes = {"a": 1000, "b": 500, "c": 1000}
-    found.error = {"a": 0.01, "b": 0.01, "c": 0.0025}
-    assert found.at_error("b", "a") == found.size("b", "a") == 0.5
-    assert found.at_error("c", "a") == pytest.approx(7 / 8)
-    assert found.at_error("a", "c") == pytest.approx(9 / 8)
+    found = Found()
+    found.rows = [
+        {"update": "u", "method": name, "n": 1000, "bytes": size, "error": error}
+        for name, size, error in (("a", 1000, 0.01), ("b", 500, 0.01), ("c", 1000, 0.0025))
+    ]
+    assert peers.at_error(found, "u", "b", "a") == 0.5
+    assert peers.at_error(found, "u", "c", "a") == pytest.approx(7 / 8)
+    assert peers.at_error(found, "u", "a", "c") == pytest.approx(9 / 8)
 
 
 @pytest.mark.slow
@@ -150,16 +155,22 @@ def test_updates_are_trained_from_keys() -> None:
         assert first.tobytes() != captured(name, 1, quick=True)[0].tobytes()
 
 
+def quick() -> tuple[Found, list[str]]:
+    lines: list[str] = []
+    return run(peers.cases(True), quick=True, say=lines.append), lines
+
+
 @pytest.mark.long
 def test_a_quick_run_measures_everything_and_gates_nothing() -> None:
-    lines: list[str] = []
-    found = peers.run(quick=True, progress=lines.append)
+    found, lines = quick()
     updates = (*peers.UPDATES, peers.CONTROL)
-    assert [(row["update"], row["method"]) for row in found["rows"]] == [(u, m) for u in updates for m in METHODS]
-    assert {claim.ok for claim in found["claims"]} <= {True, False}
-    assert not any(claim.gate for claim in found["claims"])
-    assert len(found["claims"]) == len(updates) * (2 + 2 * len(peers.LISTS) + 1 + len(peers.DENSE))
-    assert [line.partition(",")[0] for line in lines] == list(peers.UPDATES), "which data they were trained on"
+    rows = [(row["update"], row["method"]) for row in found.rows if "method" in row]
+    assert rows == [(u, m) for u in updates for m in METHODS]
+    assert {claim.ok for claim in found.claims} <= {True, False}
+    assert not any(claim.gate for claim in found.claims)
+    assert len(found.claims) == len(updates) * (2 + 2 * len(peers.LISTS) + 1 + len(peers.DENSE))
+    assert [line.partition(",")[0] for line in lines] == list(updates)
+    assert all(": " in line for line in lines[:-1]), "which data they were trained on"
 
 
 @pytest.mark.slow
@@ -167,25 +178,22 @@ def test_a_peer_that_is_not_installed_is_one_line_and_gates_nothing(monkeypatch:
     # None in sys.modules makes every import fail, as it does where a library is not installed.
     monkeypatch.setitem(sys.modules, "zstandard", None)
     monkeypatch.setattr(peers, "UPDATES", ())
-    lines: list[str] = []
-    found = peers.run(quick=True, progress=lines.append)
-    assert lines == ["zstandard is not installed: pip install zstandard; what is compared with it is not measured"]
-    assert [row["method"] for row in found["rows"]] == [name for name in METHODS if name != peers.ZSTD]
-    skipped = [claim for claim in found["claims"] if claim.ok is None]
+    found, lines = quick()
+    assert lines[0] == "zstandard is not installed: pip install zstandard; what is compared with it is not measured"
+    assert [row["method"] for row in found.rows if "method" in row] == [name for name in METHODS if name != peers.ZSTD]
+    skipped = [claim for claim in found.claims if claim.ok is None]
     assert {claim.name.partition(" over ")[2] for claim in skipped} == {peers.ZSTD}
-    assert not any(claim.gate for claim in skipped)
-    gated = peers._claims(peers.CONTROL, peers.measure(VALUES, 1), gate=True)
-    assert all(claim.gate is (claim.ok is not None) for claim in gated)
+    full = [bound.claim(found, False) for bound in peers._bounds(peers.CONTROL, "")]
+    assert all(claim.gate is (claim.ok is not None) for claim in full)
 
 
 @pytest.mark.slow
 def test_without_torch_only_the_control_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    lines: list[str] = []
-    found = peers.run(quick=True, progress=lines.append)
-    assert lines == ["torch is not installed: pip install torch; what is compared with it is not measured"]
-    assert [row["method"] for row in found["rows"]] == [name for name in METHODS if name != peers.TORCH]
-    for claim in found["claims"]:
+    found, lines = quick()
+    assert lines[0] == "torch is not installed: pip install torch; what is compared with it is not measured"
+    assert [row["method"] for row in found.rows if "method" in row] == [name for name in METHODS if name != peers.TORCH]
+    for claim in found.claims:
         of_torch = not claim.name.startswith(peers.CONTROL) or "torch" in claim.name
         assert (claim.ok is None) is of_torch
         assert claim.skipped == ("torch is not installed: pip install torch" if of_torch else "")

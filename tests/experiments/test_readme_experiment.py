@@ -10,12 +10,16 @@ import pytest
 from flwr.serverapp.strategy import FedAvg
 
 import fedcomp as fc
-import fedcomp.experiments.catalog.readme as module
+import fedcomp.experiments.studies.readme as module
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.catalog.readme import BOTH, COHORTS, EXPERIMENT, FEDAVG, ROWS, SAFE, TASKS, spec_of, train
+from fedcomp.experiments.catalog.readme import EXPERIMENT
 from fedcomp.experiments.engines import inprocess
 from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.studies.readme import COHORTS, FEDAVG, ROWS, SAFE, TASKS, spec_of, train
 from fedcomp.experiments.systems import check, get_system
+from fedcomp.experiments.tables import findings as measure
+
+BOTH = "both ways: EDEN, 1 bit"
 
 
 def config(*assignments: str, **sizes: int) -> Any:
@@ -81,7 +85,7 @@ def measured(
 
     monkeypatch.setattr(module, "train", made)
     asked = config("tasks=digits", "cohorts=all", f"tune={tune}")
-    return EXPERIMENT.measure(asked, {}, Say()), taken
+    return measure(EXPERIMENT, asked, {}, Say()), taken
 
 
 def test_a_loss_after_few_rounds_or_many_fails_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,22 +163,6 @@ def test_clients_that_were_not_asked_are_not_written_again(tmp_path: Path) -> No
     assert fresh.reports == strategy.reports
 
 
-@pytest.mark.slow
-def test_without_the_strategys_state_the_resumed_run_would_differ(tmp_path: Path) -> None:
-    # Guards the test above: FedAdam's moments matter here.
-    path = tmp_path / "run.ckpt"
-    grid, strategy = make_grid(), FedAdam()
-    first = fit(strategy, grid, model(), 3, timeout=9)
-    checkpoint.save(path, server_round=3, arrays=first.arrays, strategy=strategy, grid=grid)
-    results = []
-    for restored in (True, False):
-        again, engine = FedAdam(), make_grid()
-        stored = checkpoint.load(path)
-        stored.apply(again if restored else None, engine)
-        results.append(fit(again, engine, stored.arrays, 5, start_round=4, timeout=9).arrays)
-    assert results[0]["weight"].data != results[1]["weight"].data
-
-
 def test_wrapped_strategies_are_stored_with_what_they_wrap() -> None:
     def make() -> DifferentialPrivacyServerSideAdaptiveClipping:
         return DifferentialPrivacyServerSideAdaptiveClipping(FedAdam(), noise_multiplier=0.1, num_sampled_clients=5)

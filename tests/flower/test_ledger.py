@@ -51,13 +51,6 @@ def test_totals_by_every_column() -> None:
     }
 
 
-def test_a_total_equals_the_sum_of_its_parts() -> None:
-    ledger = filled()
-    for column in ("round", "node", "direction", "message_type", "link"):
-        for value in ("payload", "wire", "messages"):
-            assert sum(ledger.by(column, value).values()) == ledger.total(value)
-
-
 def test_node_ids_become_partitions_backwards_and_forwards() -> None:
     ledger = TrafficLedger()
     node_id = 2**61 + 12345

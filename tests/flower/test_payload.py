@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedcomp.flower import _private, protocol
@@ -56,14 +54,6 @@ def test_a_frame_survives_serialisation(size: int) -> None:
     received = unpack(Packer().pack(sent))
     assert take_frame(received.content, "update") == frame
     assert payload_bytes(received) == size
-
-
-@given(st.binary(max_size=2000))
-@settings(max_examples=30, deadline=None)
-def test_any_bytes_survive(frame: bytes) -> None:
-    record = RecordDict()
-    put_frame(record, "f", frame)
-    assert take_frame(unpack(Packer().pack(message(record))).content, "f") == frame
 
 
 def test_plain_arrays_survive_with_their_odd_values() -> None:

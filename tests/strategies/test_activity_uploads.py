@@ -186,10 +186,3 @@ def test_signs_that_are_a_clients_choice_are_refused() -> None:
     assert report.used == 2
     (why,) = report.refused.values()
     assert "signs is not that of this round and sender" in why
-
-
-def test_without_consent_inputs_stay_where_they_are() -> None:
-    strategy, arrays = run(mlp, DAD, 2, visible=False)
-    assert [report.plain for report in strategy.reports.values()] == [3, 3]
-    assert all("has not agreed" in why for why in strategy.reports[1].unsupported.values())
-    assert accuracy(load(mlp, arrays)) != accuracy(made(mlp))

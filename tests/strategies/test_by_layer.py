@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from flwr.app import Message
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
-from test_shared_factors import KNOWN, SIZES, app, network, pair, record_of, run
+from test_shared_factors import app, network, pair, record_of, run
 from toy import fedavg
 
 from fedcomp import wire
@@ -23,10 +22,7 @@ from fedcomp.flower.rounds import fit
 from fedcomp.strategies.by_layer import LayerByLayer
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
-from fedcomp.systems.factors import FetchPart
 from fedcomp.timing.pipeline import layered
-
-LAYERS = 3
 
 
 def remembering() -> Compressed:
@@ -73,48 +69,6 @@ def test_the_last_layer_comes_first_and_every_byte_is_counted() -> None:
     assert [shapes for _, shapes in seen[::3]] == [[(5, 28), (0,)], [(5, 54), (0,)], [(5, 70), (0,)]]
     assert fetched == 6
     assert strategy.reports[1].payload_bytes == payload
-
-
-@pytest.mark.long
-def test_the_factors_of_all_clients_go_down_where_they_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-    from torch import nn
-
-    def wide() -> nn.Module:
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(40, 150), nn.Tanh(), nn.Linear(150, 120), nn.ReLU(), nn.Linear(120, 4))
-
-    monkeypatch.setitem(run.__globals__, "network", wide)
-    whole = run(LayerByLayer(pair()), rounds=3)
-    strategy = LayerByLayer(pair(downlink=Factors(mode="dad", **KNOWN)))
-    found = run(strategy, rounds=3)
-    assert np.linalg.norm(found - whole) <= 1e-6 * np.linalg.norm(whole)
-    assert strategy.down is not None
-    last = wire.decode(strategy.down.broadcast._steps[-1].frame)
-    # The first layer's matrix and bias come first; of the second one the rows of all clients.
-    assert last.tensors[2].shape == (sum(SIZES), 270)
-
-
-def test_a_client_that_has_not_agreed_to_show_its_inputs_is_refused_by_name() -> None:
-    strategy = LayerByLayer(pair())
-    mixed = {True: app(), False: app(visible=False)}
-    run(strategy, rounds=1, client_app=lambda m, c: mixed[c.node_config["partition-id"] != 1](m, c))  # type: ignore[arg-type]
-    assert strategy.reports[1].used == 2
-    (reason,) = strategy.reports[1].refused.values()
-    assert "has not agreed to show the server" in reason
-
-
-def test_what_a_node_does_not_have_costs_it_the_round() -> None:
-    class Asking(LayerByLayer):
-        def _message(self, x: Any, now: Any, ask: Any, sequence: int) -> Any:
-            asked = ask._replace(say=FetchPart(7)) if ask.kind == "query" and ask.node == 2 else ask
-            return super()._message(x, now, asked, sequence)
-
-    strategy = Asking(pair())
-    run(strategy, rounds=1)
-    assert strategy.reports[1].used == 2
-    (reason,) = strategy.reports[1].refused.values()
-    assert "has no part 7 of round 1" in reason
 
 
 def test_what_layers_cost_is_a_round_trip_each_and_what_they_may_hide_is_work() -> None:

@@ -9,7 +9,6 @@ import pytest
 from coded_runs import after_sharing, before_sharing, bits, run
 from flwr.app import Context, Message
 from flwr.serverapp.strategy import FedAdam, FedMedian
-from test_sparsifiers_drop_in import EXACT, OTHERS, ROUNDED
 from toy import SHAPES, client_app, fedavg, model, stack, update
 
 from fedcomp.clients.compressed import compression
@@ -25,8 +24,6 @@ from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 
 NODES = 6
-# Every registered codec of one exchange: test_sparsifiers_drop_in.py checks that these are all.
-CODECS = (*EXACT, *ROUNDED, *OTHERS, Identity(), QSGD(levels=4), RandomK(0.1))
 INTEGERS = FixedPoint(RandomK(0.3), clip=2.0**12, levels=2**11)
 
 
@@ -44,18 +41,6 @@ def included(strategy: CodedFedAvg, number: int = 1) -> list[int]:
 
 
 # What stands inside.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("codec", CODECS[::4], ids=repr)
-def test_every_codec_rides_in_the_packets(codec: Any) -> None:
-    """Frames of every kind and length, two rounds, a client that vanishes after sharing in each of them."""
-    strategy = CodedFedAvg(Compressed(fedavg(), codec), code="mds", symbols=2)
-    result, _ = run(strategy, 3, rounds=2, fault=after_sharing([1]))
-    assert [included(strategy, number) for number in (1, 2)] == [[0, 1, 2]] * 2
-    plain, _ = run(Compressed(fedavg(), codec), 3, rounds=2)
-    assert bits(result) == bits(plain)
-    assert strategy.reports[2].refused.keys() <= {strategy.reports[2].coded.included[1]}
 
 
 INSIDE: dict[str, Any] = {
@@ -169,13 +154,6 @@ def test_nodes_that_are_silent_at_the_hello_are_asked_again() -> None:
 def test_what_was_chosen_wrongly_is_refused_at_once(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         relay(**options)
-
-
-def test_what_cannot_stand_inside_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="exchanges of its own"):
-        CodedFedAvg(relay())
-    with pytest.raises(ConfigError, match="Flower Strategy"):
-        CodedFedAvg("fedavg")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -100,11 +100,6 @@ def test_whichever_s_clients_are_lost_the_mean_is_that_of_all(n: int, s: int, op
     assert np.max(np.abs(whole - wanted)) < bound
 
 
-def test_wrong_ignoring_the_stragglers_data_leaves_the_curve() -> None:
-    found = weights(run(6, toy.fedavg(fraction_evaluate=0.0), fault=losing([4, 5])))
-    assert np.max(np.abs(found - full_batch(1, range(6))[0])) > 1e-2
-
-
 def test_counters_and_masks_beside_the_weights_come_out_as_they_should() -> None:
     for options in ({}, {"arithmetic": "gf31"}, {"scheme": "cyclic"}):
         arrays = run(4, strategy(1, **options), fault=losing([0])).arrays
@@ -320,13 +315,6 @@ def test_an_app_that_crashes_on_one_partition_of_one_device_is_one_loss() -> Non
             assert "scratch" not in grid.context(partition).state
     assert np.allclose(found, full_batch(2, range(5))[-1], rtol=0, atol=1e-12)
     assert "partition 2 is broken" in next(iter(coded.reports[1].refused.values()))
-
-
-def test_an_app_that_crashes_on_one_partition_everywhere_stops_the_sum_and_says_why() -> None:
-    coded = strategy(1)
-    found = weights(run(5, coded, client=_crashing(lambda _own, trained: trained == 2)))
-    assert not found.any()
-    assert [reason for reason in coded.reports[1].refused.values() if "partition 2 is broken" in reason]
 
 
 def _crashing(when: Callable[[int, int], bool]) -> Client:

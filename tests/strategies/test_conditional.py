@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian
 from toy import client_app, fedavg, model, stack, update
 
 from fedcomp.clients.compressed import compression
@@ -130,16 +129,6 @@ def test_a_round_in_which_all_are_quiet_keeps_the_model_and_is_no_failure(query:
 
 
 @pytest.mark.parametrize("query", [True, False])
-def test_nobody_is_quiet_for_longer_than_allowed(query: bool) -> None:
-    strategy = made(max_skip=2, query=query)
-    run(strategy, app(still), rounds=9)
-    first = 3 if query else 2
-    counts = [strategy.reports[number].used for number in range(first, 9)]
-    assert counts == ([0, 0, 3] * 3)[: len(counts)]
-    assert all(len(said(strategy, number).due) == 3 for number in (first + 2, first + 5) if number <= 9)
-
-
-@pytest.mark.parametrize("query", [True, False])
 def test_a_compressed_downlink_stays_in_step(query: bool) -> None:
     """Quiet nodes that were sent the model keep it; those that were not are brought up to date when they speak."""
 
@@ -154,23 +143,6 @@ def test_a_compressed_downlink_stays_in_step(query: bool) -> None:
     run(strategy, app(loss), rounds=9)
     assert all(strategy.reports[number].refused == {} for number in strategy.reports)
     assert len(said(strategy, 5).quiet) == 2
-
-
-@pytest.mark.parametrize("inner", [FedAdam, FedMedian, FedAvg])
-def test_any_strategy_with_hooks_can_be_inside(inner: type[Any]) -> None:
-    options = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
-    strategy = made(inner(**options))
-    found, _ = run(strategy, app(odd_move), rounds=4)
-    assert np.abs(found).max() > 0
-    assert strategy.reports[4].used == 1
-
-
-@pytest.mark.parametrize("query", [True, False])
-def test_clients_whose_apps_bring_nothing_train_in_every_round_and_are_named(query: bool) -> None:
-    strategy = made(query=query)
-    run(strategy, client_app([compression()]), rounds=3)
-    assert [strategy.reports[number].used for number in (1, 2, 3)] == [3, 3, 3]
-    assert len(said(strategy, 3).unaware) == 3
 
 
 def test_quiet_nodes_are_not_sent_again_what_they_hold() -> None:

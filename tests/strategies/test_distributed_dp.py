@@ -28,14 +28,15 @@ from fedcomp.flower.rounds import fit
 from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.local import Local
 from fedcomp.privacy.bounded import BoundedFixedPoint
-from fedcomp.privacy.errors import BudgetExceeded
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.distributed_dp import DistributedDp, NoisyMean
 from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.systems.coded import sums
-from fedcomp.systems.private.distributed import NoisySum
+from fedcomp.systems.coded.relay import CodedRelay
+from fedcomp.systems.pair import Pair
+from fedcomp.systems.private.distributed import NoisySum, shared_only
 
 NODES = 6
 CLIP = 500.0
@@ -178,18 +179,6 @@ def test_the_event_is_recorded_before_any_sum_is_asked_for(monkeypatch: pytest.M
     assert sorted(private.privacy.participations) == sorted(grid.get_node_ids())
 
 
-def test_without_a_record_no_sum_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    grid, strategy = grid_of(), distributed()
-
-    def refuse(*args, **options) -> None:
-        raise BudgetExceeded("over")
-
-    monkeypatch.setattr(find_private(strategy).privacy, "record", refuse)
-    with pytest.raises(BudgetExceeded):
-        run(strategy, grid)
-    assert not grid.asked("AddUp")
-
-
 @pytest.mark.slow
 def test_the_budget_is_asked_before_any_client_is() -> None:
     grid, strategy = grid_of(), distributed(budget=3.5, noise_multiplier=1.5)
@@ -298,6 +287,15 @@ def test_a_bare_request_for_such_an_update_is_refused() -> None:
     assert all(m.has_error() and "not sent without one" in m.error.reason for m in grid.received)
 
 
+def test_only_a_noisy_sum_may_ask_for_what_gets_its_noise_on_the_way() -> None:
+    """Wherever in a system the codec stands; a private half refuses what would show it without."""
+    sum_of = NoisySum(codec=BOUNDED, threshold=1, contributors=NODES, min_contributors=4)
+    assert not shared_only(sum_of.to_config())
+    for system in (Pair(BOUNDED), CodedRelay(inner=Pair(BOUNDED), symbols=2)):
+        assert shared_only(system.to_config())
+    assert not any(map(shared_only, (Pair(RandomK(1.0)).to_config(), "no system", None)))
+
+
 def test_the_statement_says_who_is_trusted_and_what_losses_do() -> None:
     grid, strategy = grid_of(), distributed(tolerated=2, insecure_deterministic=True)
     run(strategy, grid)
@@ -318,14 +316,6 @@ def test_a_seed_repeats_a_run_and_says_so_the_default_does_not() -> None:
     runs = [stack(run(distributed(insecure_deterministic=flag), grid_of()).arrays) for flag in (True, True, False)]
     np.testing.assert_array_equal(runs[0], runs[1])
     assert not np.array_equal(runs[0], runs[2])
-
-
-def test_the_ledger_is_part_of_the_state() -> None:
-    strategy = distributed()
-    run(strategy, grid_of())
-    other = distributed()
-    restore_strategy(other, capture_strategy(strategy))
-    assert find_private(other).privacy.epsilon() == find_private(strategy).privacy.epsilon() > 0.0
 
 
 @pytest.mark.parametrize(

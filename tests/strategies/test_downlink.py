@@ -150,10 +150,3 @@ def test_integer_buffers_reach_the_clients_exactly() -> None:
 def test_codecs_that_would_diverge_are_refused(codec, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         Compressed(fedavg(), TopK(density=0.1), downlink=codec)
-
-
-def test_what_a_refused_downlink_is_advised_to_use_is_taken() -> None:
-    strategy = Compressed(fedavg(), TopK(density=0.1), downlink=EDEN(scale="least"))
-    result, _, _ = start(strategy)
-    assert all(report.compressed == 4 for report in strategy.reports.values())
-    assert result.arrays

@@ -140,16 +140,6 @@ def test_models_in_evaluation_replies_are_named_with_their_bytes() -> None:
     assert strategy.reports[1].payload_bytes < sent / 5
 
 
-def test_a_training_goes_on_where_it_ended() -> None:
-    whole = Compressed(fedavg(), TopK(density=0.1))
-    with InProcessGrid(client_app([compression()]), 4, seed=3) as grid:
-        expected = whole.start(grid, model(), num_rounds=1)
-        expected = whole.start(grid, expected.arrays, num_rounds=1)
-    # The memory of the first part is sent in the second: nobody's began anew.
-    assert not whole.reports[1].fresh
-    assert whole.reports[1].used == 4
-
-
 @pytest.mark.parametrize("around", [lambda inner: inner, lambda inner: Compressed(inner, TopK(0.1))])
 def test_rounds_that_only_evaluate_give_what_flower_gives(around) -> None:
     inner = FedAvg(fraction_train=0.0, **(KEYS | {"min_train_nodes": 0}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.serverapp.strategy import FedAdam
 from graph_federation import (
     ENOUGH,
@@ -32,23 +31,17 @@ from graph_federation import (
     strategy,
     total,
 )
-from plain_grid import PlainGrid
 from toy import with_halves
 
 from fedcomp.asks import Said
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gcn import Learner, graph_owner
-from fedcomp.codecs import TopK, chain
+from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.asks import data_in, find_ask
 from fedcomp.flower.faults import Delivery
-from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import FRAME, round_of
-from fedcomp.flower.rounds import fit
-from fedcomp.graphs.base import GraphPart
-from fedcomp.privacy.local import Privatise
-from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gcn.strategy import SkewedGCN
 from fedcomp.strategies.guard import Norms
@@ -153,45 +146,6 @@ def test_7_14_a_dead_node_that_is_listed_costs_one_deadline_a_round_and_its_succ
 # Who sits where.
 
 
-def blind(parts: list[GraphPart], nodes: int = PARTS, **options: Any) -> InProcessGrid:
-    """Return a grid of which every node beyond the parts says it holds part 1."""
-    config = {"node_config": lambda partition: {"partition-id": 1 if partition >= PARTS else partition}}
-    return InProcessGrid(client(parts), nodes, seed=2, **config, **options)
-
-
-@pytest.mark.slow
-def test_a_second_node_of_a_part_is_not_seated_while_the_first_one_answers_and_takes_over_when_it_does_not() -> None:
-    within = blind(graph(), fault=dead(1, 3, 4))
-    of = everything()
-
-    def join(number: int, *_: Any) -> None:
-        if number == 1:
-            within.add_node(PARTS)
-
-    fit(
-        of, PlainGrid(within), record(initial()), 5, timeout=60.0, train_config=ConfigRecord({"seed": 3}), on_round=join
-    )
-    claim = f"2 nodes declare partition 1 .*only node {within.node_id_of(1)}"
-    claimed = [[bool(re.search(claim, text)) for text in r.refused.values()] for r in of.reports.values()]
-    # Until the first one has left a question unanswered; then the second one holds the part.
-    assert [sum(found) for found in claimed] == [0, 1, 1, 0, 0]
-    assert [sorted(r.absent) for r in reports(of)] == [[], [], [1], [], []]
-    assert [r.train.clients for r in reports(of)] == [PARTS, PARTS, PARTS - 1, PARTS, PARTS]
-
-
-def test_a_part_without_training_nodes_serves_its_rows_and_is_not_asked_to_train() -> None:
-    parts = graph()
-    parts[1] = replace(parts[1], train=np.zeros(0, np.int64))
-    of = everything()
-    run(of, over := grid(parts), 1)
-    report = of.reports[1].gcn
-    assert report.lost == {1: "its part has no node to learn from"}
-    assert report.absent == {}
-    assert report.train.rows_sent[1] > 0
-    assert report.train.clients == PARTS - 1
-    assert over.ledger.total("messages", message_type=TRAIN_TYPE, direction="down") == PARTS - 1
-
-
 FEW = 3
 """Owners of the runs below."""
 
@@ -272,17 +226,6 @@ def test_7_06_a_server_adam_steps_as_on_one_machine() -> None:
             model[name] = model[name] + 0.05 * bias * first[name] / (np.sqrt(second[name]) + 1e-3)
     for name, value in model.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-10)
-
-
-def test_codecs_that_make_updates_private_and_coded_rounds_are_refused_around_rows_in_the_clear() -> None:
-    codec = chain(Privatise(clip=1.0, noise_multiplier=1.0), TopK(density=0.5))
-    with pytest.raises(ConfigError, match="feature rows leave them in the clear"):
-        SkewedGCN(Compressed(averaging(), codec, feedback=False))
-    with pytest.raises(ConfigError, match="CodedFedAvg writes its rounds as exchanges"):
-        SkewedGCN(CodedFedAvg(averaging(), construction="relay"))
-    for outer in (CodedFedAvg, lambda inner: Compressed(inner, TopK(density=0.5))):
-        with pytest.raises(ConfigError, match="SkewedGCN writes its rounds as exchanges"):
-            outer(strategy())
 
 
 @pytest.mark.slow

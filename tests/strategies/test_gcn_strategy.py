@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,9 @@ from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import checkpoint
 from fedcomp.flower.asks import data_in
 from fedcomp.flower.payload import FRAME
-from fedcomp.flower.report import Report
 from fedcomp.graphs.base import GraphPart
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gcn.strategy import SkewedGCN
-from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.systems.graphs.words import EVALUATE_TYPE, TRAIN_TYPE
 
 NAMES = (
@@ -268,13 +265,6 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, mode: str) -> None:
         held.apply(strategy(before.inner, mode=mode))
 
 
-def test_a_report_survives_json() -> None:
-    of = strategy(averaging(evaluate=True))
-    run(of, grid(graph()), 1)
-    of.reports[1].gcn.absent[2] = "away"
-    assert Report.from_json(json.loads(json.dumps(of.reports[1].to_json()))) == of.reports[1]
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -290,10 +280,3 @@ def test_a_report_survives_json() -> None:
 def test_what_cannot_work_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         made(**{"inner": averaging(), **options})
-
-
-def test_a_promise_of_privacy_does_not_hold_where_rows_travel_in_the_clear() -> None:
-    private = DpFedAvg(averaging(), clip=1.0, noise_multiplier=1.0, population=4)
-    for inner in (private, Compressed(private, TopK(density=0.1))):
-        with pytest.raises(ConfigError, match="feature rows leave their owners in the clear"):
-            SkewedGCN(inner)

@@ -20,9 +20,9 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import FRAME, NODE_RECORD, POST, put_frame
 from fedcomp.flower.rounds import fit
 from fedcomp.gossip import ALGORITHMS
-from fedcomp.program import HELLO
+from fedcomp.program import HELLO, AnswerError, Said
 from fedcomp.strategies.gossip.strategy import GossipRelay
-from fedcomp.systems.gossip import state_of
+from fedcomp.systems.gossip import Done, Turn, state_of
 
 Change = Callable[[RecordDict], None]
 
@@ -116,6 +116,18 @@ def test_words_that_break_their_rules_are_refused_and_the_node_is_asked_again() 
         relay, _ = lied_to(entry(name, value), "train", 2)
         assert any(reason in why for why in relay.reports[LIE].refused.values()), relay.reports[LIE].refused
         assert relay.reports[LAST].gossip.observed["sum_w"] == pytest.approx(NODES, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("words", "lists"),
+    [
+        *((Done, each) for each in ({"needs": (1,)}, {"noticed": (1,)}, {"facts": ("own",)}, {"measured": (1.0,)})),
+        *((Turn, {"do": "step", "turn": 1, **each}) for each in ({"out": (1,)}, {"weights": (0.5,)})),
+    ],
+)
+def test_words_whose_lists_are_of_unequal_length_are_refused(words: type[Said], lists: dict[str, Any]) -> None:
+    with pytest.raises(AnswerError, match="length"):
+        words.of(lists)
 
 
 @pytest.mark.slow

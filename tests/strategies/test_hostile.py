@@ -183,12 +183,6 @@ def test_a_bad_evaluation_reply_costs_itself_only(evil, downlink) -> None:
     assert all(np.isfinite(list(m.values())).all() for m in result.evaluate_metrics_clientapp.values())
 
 
-def test_the_odd_one_is_left_out_even_when_it_comes_first() -> None:
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
-    run(strategy, metric("extra", 1.0), nodes=5, culprit=0)
-    assert [r.compressed for r in strategy.reports.values()] == [4, 4]
-
-
 @pytest.mark.slow
 def test_reasons_are_cut_before_they_are_kept() -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))

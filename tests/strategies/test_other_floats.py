@@ -286,34 +286,3 @@ def test_gossip_takes_models_in_bfloat16() -> None:
     )
     found = gossip_toy.strategy("choco").start(gossip_toy.grid(), model, num_rounds=2).arrays
     assert {array.dtype for array in found.values()} == {"float32", "int64"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["pipelined", "buffered"])
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_whole_models_that_overlap_end_where_float32_ones_do(overlap: str, dtype: str) -> None:
-    """Steps are added, not models averaged: with a lossless codec as with a lossy one."""
-    app = with_halves([compression()])
-
-    @app.train()
-    def train(msg, context):
-        name, record = next(iter(msg.content.array_records.items()))
-        own = record["w"].numpy()
-        goal = own.dtype.type(context.node_config["partition-id"] + 1)
-        arrays = ArrayRecord({"w": Array(own + (goal - own) * own.dtype.type(0.25))})
-        return Message(RecordDict({name: arrays, "metrics": MetricRecord({"num-examples": 1})}), reply_to=msg)
-
-    def ends(kind: str) -> np.ndarray:
-        pair = fc.Compressed(fedavg(fraction_evaluate=0.0), fc.Identity())
-        strategy = (
-            fc.PipelinedStrategy(pair, width=2)
-            if overlap == "pipelined"
-            else fc.Buffered(pair, concurrency=3, buffer=2)
-        )
-        with InProcessGrid(app, 4, seed=1) as grid:
-            model = ArrayRecord({"w": Array(np.ones(6, kind))})
-            return strategy.start(grid, model, num_rounds=9).arrays["w"].numpy()
-
-    np.testing.assert_allclose(
-        ends(dtype).astype(np.float64), ends("float32"), rtol=1e-3 if dtype == "float16" else 1e-6
-    )

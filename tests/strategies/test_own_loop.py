@@ -14,7 +14,6 @@ from flwr.server.strategy import FedAvg as LegacyFedAvg
 from flwr.server.strategy import FedAvgAndroid
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
-    FedAdam,
     FedAvg,
     FedMedian,
     FedXgbBagging,
@@ -133,21 +132,6 @@ def test_b5_an_unchanged_strategy_with_a_loop_of_its_own_runs_compressed(tmp_pat
     assert ledger.total(**up) < dense.total(**up) / 8
     assert strategy.best == strategy.inner.best > 0.0, "what the loop keeps is the inner strategy's"
     assert own_loop(strategy)
-
-
-def test_b5_a_loop_that_only_adds_to_flowers_runs_compressed() -> None:
-    class Timed(FedAdam):
-        def start(self, *args, **kwargs):
-            self.finished = False
-            result = super().start(*args, **kwargs)
-            self.finished = True
-            return result
-
-    strategy = Compressed(Timed(**ONE), TopK(0.05))
-    strategy.start(InProcessGrid(client_app([compression()]), 3, seed=4), model(), num_rounds=2, timeout=9)
-    assert [report.compressed for report in strategy.reports.values()] == [3, 3]
-    assert strategy.finished is True
-    assert type(strategy.inner) is Timed
 
 
 def test_b5_a_hook_put_into_the_instance_is_still_called_and_still_compressed() -> None:

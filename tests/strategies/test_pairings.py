@@ -21,7 +21,7 @@ from flwr.serverapp.strategy import (
 
 from fedcomp.codecs import DGC, QSGD, Clip, Codec, Identity, RandomBlock, RandomK, ScaledSign, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.experiments.robust_rules import MEDIAN, distance
+from fedcomp.experiments.studies.sparsifiers import MEDIAN, distance
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed

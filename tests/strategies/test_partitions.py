@@ -165,16 +165,6 @@ def test_d1_in_a_round_of_datalens_twins_votes_are_left_out_and_named(teachers: 
     assert played(()).refused == {}
 
 
-def test_d1_in_a_round_of_datalens_the_holder_of_an_earlier_round_is_not_preferred() -> None:
-    strategy = datalens_toy.strategy(adjacency="zero_out", clients=4)
-    grid = Blind(datalens_toy.client(), 3, seed=2, node_config=lambda p: {"partition-id": 2 if p >= TWIN else p})
-    fit(strategy, MeteredGrid(grid, TrafficLedger()), datalens_toy.model(), 1, timeout=9)
-    assert strategy.reports[1].datalens.answered == 3
-    grid.add_node(TWIN)
-    fit(strategy, MeteredGrid(grid, TrafficLedger()), datalens_toy.model(), 2, start_round=2, timeout=9)
-    assert (strategy.reports[2].datalens.answered, len(strategy.reports[2].refused)) == (2, 2)
-
-
 def test_d1_where_the_engine_knows_a_claim_in_a_reply_costs_its_own_update_alone() -> None:
     """A hostile node says it is another's partition: in process it is known not to be, and the other one stays."""
     honest = client_app([compression()])

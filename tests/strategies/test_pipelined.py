@@ -7,13 +7,8 @@ test_pipelined_deployment.py.
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -179,25 +174,6 @@ def test_3_the_switch_after_warm_up_neither_drops_nor_doubles_a_gradient(warmup:
         assert np.abs(end - mistaken[-1]).max() > 1e-3, wrong
 
 
-def test_4_what_even_rounds_learn_shows_in_odd_ones() -> None:
-    ends = []
-    for shift in (0.0, 1.0):
-        log: list[tuple[int, int, np.ndarray]] = []
-
-        def app(msg: Message, context: Context, shift: float = shift, log: Any = log) -> Message:
-            reply = squares(log=log)(msg, context)
-            if log[-1][0] % 2 == 0:
-                (name,) = reply.content.array_records
-                moved = reply.content[name]["w"].numpy() + np.float32(shift)
-                reply.content[name] = ArrayRecord({"w": Array(moved)})
-            return reply
-
-        run(pipe(), 7, app=app)
-        ends.append({number: weights for number, partition, weights in log if partition == 0})
-    assert np.array_equal(ends[0][3], ends[1][3])
-    assert all(np.abs(ends[0][number] - ends[1][number]).max() > 0.05 for number in (5, 7))
-
-
 @pytest.mark.parametrize("width", [2, 3])
 def test_5_no_node_has_two_messages_and_every_node_keeps_its_memory(width: int) -> None:
     under_way: list[int] = []
@@ -344,62 +320,6 @@ def test_a_checkpoint_with_rounds_in_flight_goes_on_bit_for_bit(tmp_path: Any, w
         assert sum(len(each.waiting) for each in strategy.flights) == (width - 1) * (6 // width)
         end = fit(strategy, grid, stored.arrays, 9, start_round=6)
     assert end.arrays["w"].numpy().tobytes() == whole.tobytes()
-
-
-KILLED = """
-import os, signal, sys
-from fedcomp.flower import checkpoint
-from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.rounds import fit
-from test_pipelined import killed_build, squares, start
-from fedcomp.clients.compressed import compression
-
-app = squares([compression()])
-
-def dying(message, context):
-    reply = app(message, context)
-    number = int(next(iter(message.content.config_records.values()))["server-round"])
-    if number == 6 and context.node_config["partition-id"] == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return reply
-
-with InProcessGrid(dying, 6, seed=3) as inner:
-    strategy, grid = killed_build(), MeteredGrid(inner)
-
-    def keep(number, arrays, _):
-        checkpoint.save(sys.argv[1], server_round=number, arrays=arrays, strategy=strategy, grid=grid)
-
-    fit(strategy, grid, start(), 9, on_round=keep)
-"""
-
-
-def killed_build() -> PipelinedStrategy:
-    return pipe(Compressed(quiet(FedAdam), TopK(density=0.3), downlink=TopK(density=0.5), seed=1))  # type: ignore[arg-type]
-
-
-def test_a_server_killed_between_push_and_pull_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """SIGKILL while clients of round 6 run and round 5 waits for its step: both are made, once, bit for bit."""
-    app, path = squares([compression()]), tmp_path / "run.ckpt"
-    with InProcessGrid(app, 6, seed=3) as inner:
-        whole = fit(killed_build(), MeteredGrid(inner), start(), 9).arrays["w"].numpy()
-    places = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
-    child = subprocess.run(
-        [sys.executable, "-c", KILLED, str(path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([places, os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        check=False,
-    )
-    assert child.returncode == -signal.SIGKILL, child.stderr.decode()[-2000:]
-    stored = checkpoint.load(path)
-    assert stored.server_round == 5
-    with InProcessGrid(app, 6, seed=3) as inner:
-        strategy, grid = killed_build(), MeteredGrid(inner)
-        stored.apply(strategy, grid)
-        assert [each.now.number for each in strategy.flights] == [5]
-        end = fit(strategy, grid, stored.arrays, 9, start_round=6)
-    assert end.arrays["w"].numpy().tobytes() == whole.tobytes()
-    assert all(not strategy.reports[number].rolled_back for number in range(5, 10))
 
 
 def test_an_engine_that_cannot_be_stored_has_the_rounds_in_flight_sent_again(tmp_path: Any) -> None:

@@ -17,9 +17,7 @@ from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.flower import checkpoint
 from fedcomp.flower.privacy import PRIVATE, Private, find_private
-from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.errors import BudgetExceeded, PrivacyLedgerError
@@ -154,13 +152,6 @@ def test_over_budget_nobody_is_asked_and_it_is_said_once(caplog, codec) -> None:
     assert [r for r in range(1, 6) if grid.ledger.total("wire", round=r)] == [1, 2]
     assert sum("allows no further round" in record.message for record in caplog.records) == 1
     assert result.arrays is not None
-
-
-def test_a_budget_too_small_for_one_round_contacts_nobody() -> None:
-    strategy = DpFedAvg(inner(), **{**SEEDED, "budget": 0.1})
-    assert asked(strategy, range(1, 11)) == []
-    assert play(strategy, vectors(3)) is None
-    assert strategy.privacy.events == []
 
 
 def test_a_release_that_the_ledger_refuses_draws_nothing(monkeypatch) -> None:
@@ -366,40 +357,6 @@ def test_without_noise_the_statement_says_that_nothing_is_protected() -> None:
     play(strategy, vectors(3))
     assert strategy.privacy.epsilon() == math.inf
     assert strategy.statement().prose().startswith("NOT PRIVATE")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Compressed(DpFedAvg(FedAdam(fraction_evaluate=0.0), **{**SEEDED, "clip": 3e4}), TopK(density=0.1)),
-        lambda: DpFedAvg(FedAvgM(server_momentum=0.9, fraction_evaluate=0.0), **{**SEEDED, "clip": 3e4}),
-    ],
-    ids=["adam in the pair", "momentum"],
-)
-def test_a_run_that_is_resumed_gives_the_bits_and_the_ledger_of_one_that_was_not(tmp_path: Path, make) -> None:
-    whole, grid = make(), federation([compression(), private()], 3)
-    expected = fit(whole, grid, model(), 6, timeout=9)
-
-    path, first, grid = tmp_path / "run.ckpt", make(), federation([compression(), private()], 3)
-    find_private(first).open_ledger(tmp_path / "privacy.jsonl")
-
-    def keep(server_round, arrays, outcome) -> None:
-        if server_round == 3:
-            checkpoint.save(path, server_round=3, arrays=arrays, strategy=first, grid=grid)
-
-    fit(first, grid, model(), 3, timeout=9, on_round=keep)
-    find_private(first).privacy.close()
-
-    second, again = make(), federation([compression(), private()], 3)
-    held = checkpoint.load(path)
-    held.apply(second, again)
-    find_private(second).open_ledger(tmp_path / "privacy.jsonl")
-    resumed = fit(second, again, held.arrays, 6, start_round=4, timeout=9)
-    np.testing.assert_array_equal(stack(resumed.arrays), stack(expected.arrays))
-    ledger = find_private(second).privacy
-    assert (len(ledger.events), ledger.rounds) == (6, 6)
-    assert ledger.epsilon() == find_private(whole).privacy.epsilon()
 
 
 def test_a_checkpoint_of_other_settings_is_refused() -> None:

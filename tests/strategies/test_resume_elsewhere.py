@@ -133,24 +133,6 @@ def test_updates_of_rounds_beyond_the_checkpoint_go_back_exactly(make: Callable[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [compressed, downlink], ids=["feedback", "downlink"])
-@pytest.mark.parametrize("killed", [6, 7])
-def test_with_the_numbers_of_the_checkpoint_it_would_go_wrong(make: Any, killed: int, tmp_path: Path) -> None:
-    """The wrong variant. With one round under way nodes answer from memory; with two they refuse a stale message."""
-    world, path = World(), tmp_path / "run.ckpt"
-    run_until(world, make(), path, saved=5, killed=killed)
-    strategy, grid, found = make(), world.grid(), checkpoint.load(path)
-    assert found.strategy_state is not None
-    checkpoint.restore_strategy(strategy, found.strategy_state)
-    made = [world.engine.context(n).state["toy.sum"]["sum"].numpy().copy() for n in world.engine.get_node_ids()]
-    fit(strategy, grid, found.arrays, 6, start_round=6, timeout=0.01)
-    now = [world.engine.context(n).state["toy.sum"]["sum"].numpy() for n in world.engine.get_node_ids()]
-    # In either case nobody trained.
-    np.testing.assert_array_equal(made, now)
-    assert len(strategy.reports[6].refused) == (0 if killed == 6 else NODES)
-
-
-@pytest.mark.slow
 def test_an_acknowledged_update_is_gone_with_the_model_it_was_in(tmp_path: Path) -> None:
     """With checkpoints every other round the frames of the round between are lost, and no others."""
     world, path = World(), tmp_path / "run.ckpt"
@@ -194,19 +176,6 @@ def test_two_restarts_from_one_checkpoint_share_no_number(tmp_path: Path) -> Non
         checkpoint.load(path).apply(strategy, world.grid())
         numbers.append(strategy.sequence)
     assert numbers[0] == numbers[1]
-
-
-@pytest.mark.slow
-def test_nodes_that_lost_their_state_are_fresh_and_nothing_else_is(tmp_path: Path) -> None:
-    world, path = World(), tmp_path / "run.ckpt"
-    run_until(world, downlink(), path, saved=3, killed=4)
-    lost = next(iter(world.engine.get_node_ids()))
-    world.engine.wipe(lost)
-    strategy, grid = downlink(), world.grid()
-    found = checkpoint.resume(path, strategy, grid)
-    fit(strategy, grid, found.arrays, 5, start_round=4, timeout=0.01)
-    assert strategy.reports[4].fresh == [lost]
-    assert (strategy.reports[4].used, strategy.reports[5].fresh) == (NODES, [])
 
 
 def test_a_wrapper_around_the_drop_in_strategy_passes_the_restart_on(tmp_path: Path) -> None:

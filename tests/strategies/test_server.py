@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
-from flwr.serverapp.strategy import FedAvg, FedMedian, Strategy
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, Strategy
 from message_examples import all_damages
 from plain_grid import PlainGrid
-from toy import client_app, model, stack, update
+from toy import client_app, model, stack
 
 from fedcomp.clients import memory as kept
 from fedcomp.clients.compressed import compression
@@ -28,13 +29,14 @@ from fedcomp.flower.payload import EXACT, FRAME, NODE_RECORD, frames, payload_by
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import NONE_DENSE, Layout
-from fedcomp.local import Local
+from fedcomp.program import Ask, Now, Round
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.inbox import Inbox
 from fedcomp.strategies.server import Server
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
 from fedcomp.systems.shared_support import SharedSupport
+from fedcomp.versions import Broadcast
 
 NODES, ROUNDS = 4, 5
 ONE: dict[str, Any] = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
@@ -60,25 +62,6 @@ def bits(arrays: ArrayRecord) -> dict[str, tuple[str, bytes]]:
 
 def play(strategy: Strategy, grid: Any, rounds: int = ROUNDS, **options: Any) -> ArrayRecord:
     return fit(strategy, grid, options.pop("arrays", None) or model(), rounds, timeout=9, **options).arrays
-
-
-def test_the_driver_in_memory_is_flowers_bit_for_bit() -> None:
-    """After every round, whose model the next one trains from."""
-
-    def train(number: int, node: int, start: np.ndarray) -> np.ndarray:
-        steps = {name: update(number, node, array.shape, i) for i, (name, array) in enumerate(model().items())}
-        return start + LAYOUT.flatten({name: array.numpy() * 0 + steps[name] for name, array in model().items()})
-
-    system, made = Pair(SPARSE), list[bytes]()
-    local = Local(system, LAYOUT, np.zeros(LAYOUT.size, np.float32), train, lambda node: 10.0 * (node + 1), NODES)
-    play(
-        Server(system, FedAvg(**QUIET)),
-        grid_of(),
-        on_round=lambda number, arrays, outcome: made.append(LAYOUT.flatten(to_arrays(arrays)).tobytes()),
-    )
-    for number, model_ in enumerate(made, start=1):
-        local.step(number)
-        assert local.model.tobytes() == model_
 
 
 # Faults.
@@ -196,16 +179,6 @@ def test_values_of_an_app_that_has_not_trained_are_refused() -> None:
     assert server.reports[1].used == NODES - 1
 
 
-def test_a_client_that_trained_without_weight_or_in_another_form_is_refused() -> None:
-    for metrics in ({"num-examples": float("nan")}, {"num-examples": 3, "other": 1}):
-
-        def about(reply: Message, metrics: dict[str, Any] = metrics) -> None:
-            reply.content["metrics"] = MetricRecord(metrics)
-
-        server = Server(Pair(SPARSE), FedAvg(**QUIET))
-        assert bits(play(server, grid_of(lying(about), compression()), 1)) == bits(of_honest(2))
-
-
 def test_clients_without_the_half_are_named_and_a_run_that_learns_nothing_ends() -> None:
     why = "the client answered with a model: its app cannot take part in SharedSupport"
     with pytest.raises(NoUsableReply, match=f"4 x {why}"):
@@ -286,17 +259,6 @@ def test_reports_count_the_bytes_of_replies_that_are_used() -> None:
     # No tensor of these is dense but the buffers that travel as values.
     assert report.dense_bytes == sum(buffers.values()) > 0
     assert evaluation.payload_bytes == sum(whole["evaluate"].values()) >= 4 * sum(10 + node for node in range(NODES))
-
-
-def test_an_outlier_is_dropped_for_good_and_the_others_are_used() -> None:
-    def about(reply: Message) -> None:
-        reply.content["metrics"] = MetricRecord({**reply.content["metrics"], "num-examples": 10**9})
-
-    server = Server(Pair(SPARSE), FedAvg(**QUIET), guard=Norms())
-    assert bits(play(server, grid_of(lying(about), compression()), 1)) == bits(of_honest(2))
-    (address,) = server.reports[1].refused
-    assert "times the usual" in server.reports[1].refused[address]
-    assert server.roster.peer(address).consumed == 1
 
 
 # Who is there.
@@ -382,20 +344,6 @@ def test_a_model_that_somebody_changed_goes_down_whole_and_steps_go_on() -> None
     assert np.array_equal(server.down.broadcast.reference, LAYOUT.flatten(to_arrays(changed)))
 
 
-def test_steps_cost_less_than_models_and_a_lost_replica_is_replaced() -> None:
-    server, grid = SYSTEMS["shared support"](), grid_of()
-    play(server, grid, 3)
-    down = grid.ledger.total("payload", direction="down")
-    assert forget_all(grid, kept.MODEL)
-    held = to_record(LAYOUT.unflatten(server.down.broadcast.reference))
-    play(server, grid, 5, start_round=4, arrays=held)
-    (reason,) = server.reports[4].refused.values()
-    assert "fedcomp.resync" in reason
-    assert server.reports[5].used == NODES
-    # Three rounds before, two since: one whole model more.
-    assert grid.ledger.total("payload", direction="down") < 2 * down
-
-
 @pytest.mark.parametrize("codec", [Identity(), SPARSE], ids=["whole models", "changes"])
 def test_an_open_round_keeps_what_its_clients_train_from_while_the_reference_moves(codec: Codec) -> None:
     """The reference is moved in place; a round that another one, or an evaluation, overtakes has begun before that."""
@@ -437,16 +385,70 @@ def test_what_does_not_fit_is_refused_with_reason() -> None:
         server.aggregate_train(3, [])
 
 
-def test_another_training_begins_with_nothing_known() -> None:
+def test_another_training_begins_with_nothing_known(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     server = Server(Pair(SPARSE), FedAvg(**QUIET))
     once = server.start(grid_of(), model(), num_rounds=2, timeout=9).arrays
+    assert "started again" not in caplog.text
     grid = grid_of()
     again = server.start(grid, model(), num_rounds=2, timeout=9).arrays
+    assert caplog.text.count("started again, with another model") == 1
     assert bits(once) == bits(again)
     assert len(server.reports) == 2
     more = server.start(grid, again, num_rounds=2, timeout=9).arrays
+    assert caplog.text.count("started again") == 1
     assert stack(more).any()
     assert not any(report.fresh for report in server.reports.values() if report.round > 2)
+
+
+@pytest.mark.parametrize(
+    ("inner", "downlink", "steps"),
+    [(FedAvg, ScaleCom(0.05), 2), (FedAvg, None, 0), (FedAdam, ScaleCom(0.05), 0)],
+    ids=["the mean", "no downlink", "no mean"],
+)
+def test_a_systems_own_step_goes_down_where_it_is_what_the_model_moved_by(
+    inner: type[FedAvg], downlink: Codec | None, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: list[int] = []
+    push = Broadcast.push
+
+    def counted(self: Broadcast, *args: Any) -> int:
+        pushed.append(1)
+        return push(self, *args)
+
+    monkeypatch.setattr(Broadcast, "push", counted)
+    server = Server(SharedSupport(ScaleCom(0.05)), inner(**QUIET), downlink=downlink)
+    play(server, grid_of(), 2)
+    assert len(pushed) == steps
+    assert [report.used for report in server.reports.values()] == [NODES] * 2
+
+
+def test_a_report_says_how_long_the_server_worked_and_not_how_long_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def slowly(seconds: float, work: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*args: Any, **options: Any) -> Any:
+            clock[0] += seconds
+            return work(*args, **options)
+
+        return slow
+
+    class Slow(Pair):
+        def round(self, now: Now) -> Round:
+            clock[0] += 1.0
+            answers = yield [Ask(node) for node in now.nodes]
+            clock[0] += 2.0
+            return now.mean_of(self.codec, answers)
+
+    monkeypatch.setattr("fedcomp.strategies.server.time.perf_counter", lambda: clock[0])
+    inner = FedAvg(**QUIET)
+    monkeypatch.setattr(inner, "aggregate_train", slowly(4.0, inner.aggregate_train))
+    server = Server(Slow(SPARSE), inner)
+    monkeypatch.setattr(Inbox, "agree", slowly(8.0, Inbox.agree))
+    app = client_app([compression()])
+    grid = MeteredGrid(InProcessGrid(slowly(1000.0, app), NODES, seed=4), TrafficLedger())
+    play(server, grid, 2)
+    assert [report.seconds for report in server.reports.values()] == [15.0, 15.0]
 
 
 def test_updates_that_wait_for_a_lost_exchange_do_not_end_a_run() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAdam, FedMedian, Strategy
+from flwr.serverapp.strategy import FedAdam, Strategy
 from torch import nn
 from toy import fedavg, stack
 
@@ -199,15 +199,6 @@ def test_other_codecs_have_nothing_captured(codec: Codec) -> None:
     watched.train()(lambda msg, context: inner(msg, context))
     run(Compressed(fedavg(fraction_evaluate=0.0), codec), rounds=1, client_app=watched)
     assert seen == [isinstance(codec, Factors)] * 3
-
-
-@pytest.mark.parametrize("inner", [FedAdam, FedMedian])
-def test_any_strategy_may_be_inside(inner: type[Strategy]) -> None:
-    options = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
-    expected = run(inner(**options))
-    found = run(pair(inner(**options)))
-    # FedAdam divides by moments near zero, which enlarges what float32 rounds.
-    assert np.linalg.norm(found - expected) <= 1e-3 * np.linalg.norm(expected)
 
 
 @pytest.fixture

@@ -102,19 +102,6 @@ def test_a_value_too_large_for_float16_does_not_enter_the_model() -> None:
     assert len(strategy.reports[2].rolled_back) == 3
 
 
-def test_evaluation_without_any_weight_does_not_end_the_run() -> None:
-    def change(reply: Message, asked: Message, context: Context) -> None:
-        if asked.metadata.message_type == "evaluate":
-            reply.content["metrics"]["num-examples"] = 0
-
-    strategy = SharedSupport(ScaleCom(0.02), fraction_evaluate=1.0)
-    result = strategy.start(grid_of(client=altered(change)), model(), num_rounds=2, timeout=9)
-    assert [r.compressed for r in strategy.reports.values()] == [4, 4]
-    assert result.evaluate_metrics_clientapp == {}
-    assert all("weight 0" in reason for reason in strategy.evaluations[2].refused.values())
-    assert len(strategy.evaluations[2].refused) == 4
-
-
 # Memory.
 
 

@@ -51,7 +51,6 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.layout import SmallDense
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.systems.pair import Pair
 
 # Whatever they send of integer updates is integers: nothing is rounded anywhere.
 EXACT: tuple[Codec, ...] = (
@@ -199,14 +198,6 @@ def test_nothing_is_lost_but_roundings(codec: Codec) -> None:
     missing, largest, _ = account(codec)
     assert np.abs(missing).max() <= 3 * ROUNDS * 2.0**-24 * largest
     assert 3 * ROUNDS * 2.0**-24 * largest < 5.0, "a lost update of up to 1000 would show"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("codec", [ChunkTop1(0.02), AdaComp(bin=50)], ids=repr)
-def test_a_client_that_does_not_roll_back_is_noticed(codec: Codec, monkeypatch) -> None:
-    monkeypatch.setattr(Pair, "rollback", lambda self, memory, frame, layout: memory)
-    missing, largest, _ = account(codec)
-    assert np.abs(missing).max() > 100 * 3 * ROUNDS * 2.0**-24 * largest
 
 
 def test_a_client_cannot_go_on_with_the_first_rounds_density() -> None:

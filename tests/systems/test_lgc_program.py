@@ -16,7 +16,6 @@ from fedcomp.codecs import LGC, ErrorFeedback, ScaleCom, TopK
 from fedcomp.codecs.autoencoder import ConvEncoder, IdentityDecoder, IdentityEncoder, latents
 from fedcomp.codecs.scalecom import open_support
 from fedcomp.errors import ConfigError
-from fedcomp.flower import store
 from fedcomp.layout import EndsDense
 from fedcomp.local import Local
 from fedcomp.program import Ask, Me, Now
@@ -30,12 +29,6 @@ TOY = Toy({"first": (20, 20), "second": (40, 30), "third": (30, 30), "last": (20
 ROOT = Path(__file__).parents[2]
 STAGES = {"warmup_rounds": 2, "training_rounds": 3}
 """Rounds 1 and 2 are dense, 3 to 5 train the autoencoder, latents travel from round 6 on."""
-VARIANTS = [
-    {"instance": "server", "ef": "decoded"},
-    {"instance": "ring", "ef": "mask"},
-    {"instance": "ring", "ef": "decoded"},
-    {"instance": "server", "ef": "mask"},
-]
 
 
 def codec(**options: Any) -> LGC:
@@ -122,19 +115,6 @@ def test_too_few_values_train_nothing_and_travel_as_they_are() -> None:
     local = TOY.local(LearnedGradients(codec(raw=9), 0, 1))
     assert run(local, 3) == [4, 4, 4]
     assert not local.state
-
-
-@pytest.mark.slow
-def test_a_state_that_was_stored_goes_on_to_the_bit_in_every_stage() -> None:
-    """What is between rounds is plain: weights and moments pass the container of checkpoints."""
-    straight, parts = (TOY.local(learned(instance="server", training={"decoders": 3})) for _ in range(2))
-    for number in range(1, 8):
-        straight.step(number)
-        parts.state = store.loads(store.dumps(parts.state, "state"), "state")
-        parts.step(number)
-        assert np.array_equal(straight.model.view(np.uint32), parts.model.view(np.uint32)), number
-    # Of the four nodes of each round the first three have a decoder of their own.
-    assert sorted(parts.state["halves"]) == ["0", "1", "2", "decoder", "encoder"]
 
 
 def changed(change: Any, **options: Any) -> Local:

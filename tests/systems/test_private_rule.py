@@ -20,7 +20,6 @@ from fedcomp.layout import NONE_DENSE, Layout, Vector
 from fedcomp.local import Local
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.errors import BudgetExceeded
-from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.program import Given, Now, Step, System
 from fedcomp.strategies.compressed import Compressed
@@ -137,16 +136,6 @@ def test_nobody_is_counted_before_the_budget_was_asked_and_nobody_is_drawn_beyon
     assert (chosen, "budget" in reason) == ([], True)
 
 
-def test_an_empty_draw_is_released_and_paid_for() -> None:
-    sampling = Sampling("poisson", rate=1e-9)
-    local = driver(Pair(TopK(0.05)), Clipped(clip=5.0, **PROMISE, sampling=sampling, adjacency="add_remove"))
-    step = play(local, 1)
-    assert step is not None
-    assert step.consumed == ()
-    assert np.count_nonzero(local.model) > local.layout.size // 2
-    assert len(local.rule.privacy.entries) == 1  # type: ignore[attr-defined]
-
-
 def test_a_round_is_closed_before_it_is_paid_for() -> None:
     """What fails in the middle, or is totalled twice, is not released a second time."""
     local = driver(Pair(TopK(0.05)), Clipped(clip=5.0, **PROMISE, budget=6.0))
@@ -176,32 +165,6 @@ def test_who_was_not_drawn_is_refused_and_units_are_charged() -> None:
     assert step.consumed == (0, 1)
     assert "not asked" in refused[2]
     assert set(rule.privacy.participations) == {10, 11}
-
-
-def test_the_event_is_on_the_disk_before_noise_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    local = driver(Pair(TopK(0.05)), Clipped(clip=5.0, **PROMISE))
-    rule, path = local.rule, tmp_path / "ledger.jsonl"
-    assert isinstance(rule, Private)
-    rule.open_ledger(path)
-    seen: list[int] = []
-
-    def draw(noise: str, sigma: float, count: int, entropy: Any) -> Any:
-        seen.append(len(path.read_text().splitlines()))
-        return np.zeros(count, np.int64)
-
-    monkeypatch.setattr("fedcomp.privacy.mechanism.draw", draw)
-    before = len(path.read_text().splitlines())
-    for number in (1, 2):
-        play(local, number)
-    assert seen == [before + 1, before + 2]
-
-
-def test_contributions_are_bounded_one_by_one() -> None:
-    """Of updates far beyond the clip norm, without noise: the mean moves by no more than the clip norm over N each."""
-    quiet = {**PROMISE, "noise_multiplier": 0.0}
-    local = driver(Pair(Identity()), Clipped(clip=5.0, **quiet))
-    play(local, 1, [2])
-    assert 0.98 * 5.0 / NODES <= np.linalg.norm(local.model) <= 1.001 * 5.0 / NODES
 
 
 def test_one_place_releases_sums() -> None:

@@ -208,7 +208,7 @@ def turn_of(number: int, say: Plan) -> int:
 def _plans(
     system: GraphOptions, part: GraphPart, me: Me, say: Plan, kept: Kept, hidden: Sequence[NodeValues]
 ) -> list[StepPlan]:
-    sampler, train = system.sampler_of(say.purpose), say.purpose == "train"
+    sampler = system.sampler_of(say.purpose)
     norms: Norms | None = None
     if sampler.measures:
         # One table per layer, empty for layers that were never seen: the plan wants as many as there are layers.
@@ -219,8 +219,8 @@ def _plans(
         sampler,
         seed=me.seed,
         round=me.number,
-        steps=system.rounds.local_steps if train else 1,
-        batch_size=system.rounds.batch_size if train else 0,
+        steps=system.rounds.local_steps,
+        batch_size=system.rounds.batch_size,
         purpose=say.purpose,
         conditions=Conditions(frozenset(say.absent), kept.cache.ids, norms, say.scale or None),
     )

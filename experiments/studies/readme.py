@@ -1,0 +1,215 @@
+"""The lines of README on three tasks and two cohorts: accuracy after few and many rounds, and bytes on the wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+from fedcomp.errors import ConfigError, nearest
+from fedcomp.experiments.experiment import Studied
+from fedcomp.experiments.findings import Curves, Table, mean, spread
+from fedcomp.experiments.kit import Records, curves, learning_line, over_seeds, repetitions, table
+from fedcomp.experiments.options import Config, numbers
+from fedcomp.experiments.spec import RunSpec, parse_settings
+from fedcomp.experiments.tables import TUNING_SEED, Found
+
+FEDAVG: Final = "FedAvg"
+SAFE: Final = "safe: EDEN, 1 bit"
+
+_TOPK: Final = "topk feedback=true codec.density=0.03 codec.values=q2"
+
+ROWS: Final[Mapping[str, str]] = {
+    FEDAVG: "fedavg",
+    SAFE: "eden codec.bits=1",
+    "both ways: EDEN, 1 bit": "eden codec.bits=1 downlink=eden downlink.bits=1 downlink.scale=least",
+    "smaller: top-k 3 %, q2": _TOPK,
+    "smaller: top-k 3 %, q2; 5 %, q4 down": f"{_TOPK} downlink=topk downlink.density=0.05 downlink.values=q4",
+    # What a sceptic would name: half precision, which needs no codec of ours, and the other unbiased one of few bits.
+    "bfloat16, both ways": (
+        "topk codec.density=1.0 codec.values=bf16 feedback=false "
+        "downlink=topk downlink.density=1.0 downlink.values=bf16"
+    ),
+    "QSGD, 7 levels": "qsgd codec.levels=7",
+}
+"""System and settings by label."""
+
+TASKS: Final[Mapping[str, tuple[float, str]]] = {
+    "digits": (0.3, "batch_size=64"),
+    "mnist": (0.2, "batch_size=32 max_steps=5 task.model=mlp task.hidden=100"),
+    "cifar10-subset": (0.05, "batch_size=32 max_steps=5 task.model=mlp task.hidden=32"),
+}
+"""The middle one of the step sizes that are tried, and how else a client trains in a round, by task."""
+
+COHORTS: Final[Mapping[str, tuple[int, str, str]]] = {
+    "all": (1, "task.partition=dirichlet:0.5", "all {} clients"),
+    "sampled": (3, f"task.partition=shards:2 fraction={1 / 3}", "{} of {} unlike clients"),
+}
+"""Clients for each that trains in a round, settings, and what it is called, by cohort."""
+
+SHORT: Final = 3
+MIDDLE: Final = 8
+EVERY: Final = 4
+LAST: Final = 3
+"""Evaluations, one every :data:`EVERY` rounds, of which the accuracy at the end is the mean."""
+
+CHANCE: Final = 1.0
+"""Points of accuracy on a validation split, within which two step sizes do equally well."""
+
+
+def names(text: str, known: Mapping[str, Any]) -> list[str]:
+    """Return the names in a text that separates them by commas.
+
+    Raises
+    ------
+    ConfigError
+        When one is not ``known``.
+    """
+    found = [word.strip() for word in text.split(",")]
+    for name in found:
+        if name not in known:
+            raise ConfigError(f"unknown name {name!r}{nearest(name, known)}")
+    return found
+
+
+def where(task: str, cohort: str, config: Config) -> str:
+    """Return what a task and who trains are called in claims and titles."""
+    times, _, called = COHORTS[cohort]
+    return f"{task}, {called.format(config.clients, times * config.clients)}"
+
+
+def moments(config: Config) -> dict[str, int]:
+    """Return the rounds after which accuracies are compared, by field of a training."""
+    return {"short": min(SHORT, config.rounds), "middle": min(MIDDLE, config.rounds), "settled": config.rounds}
+
+
+def lost(config: Config) -> str:
+    """Return the quantity that is claimed."""
+    after = ", ".join(map(str, moments(config).values()))
+    return f"points that the default loses at most against FedAvg after {after} rounds"
+
+
+def spec_of(task: str, cohort: str, row: str, lr: float, seed: int, config: Config, *, tuning: bool = False) -> RunSpec:
+    """Return the run of a row; on the validation split if ``tuning``."""
+    times, unlike, _ = COHORTS[cohort]
+    system, _, own = ROWS[row].partition(" ")
+    settings = parse_settings(f"{TASKS[task][1]} {unlike} {own} evaluate_every={EVERY}")
+    settings |= {"lr": lr, "task.validation": tuning}
+    seed += tuning * TUNING_SEED
+    return RunSpec(system, row, task, config.engine, config.rounds, times * config.clients, seed, settings)
+
+
+def train(
+    task: str, cohort: str, row: str, lr: float, seed: int, *, config: Config, tuning: bool = False
+) -> dict[str, Any]:
+    """Train a row through Flower's messages; return accuracies in percent and the bytes of all serialised messages."""
+    from fedcomp.experiments.engines import inprocess
+    from fedcomp.flower.logs import quiet
+
+    spec = spec_of(task, cohort, row, lr, seed, config, tuning=tuning)
+    with quiet():
+        result = inprocess.run(spec)
+        # The first rounds of a longer training are the same, and not every round of it has to be evaluated.
+        short = result if tuning else inprocess.run(replace(spec, rounds=min(SHORT, spec.rounds)))
+    points = learning_line(result, wire=True)
+    return {
+        "short": 100 * short.accuracy,
+        "middle": [accuracy for number, accuracy, _ in points if number <= MIDDLE][-1],
+        "settled": mean([accuracy for _, accuracy, _ in points][-LAST:]),
+        "points": points,
+        "up": result.uplink_wire_bytes,
+        "down": result.downlink_wire_bytes,
+    }
+
+
+def compare(found: Found) -> Studied:
+    """Choose step sizes on a validation split, train every row with several seeds, and compare with FedAvg."""
+    from fedcomp.tasks import get_task
+
+    config = found.config
+    tasks, cohorts = (
+        names(str(config.settings[key]), known) for key, known in (("tasks", TASKS), ("cohorts", COHORTS))
+    )
+    quantities: dict[Any, Any] = {}
+    tables, figures = [], []
+    for task in tasks:
+        for cohort in cohorts:
+            place = where(task, cohort, config)
+            table, figure, quantities[place, lost(config)], quantities[place, "times fewer up"] = _at(
+                task, cohort, place, found
+            )
+            tables.append(table)
+            figures.append(figure)
+    return Studied(quantities, tables, figures, [get_task(task).record() for task in tasks])
+
+
+def _best(tried: Records) -> dict[str, float]:
+    """Return each row's step size: FedAvg's, unless another one was tried and is better by more than chance."""
+    reached = {(r.row, r.lr): 0.0 if math.isnan(r.settled) else r.settled for r in tried}
+    steps = {row: max(group, key=lambda r: reached[row, r.lr]).lr for row, group in tried.groups("row").items()}
+    usual = steps[FEDAVG]
+    return {
+        row: steps[row] if row in steps and reached[row, steps[row]] > reached[row, usual] + CHANCE else usual
+        for row in ROWS
+    }
+
+
+def _at(task: str, cohort: str, place: str, found: Found) -> tuple[Table, Curves, float, float]:
+    """Compare in one place; also return what the default loses there, and how many times fewer bytes it sends up."""
+    config = found.config
+    here: dict[str, Any] = {"task": [task], "cohort": [cohort]}
+    steps = [TASKS[task][0] * times for times in numbers(str(config.settings["steps"]))]
+    tuned = [FEDAVG] if config.settings["tune"] == FEDAVG else list(ROWS)
+    axes = {**here, "row": tuned, "lr": steps, "seed": [config.seed]}
+    best = _best(found.sweep(train, axes, "tuning", config=config, tuning=True))
+    cells = [
+        {"task": task, "cohort": cohort, "row": row, "lr": best[row], "seed": seed}
+        for row in ROWS
+        for seed in repetitions(config)
+    ]
+    groups: dict[str, Records] = found.sweep(train, cells, config=config).groups("row")
+
+    def of(row: str, field: str) -> float:
+        return mean(groups[row].each(field))
+
+    def times(row: str, field: str) -> float:
+        return of(FEDAVG, field) / of(row, field)
+
+    def most(row: str) -> float:
+        return max(of(FEDAVG, field) - of(row, field) for field in after)
+
+    def percent(row: str, field: str) -> str:
+        return f"{of(row, field):.1f}±{spread(groups[row].each(field)):.1f}"
+
+    after = moments(config)
+    columns: dict[str, Any] = {
+        "row": lambda row: row,
+        "step size": lambda row: best[row] if len(set(best.values())) > 1 else None,
+        "up, MB": lambda row: round(of(row, "up") / 1e6, 2),
+        "times fewer up": lambda row: round(times(row, "up"), 1),
+        "down, MB": lambda row: round(of(row, "down") / 1e6, 2),
+        "times fewer down": lambda row: round(times(row, "down"), 1),
+        **{f"after {number}, %": partial(percent, field=field) for field, number in after.items()},
+        "points lost at most": lambda row: round(most(row), 1),
+    }
+    caption = (
+        "Bytes of all serialised messages, all clients and rounds. Accuracy on the test split, mean of seeds ± half "
+        f"their range; that after {config.rounds} rounds is the mean of the last {LAST} evaluations, one every {EVERY} "
+        f"rounds. FedAvg's step size, {best[FEDAVG]:g}, did best on a validation split of the training examples; with "
+        f"tune='every row' a row has another if it does {CHANCE:g} point better."
+    )
+    figure = curves(
+        f"Accuracy against bytes: {place}",
+        groups.values(),
+        lambda group: over_seeds(group, 2)[1:],  # what was sent before round 1 would fill half of the axis
+        lambda group: over_seeds(group, 1)[1:],
+        lambda group: group[0].row,
+        x_label="bytes on the wire so far, both ways (logarithmic)",
+        y_label="test accuracy, %",
+        log_x=True,
+        x_bytes=True,
+    )
+    shown = table(place, columns, ROWS, caption, optional=["step size"])
+    return shown, figure, most(SAFE), times(SAFE, "up")
