@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from statistics import stdev
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -137,8 +136,9 @@ def spec(config: Config, where: str, called: str, own: Own, rounds: int) -> RunS
         **{f"task.{key}": value for key, value in _graph(config, where).items()},
         **own,
     }
-    taken = ("n", "batch_size", "task.hidden")
-    return replace(config.spec(SYSTEM, called, str(config.settings["task"]), take=taken, **given), rounds=rounds)
+    taken = {key: config.settings[key] for key in ("n", "batch_size", "task.hidden")}
+    task = str(config.settings["task"])
+    return RunSpec(SYSTEM, called, task, config.engine, rounds, config.clients, config.seed, {**taken, **given})
 
 
 def cross_spec(config: Config, label: str, own: Own) -> RunSpec:
@@ -156,7 +156,7 @@ def cross_spec(config: Config, label: str, own: Own) -> RunSpec:
         "task.graph_seed": config.seed,
         **own,
     }
-    return replace(config.spec(SYSTEM, name(CROSS, label), CROSS, **given), rounds=rounds)
+    return RunSpec(SYSTEM, name(CROSS, label), CROSS, config.engine, rounds, config.clients, config.seed, given)
 
 
 def cross_rounds(config: Config) -> tuple[int, int]:
