@@ -64,13 +64,12 @@ def study(found: Found) -> Studied:
     off = max(_distance(run.weights, results[coded(0)]) for run in runs.where(name=coded(MOST)))
     return Studied(
         {
-            **_exactness(results, runs),
-            **_times(runs),
+            **_quantities(results, runs),
             "off": f"{off:.0e}",
             "least wait": min(wait),
             "most wait": max(wait),
         },
-        tables=[_stragglers(found, runs), _bytes(results)],
+        tables=[_stragglers(found, runs)],
         figures=[
             curves(
                 f"Test loss over simulated time, stragglers {FIXED}",
@@ -211,47 +210,39 @@ def _distance(weights: Any, other: RunResult) -> float:
     return float(np.max(np.abs(np.asarray(weights) - flat))) / max(float(np.max(np.abs(flat))), 1e-300)
 
 
-def _exactness(results: Mapping[str, RunResult], runs: Records) -> dict[Any, float]:
-    """The curve is that of gradient descent on all data, step by step, and no byte is saved."""
-    whole, field_whole = results[coded(0)], results[over_field(0)]
-    losses = np.array([record.loss for record in whole.rounds[1:]])
-    # As float32, which models are: a run's weights were widened to be kept as JSON.
-    models = [field_whole.arrays, results[over_field(MOST)].arrays]
-    narrow = {"all": _flat(field_whole).astype(np.float32)}
-    bits = different_bytes(*models) + sum(
-        different_bytes({"all": np.array(run.weights, np.float32)}, narrow) for run in runs.where(name=over_field(MOST))
-    )
-    found: dict[Any, float] = {}
-    for run in (run for s in LOSSES[1:] for run in runs.where(name=coded(s))):
-        found[run.name, f"off in weights, {run.speeds}"] = _distance(run.weights, whole)
-        off = float(np.max(np.abs(np.array(run.loss) - losses) / losses))
-        found[run.name, f"off in a round's loss, {run.speeds}"] = off
-    return found | {
-        (over_field(MOST), "bytes of models that differ from those with s = 0"): bits,
-        "off Flower's FedAvg": _distance(_flat(whole), results["FedAvg"]),
-        "clock off the times computed from the draws, seconds": max(runs.each("off")),
-        (coded(MOST), "uplink payload over that with s = 0"): (
-            results[coded(MOST)].uplink_payload_bytes / max(1, whole.uplink_payload_bytes)
-        ),
-    }
-
-
 def _seconds(runs: Records, name: str, speeds: str, column: str = "seconds") -> float:
     """Return the seconds of a scheme's rounds over those of waiting for all."""
     one, whole = (mean(runs.one(name=which, speeds=speeds)[column]) for which in (name, ALL))
     return one / whole
 
 
-def _times(runs: Records) -> dict[Any, float]:
-    """Rounds end sooner under heavy tails."""
+def _quantities(results: Mapping[str, RunResult], runs: Records) -> dict[Any, float]:
+    """The curve is that of gradient descent on all data, step by step, no byte is saved, and rounds end sooner."""
+    whole, field_whole = results[coded(0)], results[over_field(0)]
+    losses = np.array([record.loss for record in whole.rounds[1:]])
+    # As float32, which models are: a run's weights were widened to be kept as JSON.
+    narrow = {"all": _flat(field_whole).astype(np.float32)}
+    bits = different_bytes(field_whole.arrays, results[over_field(MOST)].arrays) + sum(
+        different_bytes({"all": np.array(run.weights, np.float32)}, narrow) for run in runs.where(name=over_field(MOST))
+    )
     # Where the same devices stay slow: redrawn stragglers leave out other data in every round, which averages out.
     ignored, kept = (runs.one(name=name, speeds=FIXED).loss[-1] for name in (ignoring(MOST), coded(MOST)))
-    found: dict[Any, float] = {(ignoring(MOST), f"test loss over that of the code, {FIXED}"): ignored / kept}
-    for name in map(coded, LOSSES[1:]):
-        for speeds in SPEEDS:
-            found[name, f"seconds over waiting for all, {speeds}"] = _seconds(runs, name, speeds)
-        stopped = _seconds(runs, name, DRAWN, "restarted")
-        found[name, f"seconds over waiting for all, {DRAWN}, if they stop"] = stopped
+    found: dict[Any, float] = {
+        (over_field(MOST), "bytes of models that differ from those with s = 0"): bits,
+        "off Flower's FedAvg": _distance(_flat(whole), results["FedAvg"]),
+        "clock off the times computed from the draws, seconds": max(runs.each("off")),
+        (coded(MOST), "uplink payload over that with s = 0"): (
+            results[coded(MOST)].uplink_payload_bytes / max(1, whole.uplink_payload_bytes)
+        ),
+        (ignoring(MOST), f"test loss over that of the code, {FIXED}"): ignored / kept,
+    }
+    for run in (run for s in LOSSES[1:] for run in runs.where(name=coded(s))):
+        off = float(np.max(np.abs(np.array(run.loss) - losses) / losses))
+        found[run.name, f"off in weights, {run.speeds}"] = _distance(run.weights, whole)
+        found[run.name, f"off in a round's loss, {run.speeds}"] = off
+        over = f"seconds over waiting for all, {run.speeds}"
+        found[run.name, over] = _seconds(runs, run.name, run.speeds)
+        found[run.name, f"{over}, if they stop"] = _seconds(runs, run.name, run.speeds, "restarted")
     return found
 
 
@@ -275,23 +266,4 @@ def _stragglers(found: Found, runs: Records) -> Table:
         f"device 1 s times a Pareto number of index {float(config.settings['tail']):g}, redrawn or not. A device that "
         "is late goes on with its old round before it begins the new one; the column beside it is computed from the "
         "same numbers for devices that drop it and restart.",
-    )
-
-
-def _bytes(results: Mapping[str, RunResult]) -> Table:
-    def each(name: str) -> Callable[[RunResult], float]:
-        # Round 0 is the evaluation of the initial model.
-        return lambda result: getattr(result, name) / (max(1, len(result.rounds) - 1) * result.spec.clients) / 1000
-
-    return table(
-        "Bytes per client and round",
-        {
-            "row": lambda result: result.spec.label,
-            "up, payload kB": each("uplink_payload_bytes"),
-            "up, wire kB": each("uplink_wire_bytes"),
-        },
-        results.values(),
-        "Nobody is slow. An answer is one row of numbers, however many partitions are in it: float64 takes twice "
-        "FedAvg's float32, GF(2^31 - 1) as much as it. Coding saves nothing. What has to lie on the devices "
-        "beforehand, s partitions of other devices' data each, is not in the table.",
     )
