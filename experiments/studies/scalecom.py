@@ -43,7 +43,8 @@ def study(found: Found) -> Studied:
     by = {side: {n: settled(results[f"{side}, {n} clients"], n) for n in counts} for side in SIDES}
     few, many = counts[0], counts[-1]
     led = [sums["union"] for sums in by["CLT-k"].values()]
-    columns: dict[str, Any] = {"clients": lambda n: n} | {
+    columns: dict[str, Any] = {"clients": lambda n: n}
+    columns |= {
         f"{word}: {heading}": (lambda n, side=side, name=name: by[side][n][name])
         for side, word in SIDES.items()
         for name, heading in (("union", "union / k"), ("down", "down, kB"))
