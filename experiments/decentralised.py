@@ -27,7 +27,7 @@ from fedcomp.gossip.topology import Topology
 from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip.vector import GossipPolicy, flatten, unflatten
 from fedcomp.gossip_simulation import FaultPlan, GossipOutcome, Simulation, SimulationSettings, simulate
-from fedcomp.layout import Layout
+from fedcomp.layout import DensityPolicy, Layout
 from fedcomp.plain import from_fields
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class GossipTraining:
         Examples of a gradient; 0 takes all of a partition.
     dtype : {"float32", "float64"}
         Of models and gradients.
-    policy : GossipPolicy
-        What of the model travels whole.
+    policy : callable, optional
+        What of the model travels whole: :class:`~fedcomp.gossip.vector.GossipPolicy`.
     skew_rounds : int or "auto"
         Closing iterations in which whole models travel; push-sum only.
     every : int
@@ -76,8 +76,8 @@ class GossipTraining:
     iterations: int
     seed: int = 0
     batch_size: int = 32
-    dtype: Literal["float32", "float64"] = "float32"
-    policy: GossipPolicy = field(default_factory=GossipPolicy)
+    dtype: str = "float32"
+    policy: DensityPolicy | None = field(default_factory=GossipPolicy)
     skew_rounds: int | Literal["auto"] = 0
     every: int = 0
     drop: float = 0.0

@@ -64,7 +64,6 @@ EXPERIMENT = Experiment(
             False, Flag(), "choose clip, rates, votes and thresholds again, on other seeds, by the training loss"
         ),
         "tune_seeds": Option(1, Int(1, 10), "trainings per candidate when tuning"),
-        "agreement_size": Option(2000, Int(10), "coordinates of the synthetic gradients"),
     },
     claims="\n".join(_CLAIMS),
     answer="Votes send {times fewer bytes:.0f} times fewer bytes than DP-FedAvg's dense updates; accuracy: "
@@ -77,16 +76,7 @@ EXPERIMENT = Experiment(
     rounds=20,
     clients=200,
     minutes=8.0,
-    quick=(
-        "rounds=1",
-        "clients=6",
-        "seeds=1",
-        "workers=1",
-        "task.hidden=",
-        "delta=0.01",
-        "epochs=1",
-        "agreement_size=40",
-    ),
+    quick=("rounds=1", "clients=6", "seeds=1", "workers=1", "task.hidden=", "delta=0.01", "epochs=1"),
     notes=(
         "Client-level privacy with a trusted server: one client more or less changes what is known of the model by at "
         "most epsilon. 200 clients hold seven or eight images each. All of them are in every round, so nothing rests "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -278,11 +279,7 @@ def study(found: Found) -> Studied:
                 {
                     "what travels as top-k": lambda row: row[0].kind,
                     "graph": lambda row: row[0].graph,
-                    # Bound as a default: a closure would see the last gamma of the loop only.
-                    **{
-                        f"gamma {gamma:g}": (lambda row, gamma=gamma: row.one(gamma=gamma).last)
-                        for gamma in VARIANT_GAMMAS
-                    },
+                    **{f"gamma {gamma:g}": partial(_last_at, gamma) for gamma in VARIANT_GAMMAS},
                 },
                 variants.groups("kind", "graph").values(),
                 "Last relative errors, computed on matrices. Without estimates a smaller gamma stops later and lower. "
@@ -303,6 +300,10 @@ def study(found: Found) -> Studied:
             )
         ],
     )
+
+
+def _last_at(gamma: float, row: Records) -> float:
+    return float(row.one(gamma=gamma).last)
 
 
 def off(rate: float, expected: float) -> float:

@@ -148,7 +148,8 @@ def lengths(seed: int) -> dict[str, int]:
     x = torch.from_numpy(drawn.standard_normal((ROWS_OF_A_BATCH, 784)).astype(np.float32))
     y = torch.from_numpy(drawn.integers(0, 10, ROWS_OF_A_BATCH))
     found: dict[str, int] = {}
-    for mode, more in {"dad": {}, "edad": {"chain": True}, "rank": {"rank": 4}}.items():
+    modes: dict[str, dict[str, Any]] = {"dad": {}, "edad": {"chain": True}, "rank": {"rank": 4}}
+    for mode, more in modes.items():
         model = build(lambda: Mlp(784, (256, 128), 10), seed)
         options = {"chain": chain_of(model, x)} if "chain" in more else more
         before = {name: array.copy() for name, array in to_arrays(model).items()}

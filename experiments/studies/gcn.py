@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from statistics import stdev
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -142,7 +141,8 @@ def spec(config: Config, where: str, called: str, own: Own, rounds: int = 0) -> 
         given = {"inner.eta": 0.01, "evaluate_every": max(1, -(-rounds // 10))}
     task, taken = (CROSS, ()) if where == CROSS else (str(config.settings["task"]), ("n", "batch_size", "task.hidden"))
     fixed: dict[str, Any] = {**_ADAM, **given, **{f"task.{key}": value for key, value in graph.items()}, **own}
-    return replace(config.spec(SYSTEM, called, task, take=taken, **fixed), rounds=rounds)
+    settings = {**{key: config.settings[key] for key in taken}, **fixed}
+    return RunSpec(SYSTEM, called, task, config.engine, rounds, config.clients, config.seed, settings)
 
 
 def cross_rounds(config: Config) -> tuple[int, int]:

@@ -193,6 +193,15 @@ def study(found: Found) -> Studied:
 
     whole = [counted for cycles in found.each(POOLED, "cycles") for counted, _ in cycles]
     at = {count: times(count) for count in (4, 16)}
+    by_fit: dict[str, Any] = {
+        "layer, axes": ", ".join,
+        "the order is": lambda of: LAYOUTS[of[1]],
+        **{k.replace("_", "-"): (lambda of, k=k: round(error(of[0], of[1], k), 4)) for k in KINDS},
+    }
+    by_way: dict[str, Any] = {
+        "workers": lambda count: count,
+        **{f"{way}, ms": (lambda count, way=way: round(1e3 * at[count][way], 1)) for way in at[4]},
+    }
     gained = "torch over depth fastest, missed"
     return Studied(
         {
@@ -222,11 +231,7 @@ def study(found: Found) -> Studied:
         tables=[
             table(
                 "Share of later gradients that a basis misses",
-                {
-                    "layer, axes": ", ".join,
-                    "the order is": lambda at: LAYOUTS[at[1]],
-                    **{k.replace("_", "-"): (lambda at, k=k: round(error(*at, k), 4)) for k in KINDS},
-                },
+                by_fit,
                 list(itertools.product(LAYERS, LAYOUTS)),
                 f"Letters: axes, the slowest first. Mean gradients of four workers from step {LATE + 1} on, conv2 "
                 f"(32, 16, 3, 3) and conv3 (64, 32, 3, 3), slices of {WIDTH}, {MOST} directions, centred; squared "
@@ -234,10 +239,7 @@ def study(found: Found) -> Studied:
             ),
             table(
                 f"One exchange of {NBYTES / 1e6:.0f} MB, simulated, every code {RATIO:g} times shorter",
-                {
-                    "workers": lambda count: count,
-                    **{f"{way}, ms": (lambda count, way=way: round(1e3 * at[count][way], 1)) for way in at[4]},
-                },
+                by_way,
                 at,
                 "A ring without compression; a code that can be added, in 8 segments; codes that cannot, decoded and "
                 "encoded at every hop, or gathered by everybody. 10 Gbit/s, 50 µs a message, .1 ns to add, encode or "

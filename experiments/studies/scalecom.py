@@ -43,6 +43,12 @@ def study(found: Found) -> Studied:
     by = {side: {n: settled(results[f"{side}, {n} clients"], n) for n in counts} for side in SIDES}
     few, many = counts[0], counts[-1]
     led = [sums["union"] for sums in by["CLT-k"].values()]
+    columns: dict[str, Any] = {"clients": lambda n: n}
+    columns |= {
+        f"{word}: {heading}": (lambda n, side=side, name=name: by[side][n][name])
+        for side, word in SIDES.items()
+        for name, heading in (("union", "union / k"), ("down", "down, kB"))
+    }
     return Studied(
         {
             **{(side, "downlink grows, times"): by[side][many]["down"] / by[side][few]["down"] for side in SIDES},
@@ -54,12 +60,7 @@ def study(found: Found) -> Studied:
         tables=[
             table(
                 "Gradient build-up",
-                {"clients": lambda n: n}
-                | {
-                    f"{word}: {heading}": (lambda n, side=side, name=name: by[side][n][name])
-                    for side, word in SIDES.items()
-                    for name, heading in (("union", "union / k"), ("down", "down, kB"))
-                },
+                columns,
                 counts,
                 f"Payload per client and round, mean over the rounds from {SETTLED} on. k is {100 * density:g} % of "
                 "the compressible coordinates; a union counts those that the mean update changes. "
@@ -115,7 +116,7 @@ class SupportOfTheMean(SharedSupport, id="support-of-the-mean"):
     def round(self, now: Now) -> Round:
         answers = yield [Ask(node) for node in now.nodes]
         total = np.sum([np.frombuffer(a.frames["whole"], "<f4") for a in answers], axis=0, dtype=np.float32)
-        supports = self.codec.choose_from(total, now.layout, Key(now.seed, "uplink", now.number))
+        supports = self.codec.choose_from(np.asarray(total), now.layout, Key(now.seed, "uplink", now.number))
         support = support_frame(supports, self.codec, now.layout)
         sent = yield [Ask(answer.node, "query", blobs={"support": support}) for answer in answers]
         return self.stepped(now, supports, support, sent)

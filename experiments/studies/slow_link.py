@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, Final
 
@@ -296,7 +297,7 @@ def studied(config: Config, here: Records, found: Records, skipped: str) -> Stud
                 {
                     "kbit/s": lambda c: f"{c.kbit:g}",
                     "row": "row",
-                    **{part: lambda c, part=part: round(c[part] / 1e3, 1) for part in PARTS},
+                    **{part: partial(_kb, part) for part in PARTS},
                     "without a name, %": lambda c: round(100 * unexplained(c), 1),
                 },
                 costs,
@@ -320,6 +321,10 @@ def studied(config: Config, here: Records, found: Records, skipped: str) -> Stud
         ],
         skipped=reasons,
     )
+
+
+def _kb(part: str, cost: Mapping[str, Any]) -> float:
+    return round(float(cost[part]) / 1e3, 1)
 
 
 def _outcome(record: Record, target: float) -> str:

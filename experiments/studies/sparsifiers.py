@@ -250,7 +250,7 @@ def schemes(found: Found) -> Studied:
             x_bytes=True,
         )
 
-    quantities = {}
+    quantities: dict[Any, Any] = {}
     for label in (*SCHEMES, *BASELINES):
         both = [relative(partition, label) for partition in PARTITIONS]
         # A scheme has to cope with data that are alike and with data that are not.

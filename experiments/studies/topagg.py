@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fedcomp.experiments.findings import Curves, Series, Table, largest, mean, spread
+from fedcomp.experiments.findings import Curves, Table, largest, mean, spread
 from fedcomp.experiments.kit import Records, curves, repetitions, table
 from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.studies.datalens import PUBLISHED, PublishedSettings
 from fedcomp.experiments.tables import Found, Rows, Studied
 from fedcomp.privacy.accounting import noise_multiplier_for
-from fedcomp.privacy.votes import pass_probability, threshold, topk_stochastic_sign
+from fedcomp.privacy.votes import threshold
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
@@ -40,26 +39,6 @@ TUNING_SEED: Final = 1000
 """Added to the seed where settings are chosen: no figure of a table is from these seeds."""
 
 
-SHARES: Final = (1.0, 0.5, 0.25, 0.0)
-"""Net shares of the clients that vote for a sign."""
-
-
-def passing(
-    clients: int, k: int, beta: float, releases: int, delta: float, epsilons: Sequence[float]
-) -> dict[str, list[float]]:
-    """Return, by net share of the clients, the probability to pass with the right sign at each epsilon; closed form.
-
-    For the share 0 it is the probability to pass at all, which is pure noise.
-    """
-    out: dict[str, list[float]] = {f"{share:g}": [] for share in SHARES}
-    for epsilon in epsilons:
-        sigma = math.sqrt(k) * noise_multiplier_for(epsilon, delta, releases=releases, grid_sigma=math.inf)
-        for share in SHARES:
-            right, wrong = pass_probability(share * clients, sigma, beta * clients)
-            out[f"{share:g}"].append(right if share else right + wrong)
-    return out
-
-
 def drawn_difference(setting: PublishedSettings, draws: int, key: Key) -> float:
     """Return the largest distance of the closed form to ``draws`` draws of the integer noise through the threshold."""
     from fedcomp.privacy.entropy import SeededEntropy
@@ -71,50 +50,6 @@ def drawn_difference(setting: PublishedSettings, draws: int, key: Key) -> float:
     passed = threshold(noise + setting.teachers, limit)
     found = (quiet, float(np.mean(passed == 1)), float(np.mean(passed == -1)))
     return max(abs(a - b) for a, b in zip(found, setting.passes, strict=True))
-
-
-def agreement(
-    clients: int, size: int, densities: Sequence[float], multipliers: Mapping[str, float], key: Key
-) -> dict[str, dict[str, float]]:
-    """Return how often the noisy outcome has the sign of the true mean gradient, weighed by the mean's magnitude.
-
-    Clients hold the same Student-t(4) gradient plus independent noise three times as large. Weighed by magnitude, a
-    coin is right half of the time, and coordinates that hardly matter hardly count.
-
-    Parameters
-    ----------
-    densities : sequence of float
-        Votes of a client over ``size``.
-    multipliers : mapping
-        Noise multipliers by name.
-
-    Returns
-    -------
-    dict
-        By method ("votes, density", "signs, density" for plain signs, "clipped sum") and name of the multiplier.
-    """
-    rng = key.generator()
-    common = rng.standard_t(4, size)
-    gradients = common + 3.0 * rng.normal(size=(clients, size))
-    weight = np.abs(gradients.mean(axis=0))
-    truth = np.sign(gradients.mean(axis=0))
-    noise = rng.normal(size=size)
-    norms = np.linalg.norm(gradients, axis=1)
-    clip = float(np.median(norms))
-    clipped = (gradients * np.minimum(1.0, clip / norms)[:, None]).sum(axis=0)
-
-    def right(total: Any) -> float:
-        return float(weight[np.sign(total) == truth].sum() / weight.sum())
-
-    out = {"clipped sum": {name: right(clipped + z * clip * noise) for name, z in multipliers.items()}}
-    for density in densities:
-        k = max(1, round(density * size))
-        for kind, stochastic in (("votes", True), ("signs", False)):
-            votes = topk_stochastic_sign(gradients, k, stochastic=stochastic, uniforms=key.at(purpose="votes"))
-            total = votes.sum(axis=0, dtype=np.int64)
-            found = {name: right(total + z * math.sqrt(k) * noise) for name, z in multipliers.items()}
-            out[f"{kind}, {density:g}"] = found
-    return out
 
 
 @dataclass(frozen=True)
@@ -178,7 +113,6 @@ def multiplier(config: Config, epsilon: float) -> float:
     # No noise multiplier gives an infinite epsilon; without rounds nothing is released.
     if epsilon == math.inf or not config.rounds:
         return 0.0
-    from fedcomp.privacy.accounting import noise_multiplier_for
 
     return noise_multiplier_for(epsilon, float(config.settings["delta"]), releases=config.rounds)
 
@@ -238,7 +172,7 @@ def _trained(found: Found, asked: Asked, seeds: Sequence[int], title: str = "") 
 
 
 def study(found: Found) -> Studied:
-    """Train every method at every epsilon without messages; closed forms and synthetic gradients."""
+    """Train every method at every epsilon without messages, and compare a closed form with draws."""
     from fedcomp.experiments.central import beside
     from fedcomp.tasks import get_task
 
@@ -254,20 +188,13 @@ def study(found: Found) -> Studied:
     votes = {label: {**trained[label], **_vote_sizes(config, chosen[label])} for label in _voting()}
     caption = "With messages: through Flower, on the engine chosen. Whole messages hold a header and Flower's envelope."
     checked, differ = beside(results, caption)
-    say("sign agreement on synthetic gradients")
-    signs = say.cell("agreement", partial(_agreement, config))
     drawn = largest(
         drawn_difference(setting, 20_000, Key(config.seed, "passing", i)) for i, setting in enumerate(PUBLISHED)
     )
     return Studied(
         {**quantities(trained, votes, differ), "closed form less draws of the integer noise": drawn},
         tables=[*_trained_tables(trained, votes, chosen), *tuned, checked, _published_table()],
-        figures=[
-            _against_epsilon(trained),
-            _against_bytes(results),
-            _passing_figure(config, votes),
-            _agreement_figure(signs),
-        ],
+        figures=[_against_bytes(results)],
         tasks=[get_task(str(config.settings["task"]), **_options(config)).record()],
         statements={label: group[0].statement for label, group in groups.items() if group[0].statement},
     )
@@ -453,21 +380,6 @@ def _published_table() -> Table:
     )
 
 
-def _against_epsilon(trained: Figures) -> Curves:
-    points = [(m.label, trained[m.name(e)]["epsilon"], trained[m.name(e)]) for m, e in product(METHODS, FINITE)]
-    points += [(FEDAVG, e, trained[FEDAVG]) for e in FINITE]
-    return curves(
-        "Test accuracy against epsilon",
-        points,
-        lambda point: point[1],
-        lambda point: 100 * point[2]["accuracy"],
-        lambda point: point[0],
-        x_label="epsilon",
-        y_label="%",
-        log_x=True,
-    )
-
-
 def _against_bytes(results: Mapping[str, RunResult]) -> Curves:
     points = []
     for label, result in results.items():
@@ -486,53 +398,6 @@ def _against_bytes(results: Mapping[str, RunResult]) -> Curves:
         log_x=True,
         x_bytes=True,
         caption="The rows that were run as messages, one seed.",
-    )
-
-
-_DRAWN_EPSILONS: Final = tuple(round(0.1 * 10 ** (i / 8), 4) for i in range(25))
-_DRAWN_BETA: Final = 0.1
-
-
-def _passing_figure(config: Config, votes: Mapping[str, Mapping[str, float]]) -> Curves:
-    k = int(votes[METHODS[2].name(SENT)]["k"])
-    delta = float(config.settings["delta"])
-    found = passing(config.clients, k, _DRAWN_BETA, config.rounds, delta, _DRAWN_EPSILONS)
-    names = {f"{share:g}": f"{share:.0%} of the clients" if share else "pure noise, either sign" for share in SHARES}
-    return Curves(
-        "Probability that a coordinate passes the threshold",
-        "epsilon of the whole run",
-        "probability",
-        [Series(names[share], _DRAWN_EPSILONS, values) for share, values in found.items()],
-        log_x=True,
-        caption=f"Closed form, with the right sign; by the net share of {config.clients} clients that vote for it. "
-        f"{k} votes each, threshold {_DRAWN_BETA:g} n, {config.rounds} rounds.",
-    )
-
-
-_AGREEMENT_DENSITIES: Final = (0.05, 0.2, 1.0)
-_AGREEMENT_EPSILONS: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
-
-
-def _agreement(config: Config) -> dict[str, dict[str, float]]:
-    from fedcomp.privacy.accounting import noise_multiplier_for
-
-    delta = float(config.settings["delta"])
-    multipliers = {
-        f"{e:g}": noise_multiplier_for(e, delta, releases=1, grid_sigma=math.inf) for e in _AGREEMENT_EPSILONS
-    }
-    size = int(config.settings["agreement_size"])
-    return agreement(config.clients, size, _AGREEMENT_DENSITIES, multipliers, Key(config.seed, "agreement"))
-
-
-def _agreement_figure(signs: Mapping[str, Mapping[str, float]]) -> Curves:
-    return Curves(
-        "Signs that are right, one round on synthetic gradients",
-        "epsilon of the round",
-        "share, weighed by magnitude",
-        [Series(name, list(map(float, found)), list(found.values())) for name, found in signs.items()],
-        log_x=True,
-        caption="Sign of the noisy outcome against that of the true mean gradient. Clipped sum: the Gaussian mechanism "
-        "on gradients clipped at their median norm. Signs: plain; votes: stochastic; by k over d. One half is a coin.",
     )
 
 

@@ -92,7 +92,8 @@ def study(found: Found) -> Studied:
     from fedcomp.tasks import get_task
 
     config, pairs = found.config, list(product(METHODS, TARGETS))
-    shared = {"config": config, "multipliers": {target: _multiplier(found, target) for target in TARGETS}}
+    multipliers = {target: _multiplier(found, target) for target in TARGETS}
+    shared: dict[str, Any] = {"config": config, "multipliers": multipliers}
     choice = {(method, target): CHOSEN[method][TARGETS.index(target)] for method, target in pairs}
     if config.settings["tune"]:
         # All methods in one sweep, so that processes are busy to the end.
@@ -155,7 +156,7 @@ def study(found: Found) -> Studied:
                 {
                     "training": lambda pair: label(*pair),
                     "settings": lambda pair: choice[pair],
-                    "noise multiplier": lambda pair: shared["multipliers"][pair[1]],
+                    "noise multiplier": lambda pair: multipliers[pair[1]],
                     "releases": lambda pair: first[pair].releases,
                     "epsilon": lambda pair: largest(runs[pair].each("spent")),
                     "by Rényi alone": lambda pair: largest(runs[pair].each("rdp")),

@@ -209,7 +209,7 @@ def test_other_halves_in_a_list_of_mods_say_where_they_belong(half: ClientHalf) 
 
 
 def test_the_generic_app_has_a_handler_for_every_system() -> None:
-    kinds = ("train.gcn", "evaluate.gcn", "train.datalens")
+    kinds = ("train.gcn", "evaluate.gcn")
     with InProcessGrid(generic.app, 1, seed=2) as grid:
         (node,) = grid.get_node_ids()
         for kind in (*kinds, "query.unknown"):

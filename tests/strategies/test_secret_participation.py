@@ -26,7 +26,6 @@ from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.spec import RoundRecord, RunSpec
 from fedcomp.flower.asks import find_ask
-from fedcomp.flower.datalens import TrainingRequest
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.privacy import SECRET as MARK
@@ -37,6 +36,7 @@ from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.strategies.private.topagg import topagg
+from fedcomp.systems.private.datalens import Teachers
 from fedcomp.systems.private.lsg import LowRank
 
 NODES, ROUNDS = 12, 3
@@ -185,16 +185,22 @@ def test_a8_a_generators_rounds_tell_nothing_of_who_voted() -> None:
         assert (len(seen) > 1) == distinct
 
 
+def without_times(caplog: pytest.LogCaptureFixture) -> str:
+    """Return the log without addresses, seconds, and what moved, which may be released."""
+    changing = r"finished in [0-9.]+s|0x[0-9a-f]+|datalens.moved[^}]*}"
+    return re.sub(changing, "", "\n".join(caplog.messages), flags=re.DOTALL)
+
+
 def told_of_a_generator(sampling: Sampling, seed: int, caplog: pytest.LogCaptureFixture) -> tuple[str, int]:
     """Return the log of a round in which the first six clients fail if drawn, and how many of them were drawn."""
 
-    def failing(message: Message, context: Context, request: TrainingRequest) -> datalens_toy.ToyEnsemble:
+    def failing(message: Message, context: Context, request: Teachers) -> datalens_toy.ToyEnsemble:
         if int(context.node_config["partition-id"]) < NODES // 2:
             raise RuntimeError("its own words")
         return datalens_toy.ensemble(message, context, request)
 
     strategy = datalens_toy.strategy(sampling=sampling, adjacency="zero_out", seed=seed, clients=NODES)
-    over = datalens_toy.grid(with_halves([datalens_teachers(failing)]), nodes=NODES)
+    over = datalens_toy.grid(with_halves([datalens_teachers(failing), compression()]), nodes=NODES)
     fail = {over.node_id_of(partition) for partition in range(NODES // 2)}
     # What a client logs is on its own node; here that is the same process.
     logging.getLogger("flwr.fedcomp").addFilter(_of_the_server)
@@ -204,8 +210,7 @@ def told_of_a_generator(sampling: Sampling, seed: int, caplog: pytest.LogCapture
             strategy.start(over, datalens_toy.model(), num_rounds=1, timeout=9)
     finally:
         logging.getLogger("flwr.fedcomp").removeFilter(_of_the_server)
-    log = re.sub(r"finished in [0-9.]+s|0x[0-9a-f]+", "", "\n".join(caplog.messages))
-    return log, len(fail & set(strategy.privacy.entries[0].participants))
+    return without_times(caplog), len(fail & set(strategy.privacy.entries[0].participants))
 
 
 def _of_the_server(record: logging.LogRecord) -> bool:
@@ -220,6 +225,21 @@ def test_a8_a_generators_log_does_not_say_whether_a_failing_client_was_drawn(cap
     shown, drawn = told_of_a_generator(SHOWN, 1, caplog)
     assert drawn > 0
     assert "reply not used" in shown
+
+
+def test_a8_a_generators_log_names_no_node_with_a_copied_configuration(caplog: pytest.LogCaptureFixture) -> None:
+    def log(sampling: Sampling, seed: int) -> tuple[str, int]:
+        strategy = datalens_toy.strategy(sampling=sampling, adjacency="zero_out", seed=seed, clients=NODES)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "flwr"):
+            strategy.start(twins(datalens_toy.client()), datalens_toy.model(), num_rounds=1, timeout=9)
+        return without_times(caplog), len(strategy.privacy.entries[0].participants)
+
+    runs = [log(SECRET, seed) for seed in (1, 2, 3)]
+    assert len({count for _, count in runs}) > 1
+    assert len({said for said, _ in runs}) == 1
+    assert "claims" not in runs[0][0]
+    assert "claims partition 0" in log(SHOWN, 1)[0]
 
 
 SETTINGS = {
