@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fedcomp.clients.gossip import GossipSetup
-    from fedcomp.flower.datalens import TrainingRequest
     from fedcomp.forward.evaluate import Objective
     from fedcomp.graphs.base import GraphPart
+    from fedcomp.systems.private.datalens import Teachers
     from fedcomp.tasks.base import Task
     from fedcomp.tasks.generator import Ensemble
     from fedcomp.tasks.graph import GraphTask
@@ -145,7 +145,7 @@ def _objective(task: Task, partition: int, clients: int, seed: int, batch_size: 
     return LocalObjective(task, partition, clients, seed=seed, batch_size=batch_size, dtype=dtype)
 
 
-def teachers(msg: Message, context: Context, request: TrainingRequest) -> Ensemble:
+def teachers(msg: Message, context: Context, request: Teachers) -> Ensemble:
     """Return this node's teachers, each with its own part of the node's records, for a DataLens run."""
     job = NodeJob.read(msg, context)
     return _ensemble(

@@ -36,7 +36,7 @@ from fedcomp.clients.memory import (
 from fedcomp.clients.messages import NOT_WITHOUT_NOISE, AppError, changed, made, partition_of, reply_arrays
 from fedcomp.clients.peers import IDENTITY, identity_in, identity_record
 from fedcomp.clients.personal import Followed, ease, kept_note, names_note
-from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wants_private
+from fedcomp.clients.private.mod import ABOUT_SETTINGS, discreet, only_update, wants_padding, wants_private
 from fedcomp.codecs import Codec, get_codec
 from fedcomp.codecs.base import norm, require_finite
 from fedcomp.errors import ConfigError, FedcompError, StateError
@@ -107,7 +107,8 @@ def bringing(name: str, system: str, data: Brings) -> ClientHalf:
     """Return a half by which an app brings something to asks of one system, beside
     :func:`~fedcomp.clients.compressed.compression`.
 
-    Nothing is brought to private rounds, in which an update leaves and nothing else.
+    Nothing is brought to private rounds, in which an update leaves and nothing else, but for systems that are made for
+    them (:attr:`fedcomp.program.System.DISCREET`).
 
     Parameters
     ----------
@@ -165,7 +166,9 @@ def handle(
     # Noise on the update does not help where something else leaves beside it.
     private = wants_private(msg.content) or noised
     exchange = _Exchange(msg, context, call_next, head, system, downlink, (why, why_not), private, first_model)
-    return discreet(msg, exchange.answer) if private else exchange.answer()
+    if not private:
+        return exchange.answer()
+    return discreet(msg, exchange.answer, ABOUT_SETTINGS if system is not None and system.DISCREET else ())
 
 
 GUARDS: Final = ("votes_only", "local_privacy")
@@ -397,7 +400,7 @@ class _Exchange:
     def brought(self, content: RecordDict) -> Brought | None:
         """Return what the app brings, None for nothing; ``content`` is from here on what it sees."""
         self.msg.content = content
-        if self.system is None or self.private:
+        if self.system is None or (self.private and not self.system.DISCREET):
             return None
         if self.system.ID in ANY_APP:
             module, _, name = ANY_APP[self.system.ID].partition(":")

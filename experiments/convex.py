@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -11,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate
-from fedcomp.experiments.decentralised import Recorder
+from fedcomp.experiments.averaging import fit_line
 from fedcomp.gossip.base import Algorithm
 from fedcomp.gossip.errors import Diverged, Saturated
 from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import Topology
-from fedcomp.gossip.traffic import GossipTraffic
+from fedcomp.gossip.traffic import Count, GossipTraffic
 from fedcomp.gossip.vector import GossipPolicy, unflatten
-from fedcomp.gossip_simulation import SimulationSettings, simulate
+from fedcomp.gossip_simulation import Simulation, SimulationSettings, simulate
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 
@@ -79,7 +78,7 @@ class Convex:
 
     def gradients(self, z: Real) -> Real:
         """Return every node's gradient at ``z``, shape ``(nodes, d)``."""
-        return np.stack([_gradient(f, z, self.layout) for f in self.objectives])
+        return _gradients(self.objectives, z, self.layout)
 
     def distance(self, models: Iterable[Real]) -> float:
         """Return the nodes' root mean square distance to the optimum, relative to its norm."""
@@ -103,9 +102,9 @@ def optimum(objectives: Sequence[LocalObjective], layout: Layout, tolerance: flo
     """
     z = np.zeros(layout.size)
     for _ in range(_NEWTON_STEPS):
-        gradients = [_gradient(f, z, layout) for f in objectives]
-        gradient = np.sum(gradients, axis=0) / len(gradients)
-        scale = max(float(np.linalg.norm(g)) for g in gradients)
+        gradients = _gradients(objectives, z, layout)
+        gradient = gradients.sum(axis=0) / len(gradients)
+        scale = float(np.linalg.norm(gradients, axis=1).max())
         size = float(np.linalg.norm(gradient))
         # Relative to single gradients, which cancel at the optimum: rounding of their sum is of their size.
         if size <= tolerance * scale:
@@ -117,7 +116,10 @@ def optimum(objectives: Sequence[LocalObjective], layout: Layout, tolerance: flo
             break
         # Halved while the gradient grows: far from the minimum a full Newton step of the logistic loss can overshoot.
         length = 1.0
-        while length > 1e-3 and _mean_gradient_norm(objectives, z - length * step, layout) > size:
+        while length > 1e-3:
+            moved = _gradients(objectives, z - length * step, layout).sum(axis=0)
+            if np.linalg.norm(moved) / len(objectives) <= size:
+                break
             length /= 2
         z = z - length * step
     raise ConfigError(
@@ -198,13 +200,15 @@ def error_curve(
         Whether a run whose innovations grow is ended.
     """
     edges = len(topology.edges())
+    runs: list[Simulation] = []
+    seen: list[tuple[float, int, int]] = []
 
-    def look(iteration: int, models: Mapping[int, Real], traffic: GossipTraffic) -> tuple[float, float, float]:
-        count = traffic.edge["train"]
-        return problem.distance(models.values()), 8 * count.bytes / edges, 8 * count.bodies / edges
+    def look(_: int, models: Mapping[int, Real]) -> None:
+        count = runs[0].traffic.edge["train"] if runs else Count()
+        seen.append((problem.distance(models.values()), count.bytes, count.bodies))
 
-    record = Recorder(look)
-    outcome, stopped, saturated = None, "", False
+    invariants: Mapping[str, float] = {}
+    stopped, saturated = "", False
     try:
         # Numbers that leave the range are what ends a run that diverges.
         with np.errstate(over="ignore", invalid="ignore"):
@@ -216,13 +220,14 @@ def error_curve(
                 iterations,
                 layout=problem.layout,
                 seed=seed,
-                settings=SimulationSettings(every=1, observe=record.observe, before=record.before, watch=watch),
+                settings=SimulationSettings(every=1, observe=look, before=runs.append, watch=watch),
             )
+        invariants = algorithm.invariants(outcome.states.values())
     except (Diverged, NonFiniteUpdate) as error:
         stopped, saturated = f"{type(error).__name__}: {error}", isinstance(error, Saturated)
-    errors, bits, payload = (np.array(column) for column in zip(*record.seen, strict=True))
-    invariants = {} if outcome is None else algorithm.invariants(outcome.states.values())
-    return ErrorCurve(errors, bits, payload, record.traffic, invariants, stopped, saturated)
+    errors, sent, bodies = (np.array(column) for column in zip(*seen, strict=True))
+    traffic = runs[0].traffic if runs else GossipTraffic()
+    return ErrorCurve(errors, 8 * sent / edges, 8 * bodies / edges, traffic, invariants, stopped, saturated)
 
 
 @dataclass(frozen=True)
@@ -260,49 +265,12 @@ class ErrorCurve:
             return None
         return int(above[-1]) + 1 if len(above) else 0
 
-    def fit(self, high: float = 1e-1, low: float = 1e-9) -> Fit:
-        """Return the straight line through the logarithm of the errors between ``high`` and ``low``."""
+    def fit(self, high: float = 1e-1, low: float = 1e-9) -> tuple[float, float]:
+        """Return factor per iteration and R² of the straight line through the logarithm of the errors between ``high``
+        and ``low``."""
         below = np.flatnonzero(self.errors < high)
         done = np.flatnonzero(self.errors < low)
         return fit_line(self.errors[int(below[0]) if len(below) else 0 : int(done[0]) if len(done) else None])
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A straight line through logarithms of errors.
-
-    Attributes
-    ----------
-    slope : float
-        Natural logarithm per iteration; negative when the error falls.
-    r2 : float
-        Share of the variance the line explains.
-    points : int
-    """
-
-    slope: float
-    r2: float
-    points: int
-
-    @property
-    def rate(self) -> float:
-        """Factor by which the error changes per iteration."""
-        return math.exp(self.slope)
-
-
-def fit_line(errors: Real) -> Fit:
-    """Fit ``log errors`` by least squares over their indices; NaN with fewer than three or with errors not positive."""
-    errors = np.asarray(errors, np.float64)
-    if len(errors) < 3 or not (np.isfinite(errors).all() and (errors > 0).all()):
-        return Fit(math.nan, math.nan, len(errors))
-    y = np.log(errors)
-    # Centred, which makes slope and offset independent of each other.
-    x = np.arange(len(y)) - (len(y) - 1) / 2
-    slope = float(x @ y / (x @ x))
-    around = y - y.mean()
-    rest = around - slope * x
-    total = float(around @ around)
-    return Fit(slope, 1.0 - float(rest @ rest) / total if total else math.nan, len(y))
 
 
 def _hessian(objective: LocalObjective, z: Real, layout: Layout) -> Real:
@@ -316,10 +284,10 @@ def _hessian(objective: LocalObjective, z: Real, layout: Layout) -> Real:
     return out
 
 
+def _gradients(objectives: Sequence[LocalObjective], z: Real, layout: Layout) -> Real:
+    return np.stack([_gradient(f, z, layout) for f in objectives])
+
+
 def _gradient(objective: LocalObjective, z: Real, layout: Layout) -> Real:
     # Any key will do: with all examples in a batch there is nothing to draw.
     return FlatObjective(objective, layout).gradient(z, Key(0, "optimum"))
-
-
-def _mean_gradient_norm(objectives: Sequence[LocalObjective], z: Real, layout: Layout) -> float:
-    return float(np.linalg.norm(np.sum([_gradient(f, z, layout) for f in objectives], axis=0))) / len(objectives)

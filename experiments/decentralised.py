@@ -18,16 +18,17 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.experiments.findings import Table
-from fedcomp.experiments.kit import table
+from fedcomp.experiments.kit import Record, table
 from fedcomp.experiments.options import TEXT, Option
 from fedcomp.gossip.base import Algorithm
 from fedcomp.gossip.errors import Diverged
 from fedcomp.gossip.local import FlatObjective
-from fedcomp.gossip.topology import Topology, topology_of
+from fedcomp.gossip.topology import Topology
 from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip.vector import GossipPolicy, flatten, unflatten
-from fedcomp.gossip_simulation import FaultPlan, Simulation, SimulationSettings, simulate
-from fedcomp.layout import Layout
+from fedcomp.gossip_simulation import FaultPlan, GossipOutcome, Simulation, SimulationSettings, simulate
+from fedcomp.layout import DensityPolicy, Layout
+from fedcomp.plain import from_fields
 
 if TYPE_CHECKING:
     # Listing the experiments needs no torch: it is imported when one is run.
@@ -55,8 +56,8 @@ class GossipTraining:
         Examples of a gradient; 0 takes all of a partition.
     dtype : {"float32", "float64"}
         Of models and gradients.
-    policy : GossipPolicy
-        What of the model travels whole.
+    policy : callable, optional
+        What of the model travels whole: :class:`~fedcomp.gossip.vector.GossipPolicy`.
     skew_rounds : int or "auto"
         Closing iterations in which whole models travel; push-sum only.
     every : int
@@ -75,8 +76,8 @@ class GossipTraining:
     iterations: int
     seed: int = 0
     batch_size: int = 32
-    dtype: Literal["float32", "float64"] = "float32"
-    policy: GossipPolicy = field(default_factory=GossipPolicy)
+    dtype: str = "float32"
+    policy: DensityPolicy | None = field(default_factory=GossipPolicy)
     skew_rounds: int | Literal["auto"] = 0
     every: int = 0
     drop: float = 0.0
@@ -96,227 +97,118 @@ class GossipTraining:
         options: dict[str, Any] = {"seed": self.seed, "batch_size": self.batch_size, "dtype": self.dtype}
         return tuple(LocalObjective(self.task, i, n, **options) for i in range(n))
 
+    @cached_property
+    def start(self) -> dict[str, Real]:
+        """The initial model, which is everybody's."""
+        return self.objectives[0].start()
 
-@dataclass(frozen=True)
-class Evaluation:
-    """The nodes' models after some iteration, all messages of it delivered.
+    @cached_property
+    def layout(self) -> Layout:
+        """Of that model."""
+        return Layout.of(self.start, self.policy)
 
-    Attributes
-    ----------
-    iteration : int
-        Finished iterations; 0 is the initial model.
-    accuracy, worst : float
-        On the whole test split, of the nodes' models: mean and minimum.
-    average : float
-        Accuracy of the average of the nodes' models.
-    loss : float
-        Mean test loss of the nodes' models.
-    consensus : float
-        Root mean square over nodes of ``‖z_i - mean z‖``, relative to ``‖mean z‖``.
-    edge_bytes : int
-        So far.
+    def nodes(self) -> list[FlatObjective]:
+        """Return what nodes compute, with a home of its own for each: its buffers move with its gradients."""
+        home = {t.name: self.start[t.name] for t in self.layout.exact}
+        return [FlatObjective(objective, self.layout, dict(home)) for objective in self.objectives]
+
+    def run(self, nodes: Sequence[FlatObjective], settings: SimulationSettings) -> GossipOutcome:
+        """Simulate; raises what :func:`fedcomp.gossip_simulation.simulate` raises, :class:`Diverged` among it."""
+        return simulate(
+            self.algorithm,
+            self.topology,
+            nodes,
+            flatten(self.start, self.layout, self.dtype),
+            self.iterations,
+            layout=self.layout,
+            seed=self.seed,
+            settings=settings,
+        )
+
+
+def train(plan: GossipTraining) -> Record:
+    """Run ``plan`` in this process. A run that diverges is an outcome, not an error.
+
+    Returns
+    -------
+    Record
+        ``points`` of evaluations, all messages of an iteration delivered: ``iteration`` (0 is the initial model),
+        ``accuracy`` and ``worst`` (mean and minimum over the nodes' models, whole test split), ``average`` (accuracy of
+        the average of the nodes' models), ``loss`` (mean test loss), ``consensus`` (root mean square over nodes of
+        ``‖z_i - mean z‖``, relative to ``‖mean z‖``) and ``edge_bytes`` so far. Five of these of the last point, NaN
+        and an infinite loss when the run diverged. ``traffic``, a :class:`~fedcomp.gossip.traffic.GossipTraffic`;
+        ``invariants``, what the algorithm conserves over all nodes, after the last iteration; ``events``, how often
+        something happened beside plain iterations; ``diverged``, why the run was ended, or empty.
     """
+    objectives, layout, nodes = plan.objectives, plan.layout, plan.nodes()
+    # They outlive a run that ends in an error, so that what was sent until then can be told.
+    runs: list[Simulation] = []
+    points: list[dict[str, Any]] = []
 
-    iteration: int
-    accuracy: float
-    worst: float
-    average: float
-    loss: float
-    consensus: float
-    edge_bytes: int
+    def look(iteration: int, models: Mapping[int, Real]) -> None:
+        # What stays at home moves with each node's own gradients.
+        found = [objectives[i].evaluate({**unflatten(models[i], layout), **nodes[i].at_home()}) for i in sorted(models)]
+        # In float64: near consensus the distances are of the size of float32's rounding.
+        stack = np.stack([models[node] for node in sorted(models)]).astype(np.float64)
+        mean = stack.mean(axis=0)
+        averaged = {**unflatten(mean.astype(objectives[0].dtype), layout), **nodes[0].at_home()}
+        spread = math.sqrt(float(np.mean(np.sum((stack - mean) ** 2, axis=1))))
+        points.append(
+            {
+                "iteration": iteration,
+                "accuracy": math.fsum(f["accuracy"] for f in found) / len(found),
+                "worst": min(f["accuracy"] for f in found),
+                "average": objectives[0].evaluate(averaged)["accuracy"],
+                "loss": math.fsum(f["loss"] for f in found) / len(found),
+                # A mean of zero has no relative distance.
+                "consensus": spread / (float(np.linalg.norm(mean)) or math.nan),
+                # The initial models are looked at before there is a run.
+                "edge_bytes": runs[0].traffic.edge_bytes if runs else 0,
+            }
+        )
 
-
-@dataclass(frozen=True)
-class Trained:
-    """What a decentralised training came to; JSON-able by :func:`dataclasses.asdict`.
-
-    Attributes
-    ----------
-    accuracy, worst, average, loss, consensus : float
-        Of the last point, see :class:`Evaluation`; NaN and infinite loss when the run diverged.
-    points : list of Evaluation
-    traffic : GossipTraffic
-    invariants : dict of str to float
-        What the algorithm conserves over all nodes, after the last iteration.
-    events : dict of str to int
-        How often something happened beside plain iterations: answers missing, nodes gone, messages returned.
-    diverged : str
-        Why the run was ended; empty when it was not.
-    """
-
-    accuracy: float
-    worst: float
-    average: float
-    loss: float
-    consensus: float
-    points: Sequence[Evaluation]
-    traffic: GossipTraffic
-    invariants: Mapping[str, float]
-    events: Mapping[str, int]
-    diverged: str = ""
-
-
-class Recorder:
-    """Takes part in a simulation: keeps it, and what was seen, also when the run is ended by an error."""
-
-    def __init__(self, look: Callable[[int, Mapping[int, Real], GossipTraffic], Any]) -> None:
-        self.seen: list[Any] = []
-        self.run: Simulation | None = None
-        self._look = look
-
-    def before(self, run: Simulation) -> None:
-        """Know the run."""
-        self.run = run
-
-    def observe(self, iteration: int, models: Mapping[int, Real]) -> None:
-        """Look at the models."""
-        self.seen.append(self._look(iteration, models, self.traffic))
-
-    @property
-    def traffic(self) -> GossipTraffic:
-        """What was sent so far."""
-        return GossipTraffic() if self.run is None else self.run.traffic
-
-
-def train(plan: GossipTraining) -> Trained:
-    """Run ``plan`` in this process. A run that diverges is an outcome, not an error."""
-    objectives = plan.objectives
-    start = objectives[0].start()
-    layout = Layout.of(start, plan.policy)
-    home = {t.name: start[t.name] for t in layout.exact}
-
-    nodes = [FlatObjective(f, layout, home) for f in objectives]
-
-    def look(iteration: int, models: Mapping[int, Real], traffic: GossipTraffic) -> Evaluation:
-        return _point(iteration, models, traffic, nodes, objectives, layout)
-
-    # It outlives a run that ends in an error, so that what was sent until then can be told.
-    record = Recorder(look)
     # Both sides of a loss: of one half nothing was done, of the other all of it, and only the answer is missing.
     rates = {"silent": plan.drop / 2, "lost": plan.drop / 2}
-    outcome, diverged = None, ""
+    settings = SimulationSettings(
+        faults=FaultPlan(plan.seed, rates) if plan.drop else None,
+        skew_rounds=plan.skew_rounds,
+        every=plan.every,
+        observe=look,
+        before=runs.append,
+        patience=plan.patience,
+        watch=plan.watch,
+    )
+    last = {**dict.fromkeys(("accuracy", "worst", "average", "consensus"), math.nan), "loss": math.inf}
+    invariants: Mapping[str, float] = {}
+    diverged = ""
     try:
         # Numbers that leave the range are what ends a run that diverges.
         with np.errstate(over="ignore", invalid="ignore"):
-            outcome = simulate(
-                plan.algorithm,
-                plan.topology,
-                nodes,
-                flatten(start, layout, plan.dtype),
-                plan.iterations,
-                layout=layout,
-                seed=plan.seed,
-                settings=SimulationSettings(
-                    faults=FaultPlan(plan.seed, rates) if plan.drop else None,
-                    skew_rounds=plan.skew_rounds,
-                    every=plan.every,
-                    observe=record.observe,
-                    before=record.before,
-                    patience=plan.patience,
-                    watch=plan.watch,
-                ),
-            )
+            outcome = plan.run(nodes, settings)
+        last, invariants = points[-1], plan.algorithm.invariants(outcome.states.values())
     except (Diverged, NonFiniteUpdate) as error:
         diverged = f"{type(error).__name__}: {error}"
-    last = None if outcome is None else record.seen[-1]
-    return Trained(
-        accuracy=math.nan if last is None else last.accuracy,
-        worst=math.nan if last is None else last.worst,
-        average=math.nan if last is None else last.average,
-        loss=math.inf if last is None else last.loss,
-        consensus=math.nan if last is None else last.consensus,
-        points=record.seen,
-        traffic=record.traffic,
-        invariants={} if outcome is None else plan.algorithm.invariants(outcome.states.values()),
-        events=_events(record.run),
-        diverged=diverged,
-    )
+    counted = {f.name: getattr(runs[0].report, f.name) for f in fields(runs[0].report)} if runs else {}
+    found = {
+        **{name: last[name] for name in ("accuracy", "worst", "average", "loss", "consensus")},
+        "points": points,
+        "traffic": runs[0].traffic if runs else GossipTraffic(),
+        "invariants": invariants,
+        "events": {name: value if isinstance(value, int) else len(value) for name, value in counted.items()},
+        "diverged": diverged,
+    }
+    return Record(found)
 
 
-def _point(
-    iteration: int,
-    models: Mapping[int, Real],
-    traffic: GossipTraffic,
-    nodes: Sequence[FlatObjective],
-    objectives: Sequence[LocalObjective],
-    layout: Layout,
-) -> Evaluation:
-    # What stays at home moves with each node's own gradients.
-    found = [objectives[i].evaluate({**unflatten(models[i], layout), **nodes[i].at_home()}) for i in sorted(models)]
-    # In float64: near consensus the distances are of the size of float32's rounding.
-    stack = np.stack([models[node] for node in sorted(models)]).astype(np.float64)
-    mean = stack.mean(axis=0)
-    averaged = unflatten(mean.astype(objectives[0].dtype), layout)
-    spread = math.sqrt(float(np.mean(np.sum((stack - mean) ** 2, axis=1))))
-    return Evaluation(
-        iteration=iteration,
-        accuracy=math.fsum(f["accuracy"] for f in found) / len(found),
-        worst=min(f["accuracy"] for f in found),
-        average=objectives[0].evaluate({**averaged, **nodes[0].at_home()})["accuracy"],
-        loss=math.fsum(f["loss"] for f in found) / len(found),
-        # A mean of zero has no relative distance.
-        consensus=spread / (float(np.linalg.norm(mean)) or math.nan),
-        edge_bytes=traffic.edge_bytes,
-    )
+def run(plan: GossipTraining) -> dict[str, Any]:
+    """Train; return what :func:`train` returns as plain data, for a sweep."""
+    found = train(plan)
+    return {**found, "traffic": asdict(found.traffic)}
 
 
-def _events(run: Simulation | None) -> dict[str, int]:
-    if run is None:
-        return {}
-    counted = {f.name: getattr(run.report, f.name) for f in fields(run.report)}
-    return {name: value if isinstance(value, int) else len(value) for name, value in counted.items()}
-
-
-@dataclass(frozen=True)
-class GossipCell:
-    """One training as plain data.
-
-    Attributes
-    ----------
-    algorithm : mapping
-        As :func:`fedcomp.gossip.get_algorithm` takes it.
-    topology : str or mapping
-        As :func:`fedcomp.gossip.topology.topology_of` takes it.
-    nodes, iterations, seed : int
-    task, options : str, mapping
-    training : mapping
-        What else a :class:`GossipTraining` has: ``batch_size``, ``dtype``, ``skew_rounds``, ``every``, ``drop``,
-        ``patience``, ``watch``; and a policy's ``dense_below`` and ``buffers``.
-    validation : bool
-        Judge by a part of the training examples that nobody trains on, in place of the test split: for tuning.
-    """
-
-    algorithm: Mapping[str, Any]
-    topology: str | Mapping[str, Any]
-    nodes: int
-    iterations: int
-    seed: int
-    task: str = "digits"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    training: Mapping[str, Any] = field(default_factory=dict)
-    validation: bool = False
-
-    def plan(self) -> GossipTraining:
-        """Return what is to be run."""
-        from fedcomp.gossip import get_algorithm
-        from fedcomp.tasks import get_task
-
-        training = dict(self.training)
-        policy = {key: training.pop(key) for key in ("dense_below", "buffers") if key in training}
-        task = get_task(self.task, **self.options)
-        return GossipTraining(
-            task.validating() if self.validation else task,
-            get_algorithm(dict(self.algorithm)),
-            topology_of(self.topology, self.nodes, self.seed),
-            self.iterations,
-            seed=self.seed,
-            policy=GossipPolicy(**policy),
-            **training,
-        )
-
-    def run(self) -> dict[str, Any]:
-        """Train; return the fields of :class:`Trained`, for a sweep."""
-        return asdict(train(self.plan()))
+def traffic_of(record: Record) -> GossipTraffic:
+    """Return what was sent in the training of a sweep's record."""
+    return from_fields(GossipTraffic, record.traffic)
 
 
 def per_message(traffic: GossipTraffic, *, headers: bool) -> float:
@@ -385,23 +277,8 @@ class Energy:
 
     def joules(self, traffic: GossipTraffic) -> float | None:
         """Return the energy of all messages on edges, None without both figures."""
-        if self.sent is None or self.received is None:
-            return None
-        return traffic.energy(self.sent, self.received)
+        return None if self.sent is None or self.received is None else traffic.energy(self.sent, self.received)
 
-
-COST_COLUMNS: Final[Mapping[str, Callable[[GossipTraffic, GossipTraffic], float | int | None]]] = {
-    "message, bytes": lambda own, dense: per_message(own, headers=False),
-    "times smaller": lambda own, dense: ratio(own, dense),
-    "with headers": lambda own, dense: ratio(own, dense, headers=True),
-    "edge bytes": lambda own, dense: own.edge_bytes,
-    "of them closing": lambda own, dense: own.edge["dense"].bytes,
-    "whole run, times fewer": lambda own, dense: honest_ratio(own, dense),
-    "node bytes": lambda own, dense: own.node_bytes,
-    "relay bytes": lambda own, dense: own.relay_bytes,
-    "overhead bytes": lambda own, dense: own.overhead or None,
-}
-"""What a run costs beside one whose messages carry whole models, on the same graph."""
 
 COST_CAPTION: Final = (
     "Edge bytes: every message on every directed edge, headers and closing iterations included. Node bytes: every "
@@ -432,8 +309,18 @@ def cost_table(
         Goes before what the columns mean.
     """
     known = energy or Energy()
-    columns: dict[str, Any] = {first: lambda run: run[0]}
-    # cost as a default: a plain closure would see the last column's in every one.
-    columns |= {name: (lambda run, cost=cost: cost(*run[1])) for name, cost in COST_COLUMNS.items()}
-    columns["joules"] = lambda run: known.joules(run[1][0])
-    return table(title, columns, runs.items(), caption + COST_CAPTION, optional=("overhead bytes", "joules"))
+    columns: dict[str, Callable[[GossipTraffic, GossipTraffic], Any]] = {
+        "message, bytes": lambda own, dense: per_message(own, headers=False),
+        "times smaller": ratio,
+        "with headers": lambda own, dense: ratio(own, dense, headers=True),
+        "edge bytes": lambda own, dense: own.edge_bytes,
+        "of them closing": lambda own, dense: own.edge["dense"].bytes,
+        "whole run, times fewer": honest_ratio,
+        "node bytes": lambda own, dense: own.node_bytes,
+        "relay bytes": lambda own, dense: own.relay_bytes,
+        "overhead bytes": lambda own, dense: own.overhead or None,
+        "joules": lambda own, dense: known.joules(own),
+    }
+    shown = [{first: name, **{key: cost(*run) for key, cost in columns.items()}} for name, run in runs.items()]
+    headings = {name: name for name in (first, *columns)}
+    return table(title, headings, shown, caption + COST_CAPTION, optional=("overhead bytes", "joules"))

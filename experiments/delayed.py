@@ -56,22 +56,7 @@ def accuracy(weights: Weights, x: NDArray[np.float32], y: NDArray[Any]) -> float
     return 100.0 * float(np.mean(scores.argmax(axis=1) == y))
 
 
-def coded(values: NDArray[np.float32], code: str) -> NDArray[np.float32]:
-    """Return what arrives of a tensor: "8 bits", "upper half" of each float, or all of it."""
-    from fedcomp.gossip.coded_ring import eight_bits, upper_half
-
-    if not code:
-        return values
-    flat = np.ascontiguousarray(values.reshape(-1))
-    if not np.isfinite(flat).all():
-        return values
-    sent = {"8 bits": eight_bits, "upper half": upper_half}[code](flat)
-    return sent.decoded().reshape(values.shape)
-
-
-def train(
-    rate: float, momentum: float, delay: int, warmup: int, code: str, seed: int, *, steps: int, tuning: bool = False
-) -> dict[str, Any]:
+def train(rate: float, momentum: float, delay: int, warmup: int, seed: int, *, steps: int) -> dict[str, Any]:
     """Return the test accuracy after ``steps`` updates, all of which are applied, the last ones in the drain.
 
     Parameters
@@ -80,12 +65,8 @@ def train(
         Steps that a gradient is old when it is applied.
     warmup : int
         First steps without delay.
-    code : str
-        As of :func:`coded`, for every worker's gradient.
-    tuning : bool
-        Train without the validation split, and test on it.
     """
-    shards, (x, y), sizes = _digits(tuning)
+    shards, (x, y), sizes = _digits()
     weights = perceptron(seed, sizes)
     velocity = [np.zeros_like(each) for each in weights]
     under_way: deque[Weights] = deque()
@@ -102,7 +83,7 @@ def train(
             for worker, (inputs, classes) in enumerate(shards):
                 rows = Key(seed, "delayed/batch", step, worker).generator().integers(0, len(classes), BATCH)
                 for into, part in zip(total, gradient(weights, inputs[rows], classes[rows]), strict=True):
-                    into += coded(part, code) / np.float32(WORKERS)
+                    into += part / np.float32(WORKERS)
             under_way.append(total)
             while len(under_way) > (0 if step < warmup else delay):
                 apply()
@@ -112,10 +93,10 @@ def train(
 
 
 @cache
-def _digits(tuning: bool) -> tuple[list[tuple[Any, Any]], tuple[Any, Any], tuple[int, int, int]]:
+def _digits() -> tuple[list[tuple[Any, Any]], tuple[Any, Any], tuple[int, int, int]]:
     from fedcomp.tasks import get_task
 
-    task = get_task("digits", validation=tuning)
+    task = get_task("digits")
     shards = [(data.x, data.y) for data in (task.client(worker, WORKERS) for worker in range(WORKERS))]
     return shards, (task.test.x, task.test.y), (shards[0][0].shape[1], HIDDEN, 10)
 

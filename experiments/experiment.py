@@ -14,9 +14,9 @@ from typing import Any
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.experiments.engines import ENGINES
-from fedcomp.experiments.findings import Figure, Findings, Say, Table
+from fedcomp.experiments.findings import Figure, Table
 from fedcomp.experiments.options import Config, Value, option, show_value
-from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.spec import RunSpec
 from fedcomp.strategies.parts import BUDGET
 
 
@@ -111,14 +111,6 @@ def read_claims(text: str) -> list[Line]:
     return lines
 
 
-def no_rows(config: Config) -> list[RunSpec]:
-    """Return no row: the ``rows`` of an experiment that only measures."""
-    return []
-
-
-Measure = Callable[[Config, Mapping[str, RunResult], Say], Findings]
-
-
 @dataclass(frozen=True)
 class Experiment:
     """A question, what is compared, and what is claimed.
@@ -196,7 +188,6 @@ class Experiment:
     name: str
     question: str
     rows: Any = field(default_factory=dict)
-    measure: Measure | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 0
     clients: int = 1

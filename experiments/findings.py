@@ -1,7 +1,7 @@
 """What an experiment found: tables, curves, heat maps, pictures, claims, and the answer to its question.
 
-An experiment's ``measure`` returns :class:`Findings`. They are plain data: they go into ``summary.json`` and come back
-from there unchanged; :mod:`fedcomp.experiments.page` and :mod:`fedcomp.experiments.console` show them.
+:func:`fedcomp.experiments.tables.findings` makes :class:`Findings`. They are plain data: they go into ``summary.json``
+and come back from there unchanged; :mod:`fedcomp.experiments.page` and :mod:`fedcomp.experiments.console` show them.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ Figure = Curves | HeatMap | Pictures
 
 @dataclass(frozen=True)
 class Findings:
-    """What ``measure`` returns.
+    """What an experiment found.
 
     Parameters
     ----------

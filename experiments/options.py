@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.errors import ConfigError, FedcompError, nearest
-from fedcomp.experiments.spec import RunSpec
 from fedcomp.params import shown
 from fedcomp.rules import Int, Real, Rule, Text, checked
 
@@ -80,30 +79,6 @@ class Config:
     settings: Mapping[str, Value]
     budget: float | None = None
     quick: bool = False
-
-    def spec(self, system: str, label: str, task: str, *, take: Iterable[str] = (), **fixed: Value) -> RunSpec:
-        """Return the :class:`RunSpec` of one row.
-
-        ``take`` lists the settings the row uses; a name that ends in ``"."`` takes every setting below it.
-        ``fixed`` are settings this row sets itself (underscores stay, keys with dots go through
-        ``**{"codec.density": 0.01}``).
-        """
-        wanted = tuple(take)
-        chosen = {
-            key: value
-            for key, value in self.settings.items()
-            if any(key == want or (want.endswith(".") and key.startswith(want)) for want in wanted)
-        }
-        return RunSpec(
-            system=system,
-            label=label,
-            task=task,
-            engine=self.engine,
-            rounds=self.rounds,
-            clients=self.clients,
-            seed=self.seed,
-            settings={**chosen, **fixed},
-        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the configuration as a JSON-able dictionary."""

@@ -10,42 +10,35 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from fedcomp.experiments.findings import Say
-from fedcomp.experiments.kit import Record, Records, Sweep, repetitions
-from fedcomp.experiments.options import Config, numbers
+from fedcomp.experiments.findings import Curves, Table, mean
+from fedcomp.experiments.kit import Record, Records, curves, repetitions, table
+from fedcomp.experiments.options import numbers
+from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.tables import TUNING_SEED, Found
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
-    from fedcomp.experiments.spec import RunSpec
+    from fedcomp.experiments.options import Config
     from fedcomp.flower.faults import Delivery
     from fedcomp.strategies.overlap import Overlapping
-
-POINTS: Final = 120
-"""Evaluations of a training, spread evenly over its seconds."""
-
-ROUNDS: Final = 1_000_000
-"""More than any training has: seconds end it."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds per training message.
+    """Seconds per training message, one on average over clients and messages.
 
     Attributes
     ----------
     seed : int
     clients : int
-    mean : float
-        Over clients and messages.
     variation, jitter : float
         Coefficients of variation over clients, and over the messages of one client.
     """
 
     seed: int
     clients: int
-    mean: float = 1.0
     variation: float = 1.0
     jitter: float = 0.3
 
@@ -53,8 +46,7 @@ class Pace:
         """Return a client's mean seconds."""
         from fedcomp.timing.pipeline import log_normal
 
-        drawn = log_normal(self.mean, self.variation, self.clients, Key(self.seed, "pace/clients"))
-        return float(drawn[partition])
+        return float(log_normal(1.0, self.variation, self.clients, Key(self.seed, "pace/clients"))[partition])
 
     def __call__(self, delivery: Delivery) -> float:
         """Return the seconds of one message."""
@@ -70,23 +62,28 @@ class _TimeIsUp(Exception):
     """Ends a training."""
 
 
-def train(strategy: Overlapping, spec: RunSpec, pace: Callable[[Delivery], float], seconds: float) -> dict[str, Any]:
-    """Train for so many simulated seconds.
+def train(
+    strategy: Overlapping, config: Config, lr: float, seed: int, *, tuning: bool, jitter: float, **settings: Any
+) -> dict[str, Any]:
+    """Train on digits for the ``seconds`` of the configuration, with clients whose paces have its ``variation``.
 
     Parameters
     ----------
-    strategy : Overlapping
-    spec : RunSpec
-        Task, clients, seed and how clients train; its system and rounds count for nothing.
-    pace : callable
-        Seconds of a message.
-    seconds : float
+    lr : float
+        Step size of the clients.
+    tuning : bool
+        With other draws, and judged by the validation split.
+    jitter : float
+        As of :class:`Pace`.
+    **settings
+        How clients train.
 
     Returns
     -------
     dict
-        ``line`` of (second, test accuracy in percent), ``uplink`` bytes of payload, ``steps`` of the model, and
-        ``shares``: updates used of each client, by partition.
+        ``line`` of (second, test accuracy in percent), about 120 points; ``settled``, the mean of the last five;
+        ``uplink`` bytes of payload, ``steps`` of the model, and ``shares``: updates used of each client, from the
+        quickest to the slowest.
     """
     from flwr.app import Array, ArrayRecord
 
@@ -102,8 +99,13 @@ def train(strategy: Overlapping, spec: RunSpec, pace: Callable[[Delivery], float
     from fedcomp.tasks import get_task
     from fedcomp.tasks.arrays import load_arrays, to_arrays
 
-    settings = get_system("fedavg").resolve(spec.settings)
-    task = get_task(spec.task, **below(settings, TASK_PREFIX))
+    seconds = float(config.settings["seconds"])
+    seed += tuning * TUNING_SEED
+    asked = {"task.hidden": "64", "task.validation": tuning, "lr": lr, **settings}
+    spec = RunSpec("fedavg", task="digits", clients=config.clients, seed=seed, settings=asked)
+    pace = Pace(seed, config.clients, float(config.settings["variation"]), jitter)
+    resolved = get_system("fedavg").resolve(spec.settings)
+    task = get_task(spec.task, **below(resolved, TASK_PREFIX))
     model = task.model(spec.seed)
     start = ArrayRecord({name: Array(array) for name, array in to_arrays(model).items()})
     line: list[tuple[float, float]] = []
@@ -111,21 +113,27 @@ def train(strategy: Overlapping, spec: RunSpec, pace: Callable[[Delivery], float
         grid = MeteredGrid(inner)
 
         def keep(server_round: int, arrays: ArrayRecord, outcome: RoundOutcome) -> None:
-            if not line or inner.clock >= line[-1][0] + seconds / POINTS or inner.clock >= seconds:
+            if not line or inner.clock >= line[-1][0] + seconds / 120 or inner.clock >= seconds:
                 load_arrays(model, {name: array.numpy() for name, array in arrays.items()}, cast=True)
                 line.append((inner.clock, 100.0 * float(task.evaluate(model, task.test)[task.metric])))
             if inner.clock >= seconds:
                 raise _TimeIsUp
 
-        config = client_config(spec, settings)
         with contextlib.suppress(_TimeIsUp):
-            fit(strategy, grid, start, ROUNDS, timeout=None, train_config=config, on_round=keep)
+            # More rounds than any training has: seconds end it.
+            fit(strategy, grid, start, 10**6, timeout=None, train_config=client_config(spec, resolved), on_round=keep)
         used: Counter[int] = Counter()
         for report in strategy.reports.values():
             used.update(node for node in report.section(Overlap).staleness if node not in report.refused)
         shares = [used[node] for node in grid.get_node_ids()]
         uplink = grid.ledger.total("payload", direction="up")
-    return {"line": line, "uplink": uplink, "steps": strategy.steps, "shares": shares}
+    return {
+        "line": line,
+        "settled": mean(point[1] for point in line[-5:]),
+        "uplink": uplink,
+        "steps": strategy.steps,
+        "shares": [shares[partition] for partition in sorted(range(config.clients), key=pace.of)],
+    }
 
 
 def seconds_to(line: Sequence[Sequence[float]], target: float, width: int = 3) -> float:
@@ -134,11 +142,6 @@ def seconds_to(line: Sequence[Sequence[float]], target: float, width: int = 3) -
         if sum(point[1] for point in line[i - width + 1 : i + 1]) / width >= target:
             return float(line[i][0])
     return float("inf")
-
-
-def median_seconds(lines: Sequence[Sequence[Sequence[float]]], target: float) -> float:
-    """Return the median over trainings of :func:`seconds_to`: infinity where most never get there."""
-    return sorted(seconds_to(line, target) for line in lines)[len(lines) // 2]
 
 
 def shown_seconds(value: float) -> str | float:
@@ -157,15 +160,44 @@ class Timed:
     groups : dict of str to Records
         Its trainings at that one.
     sooner : dict of str to float
-        Median seconds of these to the target.
+        Median seconds of these to the target; infinite where most never get there.
+    target : float
     """
 
     best: dict[str, float]
     groups: dict[str, Records]
     sooner: dict[str, float]
+    target: float
+
+    def table(self, columns: Mapping[str, Callable[[str], Any]], caption: str) -> Table:
+        """Return what each row came to; ``columns`` are functions of a row that go after those of every such table."""
+        shown: dict[str, Callable[[str], Any]] = {
+            "row": str,
+            "step size": lambda row: self.best[row],
+            f"seconds to {self.target:g} %, median": lambda row: shown_seconds(self.sooner[row]),
+            "test, %": lambda row: round(mean(self.groups[row].each("settled")), 1),
+            "steps of the model": lambda row: round(mean(self.groups[row].each("steps"))),
+        }
+        chosen = (
+            " Means over seeds; test accuracy is the mean of the last five points. The step size is the one of the "
+            "grid that is soonest at the target on a validation split, for every row by itself."
+        )
+        return table("Against the simulated clock", {**shown, **columns}, self.best, caption + chosen)
+
+    def curve(self) -> Curves:
+        """Return accuracy against the clock."""
+        return curves(
+            "Test accuracy against the simulated clock",
+            [(row, point) for row, group in self.groups.items() for point in group[0].line],
+            lambda pair: pair[1][0],
+            lambda pair: pair[1][1],
+            lambda pair: pair[0],
+            x_label="simulated seconds, first seed",
+            y_label="test accuracy, %",
+        )
 
 
-def timed(run: Callable[..., Mapping[str, Any]], rows: Iterable[str], config: Config, say: Say) -> Timed:
+def timed(run: Callable[..., Mapping[str, Any]], rows: Iterable[str], found: Found) -> Timed:
     """Choose each row's step size of the setting ``steps`` on a validation split, and train with it.
 
     Parameters
@@ -173,10 +205,9 @@ def timed(run: Callable[..., Mapping[str, Any]], rows: Iterable[str], config: Co
     run : callable
         ``(row, lr, seed, config=, tuning=)``, a function of a module, returns a training's ``line`` and ``settled``.
     """
-    processes, target = int(config.settings["workers"]), float(config.settings["target"])
-    steps = numbers(str(config.settings["steps"]))
-    tuned: dict[str, Any] = {"row": list(rows), "lr": list(steps), "seed": [config.seed]}
-    tried = Sweep(run, tuned, "tuning", {"config": config, "tuning": True})(say, processes)
+    config, target = found.config, float(found.config.settings["target"])
+    tuned = {"row": list(rows), "lr": numbers(str(config.settings["steps"])), "seed": [config.seed]}
+    tried = found.sweep(run, tuned, "tuning", config=config, tuning=True)
 
     def merit(record: Record) -> tuple[float, float]:
         # Soonest at the target; among those that never are, the most accurate.
@@ -184,11 +215,9 @@ def timed(run: Callable[..., Mapping[str, Any]], rows: Iterable[str], config: Co
 
     best = {row: min(group, key=merit).lr for row, group in tried.groups("row").items()}
     cells = [{"row": row, "lr": best[row], "seed": seed} for row in best for seed in repetitions(config)]
-    groups: dict[str, Records] = Sweep(run, cells, "clock", {"config": config})(say, processes).groups("row")
-    return Timed(best, groups, {row: median_seconds(group.each("line"), target) for row, group in groups.items()})
-
-
-def evenness(shares: Sequence[int]) -> float:
-    """Return Jain's index of what clients contribute: 1 where all contribute alike, 1/n where one does alone."""
-    total = sum(shares)
-    return total**2 / (len(shares) * sum(share**2 for share in shares)) if total else 0.0
+    groups = found.sweep(run, cells, "clock", config=config).groups("row")
+    sooner = {}
+    for row, group in groups.items():
+        times = sorted(seconds_to(line, target) for line in group.each("line"))
+        sooner[row] = times[len(times) // 2]
+    return Timed(best, groups, sooner, target)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.decentralised import Energy
+from fedcomp.experiments.decentralised import Energy, GossipTraining
 from fedcomp.experiments.findings import Table, different_bytes
 from fedcomp.experiments.kit import table
 from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.tables import Found
-from fedcomp.strategies.parts import TASK_PREFIX
+from fedcomp.strategies.parts import TASK_PREFIX, below
 
 
 def rows(systems: Mapping[str, str], config: Config, *, most: int = sys.maxsize) -> Mapping[str, str]:
@@ -33,24 +32,9 @@ def rows(systems: Mapping[str, str], config: Config, *, most: int = sys.maxsize)
     return {label: f"{text} rounds={rounds} evaluate_every={max(1, rounds)}" for label, text in systems.items()}
 
 
-@dataclass(frozen=True)
-class Central:
-    """What a run comes to in one process.
-
-    Attributes
-    ----------
-    arrays : dict of str to ndarray
-        Mean of the nodes' models, as the server half returns it.
-    edge_bytes : int
-        Of all messages.
-    """
-
-    arrays: dict[str, NDArray[Any]]
-    edge_bytes: int
-
-
-def without_messages(spec: RunSpec) -> Central:
-    """Run the gossip row of ``spec`` here.
+def without_messages(spec: RunSpec) -> tuple[dict[str, NDArray[Any]], int]:
+    """Run the gossip row of ``spec`` here; return the mean of the nodes' models, as the server half has it, and the
+    bytes of all messages.
 
     Raises
     ------
@@ -59,47 +43,33 @@ def without_messages(spec: RunSpec) -> Central:
     """
     # Here, not above: a list of the experiments must not bring Flower.
     from fedcomp.experiments.systems import get_system
-    from fedcomp.gossip.local import FlatObjective
-    from fedcomp.gossip.vector import flatten, unflatten
-    from fedcomp.gossip_simulation import SimulationSettings, simulate
-    from fedcomp.layout import Layout
+    from fedcomp.gossip.vector import unflatten
+    from fedcomp.gossip_simulation import SimulationSettings
     from fedcomp.strategies.gossip.strategy import GossipRelay, mean_of
     from fedcomp.tasks import get_task
-    from fedcomp.tasks.local import LocalObjective
 
     system = get_system(spec.system)
     settings = system.resolve(spec.settings)
     strategy = system.build(settings, spec.seed)
     if not isinstance(strategy, GossipRelay):
         raise ConfigError(f"{system.title} is not a decentralised algorithm; there is nothing to compare")
-    options = {k.removeprefix(TASK_PREFIX): v for k, v in settings.items() if k.startswith(TASK_PREFIX)}
-    task, how = get_task(spec.task, **options), strategy.settings
-    batch = int(settings["batch_size"])
-    objectives = [
-        LocalObjective(task, i, spec.clients, seed=spec.seed, batch_size=batch, dtype=how.dtype)
-        for i in range(spec.clients)
-    ]
-    start = objectives[0].start()
-    layout = Layout.of(start, strategy.policy)
-    # A home of its own for every node: its buffers move with its gradients, as they do on a node.
-    locals_ = [
-        FlatObjective(objective, layout, {t.name: start[t.name] for t in layout.exact}) for objective in objectives
-    ]
-    outcome = simulate(
+    plan = GossipTraining(
+        get_task(spec.task, **below(settings, TASK_PREFIX)),
         strategy.algorithm,
         strategy.graph(spec.clients),
-        locals_,
-        flatten(start, layout, how.dtype),
         spec.rounds,
-        layout=layout,
         seed=spec.seed,
-        settings=SimulationSettings(skew_rounds=strategy.settings.skew_rounds),
+        batch_size=int(settings["batch_size"]),
+        dtype=strategy.settings.dtype,
+        policy=strategy.policy,
     )
+    nodes = plan.nodes()
+    outcome = plan.run(nodes, SimulationSettings(skew_rounds=strategy.settings.skew_rounds))
     models = []
     for i in sorted(outcome.models):
-        named = {**unflatten(outcome.models[i], layout), **locals_[i].at_home()}
-        models.append({name: named[name] for name in layout.order})
-    return Central({k: np.asarray(v) for k, v in mean_of(models).items()}, outcome.traffic.edge_bytes)
+        named = {**unflatten(outcome.models[i], plan.layout), **nodes[i].at_home()}
+        models.append({name: named[name] for name in plan.layout.order})
+    return {k: np.asarray(v) for k, v in mean_of(models).items()}, outcome.traffic.edge_bytes
 
 
 def edge_bytes(result: RunResult) -> int:
@@ -112,19 +82,13 @@ def beside(found: Found, caption: str) -> tuple[Table, dict[tuple[str, str], flo
     """Return the runs that went through messages beside the same runs in one process, and by row how many ``model
     bytes that differ`` and ``message bytes that differ``."""
     shown: list[dict[str, Any]] = []
+    differ: dict[tuple[str, str], float] = {}
     for label, result in found.results.items():
         found.say(f"{label} without messages")
-        central, sent = without_messages(result.spec), edge_bytes(result)
-        shown.append(
-            {
-                "row": label,
-                "iterations": result.spec.rounds,
-                "edge bytes, messages": sent,
-                "edge bytes, one process": central.edge_bytes,
-                "whole messages, bytes": result.uplink_wire_bytes + result.downlink_wire_bytes,
-                "model bytes that differ": different_bytes(result.arrays, central.arrays),
-                "message bytes that differ": abs(sent - central.edge_bytes),
-            }
-        )
-    differ = {(row["row"], name): row[name] for row in shown for name in row if name.endswith("that differ")}
+        (arrays, alone), sent = without_messages(result.spec), edge_bytes(result)
+        differ[label, "model bytes that differ"] = different_bytes(result.arrays, arrays)
+        differ[label, "message bytes that differ"] = abs(sent - alone)
+        whole = result.uplink_wire_bytes + result.downlink_wire_bytes
+        row = {"row": label, "iterations": result.spec.rounds, "edge bytes": sent, "whole messages, bytes": whole}
+        shown.append(row | {name: value for (of, name), value in differ.items() if of == label})
     return table("The same runs with messages and without", {name: name for name in shown[0]}, shown, caption), differ

@@ -302,21 +302,14 @@ def specs_of(experiment: Experiment, config: Config) -> list[RunSpec]:
     Raises
     ------
     ConfigError
-        When two rows share a label, or when there is a budget and neither a row nor the study could keep it.
+        When there is a budget and neither a row nor the study could keep it.
     """
-    if experiment.measure is not None:
-        specs = list(experiment.rows(config))
-    else:
-        training = Training.of(experiment, config)
-        specs = [] if experiment.trains_itself else [training.spec(label) for label in training.rows]
+    training = Training.of(experiment, config)
+    specs = [] if experiment.trains_itself else [training.spec(label) for label in training.rows]
     if config.budget is not None:
         specs = [within(spec, config.budget) for spec in specs]
         if not experiment.measures_privately and not any(BUDGET in spec.settings for spec in specs):
             raise ConfigError(f"experiment {experiment.name!r} has nothing that a budget could end; leave --budget out")
-    labels = [spec.label for spec in specs]
-    twice = sorted({label for label in labels if labels.count(label) > 1})
-    if twice:
-        raise ConfigError(f"experiment {experiment.name!r} has two rows called {twice[0]!r}; labels must be unique")
     return specs
 
 
@@ -408,8 +401,6 @@ def findings(experiment: Experiment, config: Config, results: Mapping[str, RunRe
     results : mapping
         By label, what came of :func:`specs_of`.
     """
-    if experiment.measure is not None:
-        return experiment.measure(config, results, say)
     found = Found(experiment, config, results, say)
     if experiment.trains_itself:
         _train_all(found)

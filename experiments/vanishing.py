@@ -7,7 +7,7 @@ runs the plain pair again with exactly the clients whose updates another run had
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,11 +44,6 @@ class Life:
     def fraction(self) -> float:
         """Share of all clients of all rounds whose update is in a sum."""
         return mean(len(included) / self.result.spec.clients for included in self.included.values())
-
-    @property
-    def seconds(self) -> float:
-        """Mean simulated seconds until the server stopped waiting."""
-        return mean(self.log[r].seconds for r in self.included)
 
     @property
     def last(self) -> float:
@@ -151,10 +146,3 @@ class PeerShards:
                 if at > situation.share_by:
                     root.spool(relay).remove(parcel)
         return left
-
-
-def wasted(life: Life, kinds: Collection[str] | None = None) -> float:
-    """Return the bytes of replies that left clients in all rounds and came to nothing."""
-    return sum(
-        size for r in life.included for kind, size in life.log[r].spent.items() if kinds is None or kind in kinds
-    )

@@ -102,6 +102,8 @@ class Local:
     rule : Rule
     data : mapping of int to object
         By node: :attr:`fedcomp.program.Me.data`.
+    brought : object, optional
+        By the server's app: :attr:`fedcomp.program.Now.data`.
     fault : callable
         ``fault(number, node, exchange)``: "" for none, "silent" (the ask is lost), "lost" (the answer is), "late" (the
         answer comes in the next exchange), "stale" (in place of the answer comes that to an earlier exchange), "crash"
@@ -142,6 +144,7 @@ class Local:
     seed: int = 0
     rule: Rule = field(default_factory=Mean)
     data: Mapping[int, Any] = field(default_factory=dict)
+    brought: Any = None
     fault: Callable[[int, int, int], str] = lambda number, node, exchange: ""
     state: dict[str, Any] = field(default_factory=dict)
     told: dict[str, Any] = field(default_factory=dict)
@@ -246,6 +249,7 @@ class Local:
             mailbox=mailbox,
             unpack=unpack,
             credit=credit,
+            data=self.brought,
         )
 
     def _play(self, now: Now, program: Round, carried: dict[int, tuple[int, int]]) -> Step | None:

@@ -209,6 +209,8 @@ class Now:
     unpack : callable
         ``unpack(node, data)`` returns the answer of a node that :attr:`Me.pack` made bytes of, which came another way;
         raises a FedcompError where it is none.
+    data : object, optional
+        What the server's app brings, such as a generator and its optimiser. The system says what it has to be.
     credit : callable
         ``credit(node, mark)``: what that node sent under a mark (:attr:`Me.mark`) came another way, in a sum; if the
         step names the node as consumed, this is what is consumed.
@@ -233,6 +235,7 @@ class Now:
     mailbox: Mailbox = field(default_factory=Mailbox)
     unpack: Callable[[int, bytes], Answer] = lambda node, data: Answer(node)
     credit: Callable[[int, bytes], None] = lambda node, mark: None
+    data: Any = None
 
     @property
     def open(self) -> Mapping[int, int]:
@@ -451,6 +454,10 @@ class System(Configured, ABC):
     TRACED: ClassVar[bool] = False
     """Whether the server must know of each post that clients bring each other by themselves: what does not arrive goes
     back to its sender. Else it knows of none."""
+
+    DISCREET: ClassVar[bool] = False
+    """Whether it is for private rounds alone, in which its half bounds by itself what leaves of what the app brings. Of
+    what goes wrong settings may then be named. Of other systems the update alone leaves, and nothing is brought."""
 
     SHARED: ClassVar[tuple[str, ...]] = ()
     """Frames of answers that are blobs from then on: whoever made one holds it."""

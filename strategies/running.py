@@ -305,8 +305,9 @@ class Running:
                 with np.errstate(over="ignore"):
                     self.norms[node] = norm(came, before()) if codec.lossless else norm(came)
             return
+        trained = self.trained.get(node)
         # A frame that was made here of a model never travelled.
-        if came.sizes is not None and not self.trained[node].dense:
+        if came.sizes is not None and not (trained is not None and trained.dense):
             self.sizes[node] = came.sizes
         if not self.rule.measured:
             return

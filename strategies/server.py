@@ -771,9 +771,9 @@ class Server(Evaluating):
             x.rule.takes,
             now.number,
             (x.record, to_record(step.tensors)),
-            next(iter(x.base.values())),
+            next(iter(x.base.values()), None) or Message(RecordDict(), 1, "train"),
             [RecordDict({"metrics": MetricRecord(metrics)})] if step.metrics else [],
-            received=(len(step.consumed), len(x.base) - len(step.consumed)),
+            received=None if x.rule.withholds else (len(step.consumed), len(x.base) - len(step.consumed)),
         )
 
     def _share(self, x: Running, now: Now, change: Vector, consumed: Sequence[int]) -> None:

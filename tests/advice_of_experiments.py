@@ -39,7 +39,7 @@ from fedcomp.experiments.engines.processes import free_ports
 from fedcomp.experiments.engines.superlink import APP
 from fedcomp.experiments.findings import Claim
 from fedcomp.experiments.links import SlowLinks
-from fedcomp.experiments.options import Config, Option, option
+from fedcomp.experiments.options import Option, option
 from fedcomp.experiments.run import RunnerSetup, main
 from fedcomp.experiments.security.certificates import Folder, add_nodes, create, read, renew
 from fedcomp.experiments.security.link import LinkOptions, prepare
@@ -268,8 +268,7 @@ def stored(text: str, damage: Callable[[Path], object] = print, **changed: Any) 
     return Row(text, lambda path: failing(resumed(path)), started)
 
 
-def more_rows(config: Config) -> list[RunSpec]:
-    return [*TINY.rows(config), config.spec("qsgd", "another", "digits")]
+MORE_ROWS = {**TINY.rows, "another": "qsgd"}
 
 
 def config(text: str) -> Callable[[Path], object]:
@@ -309,8 +308,8 @@ RUNS = (
     stored("its settings have other names; start a new run", **OTHER),
     Row(
         "its rows differ; start a new run",
-        lambda path: failing(interrupted(path, rows=more_rows)),
-        lambda path: interrupted(path, rows=more_rows) != 0 and ends(path, "tiny", finished=3, rows=more_rows),
+        lambda path: failing(interrupted(path, rows=MORE_ROWS)),
+        lambda path: interrupted(path, rows=MORE_ROWS) != 0 and ends(path, "tiny", finished=3, rows=MORE_ROWS),
     ),
     Row(
         "resume without it, or start a new run",

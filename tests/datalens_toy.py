@@ -7,18 +7,25 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Context, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 from toy import with_halves
 
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.memory import MEMORY, REPLY
 from fedcomp.clients.private.datalens import datalens_teachers
-from fedcomp.flower.datalens import TeacherMemory, TrainingRequest
+from fedcomp.flower import asks
+from fedcomp.flower.asks import AskHead
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import FRAME
+from fedcomp.flower.privacy import PRIVATE
+from fedcomp.flower.records import to_arrays
 from fedcomp.rng import Key
 from fedcomp.strategies.private.datalens import DataLens
 from fedcomp.strategies.private.settings import TeacherSettings, VoteSettings
+from fedcomp.systems.private.datalens import Teachers
 
 NODES, PIXELS, IMAGES, SEED = 4, 12, 3, 5
 
@@ -74,12 +81,31 @@ class ToyEnsemble(NamedTuple):
     student: ToyStudent
 
 
-def ensemble(message: Message, context: Context, request: TrainingRequest) -> ToyEnsemble:
+def ensemble(message: Message, context: Context, request: Teachers) -> ToyEnsemble:
     return ToyEnsemble(ToyTeachers(int(context.node_config["partition-id"]), request.teachers), ToyStudent())
 
 
+def system(**options: Any) -> Teachers:
+    """Return what two teachers of a client are asked."""
+    return Teachers(**{"k": 4, "images": IMAGES, "teachers": 2, "pretrain": 3, "seed": SEED, **options})
+
+
+def asking(
+    of: Teachers, number: int = 1, sequence: int = 1, session: bytes = b"session!", images: Any = None, **config: Any
+) -> Message:
+    """Return a message of a private round to the teachers of a node; with ``images`` these, and no generator."""
+    content = RecordDict({"config": ConfigRecord({PRIVATE: True, **config})})
+    where = {"model": "arrays"} if images is None else {"needs_model": False}
+    data = {} if images is None else {FRAME + "images": images.astype("<f4").tobytes()}
+    if images is None:
+        content["arrays"] = model()
+    head = AskHead(number, 7, session, sequence, system=of.to_config(), cast=True, **where)
+    asks.put(content, head, None, data)
+    return Message(content, 2, "train")
+
+
 def client() -> ClientApp:
-    return with_halves([datalens_teachers(ensemble)])
+    return with_halves([datalens_teachers(ensemble), compression()])
 
 
 def model() -> ArrayRecord:
@@ -103,10 +129,20 @@ def grid(app: Callable | None = None, nodes: int = NODES, **options: Any) -> Met
     return MeteredGrid(InProcessGrid(app or client(), nodes, **{"seed": 2, **options}))
 
 
-def kept(over: MeteredGrid, partition: int) -> TeacherMemory:
-    found = TeacherMemory.load(over.context(partition))
-    assert found is not None
-    return found
+class Kept(NamedTuple):
+    """What a teacher has: its state, and the votes that it answered with last."""
+
+    state: dict[str, NDArray[Any]]
+    answer: bytes
+
+
+def kept_in(context: Context) -> Kept:
+    answer = asks.data_in(RecordDict({k.removeprefix(REPLY): v for k, v in context.state.items()}), FRAME)["values"]
+    return Kept(to_arrays(context.state[MEMORY]), bytes(answer))
+
+
+def kept(over: MeteredGrid, partition: int) -> Kept:
+    return kept_in(over.context(partition))
 
 
 def row(arrays: ArrayRecord) -> NDArray[np.float32]:

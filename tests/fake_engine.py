@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from fedcomp.experiments.experiment import Experiment, no_rows
-from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Say, Series, Table
-from fedcomp.experiments.options import TEXT, Config, Option
+from fedcomp.experiments.experiment import Experiment, Studied
+from fedcomp.experiments.findings import Curves, HeatMap, Series, Table
+from fedcomp.experiments.options import TEXT, Option
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.experiments.tables import Found
 from fedcomp.rules import Flag, Int, OneOf, Real
 
 DATA = {"note": "numbers made by formula", "used": "offline", "verified": False, "substitute": False}
@@ -78,30 +79,26 @@ class FakeEngine:
         )
 
 
-def rows(config: Config) -> list[RunSpec]:
-    return [
-        config.spec("fedavg", "dense", "digits", take=("train.", "link")),
-        config.spec("topk", "sparse", "digits", take=("train.", "codec.density", "link")),
-    ]
-
-
-def compare(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
-    sent = results["sparse"].uplink_payload_bytes
-    gain = results["dense"].uplink_payload_bytes / sent
-    return Findings(
-        claims=[
-            Claim("fewer bytes", gain, ">=", 5.0, "derived: 1 / density"),
-            Claim("very many fewer bytes", gain, ">=", 1e6, "wishful", gate=False),
-        ],
-        answer=f"Sparse sends {sent} bytes <in all>.",
-    )
+def compare(found: Found) -> Studied:
+    sent = found.results["sparse"].uplink_payload_bytes
+    gain = found.results["dense"].uplink_payload_bytes / sent
+    return Studied({"bytes sent": sent, "fewer bytes": gain, "very many fewer bytes": gain})
 
 
 TINY = Experiment(
     name="tiny",
     question="Does <counting> work?",
-    rows=rows,
-    measure=compare,
+    task="digits",
+    rows={
+        "dense": "fedavg train.lr={train.lr} train.epochs={train.epochs}",
+        "sparse": "topk train.lr={train.lr} train.epochs={train.epochs} codec.density={codec.density}",
+    },
+    study=compare,
+    claims="""
+        | fewer bytes | >= 5.0 | gate: derived: 1 / density
+        | very many fewer bytes | >= 1e6 | goal: wishful
+    """,
+    answer="Sparse sends {bytes sent} bytes <in all>.",
     options={
         "train.lr": Option(0.1, Real(above=0.0), "learning rate"),
         "train.epochs": Option(1, Int(1), "passes over the client's data"),
@@ -118,18 +115,18 @@ TINY = Experiment(
 )
 
 
-def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+def measure(found: Found) -> Studied:
     losses = []
-    for i in range(config.rounds):
-        say(f"cell {i}")
-        losses.append(say.cell(f"cell {i}", lambda i=i: 2.0 / (1 + i + config.seed)))
-    return Findings(
+    for i in range(found.config.rounds):
+        found.say(f"cell {i}")
+        losses.append(found.say.cell(f"cell {i}", lambda i=i: 2.0 / (1 + i + found.config.seed)))
+    return Studied(
+        {"the last loss": losses[-1]},
         tables=[Table("Measured <losses>", ["cell", "loss"], [[str(i), loss] for i, loss in enumerate(losses)])],
         figures=[
             Curves("Loss by cell", "cell", "loss", [Series("a < b", range(len(losses)), losses)], log_y=True),
             HeatMap("Loss again", [str(i) for i in range(len(losses))], ["loss"], [losses], "nats", log=True),
         ],
-        claims=[Claim("the last loss", losses[-1], "<=", 1.0, "test")],
         tasks=[{"data": DATA}],
     )
 
@@ -137,11 +134,10 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
 MEASURED = Experiment(
     name="measured",
     question="Does measuring work?",
-    rows=no_rows,
-    options={},
     rounds=4,
     clients=2,
-    measure=measure,
+    study=measure,
+    claims="| the last loss | <= 1.0 | gate: test",
     notes="Measured.",
 )
 

@@ -15,7 +15,6 @@ from fedcomp.clients import memory
 from fedcomp.errors import ConfigError
 from fedcomp.flower import (
     asks,
-    datalens,
     folder,
     state,
 )
@@ -23,8 +22,6 @@ from fedcomp.flower.payload import put_frame
 from fedcomp.flower.schema import Document, Field, Schema, Version
 from fedcomp.layout import Layout
 from fedcomp.rules import LARGEST, REQUIRED, Data, Int, Many, OneOf, Real, Rule, Text
-
-_TRAINING = datalens.TrainingRequest("s", 1, -5, 2, 3, 4, 1, 0.5, True, 3, 2, 8, 0.1, 0.2, -7, False)
 
 
 def plain(message: Any) -> Any:
@@ -34,8 +31,6 @@ def plain(message: Any) -> Any:
 
 
 EXAMPLES: dict[str, Schema] = {
-    "datalens.TrainingRequest": _TRAINING,
-    "datalens.Answered": datalens.Answered("s", 3),
     "asks.AskHead": asks.AskHead(
         number=3,
         seed=-5,
@@ -100,9 +95,6 @@ CONFLICTS: list[Schema] = [
     asks.AskHead(number=1, seed=0, session=b"session!", version=8, base=9),
     asks.AskHead(number=1, seed=0, session=b"session!", sequence=4, consumed=4),
     asks.AnswerHead(2, copies=(3, 1, 2)),
-    replace(_TRAINING, batch=1 << 31),
-    replace(_TRAINING, pixels=1 << 24),
-    replace(_TRAINING, teachers=1 << 12, images=1 << 10, pixels=1 << 8),
 ]
 """Messages of which every field is in range, and which mean nothing all the same."""
 

@@ -219,7 +219,7 @@ IMPORTED = (
     "fedcomp.strategies.coded.linear, fedcomp.systems.coded.relay, fedcomp.systems.coded.sums",
     "fedcomp.strategies.coded.gradients",
     "fedcomp.clients.gossip, fedcomp.strategies.gossip.strategy",
-    "fedcomp.flower.datalens, fedcomp.clients.private.datalens, fedcomp.strategies.private.datalens",
+    "fedcomp.systems.private.datalens, fedcomp.clients.private.datalens, fedcomp.strategies.private.datalens",
     "fedcomp.experiments.catalog.datalens",
     "fedcomp.gossip, fedcomp.gossip_simulation, fedcomp.gossip.topology, fedcomp.gossip.tuning, fedcomp.gossip.local",
     ", ".join(where.partition(":")[0] for where in ALGORITHMS.values()),

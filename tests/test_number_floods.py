@@ -26,12 +26,10 @@ HERE = Path(__file__).parent
 FREE = {
     # Compared, counted or looked up; nothing is as long as they are.
     "sequence generation version base oldest number consumed before trained": "compared with the receiver's own",
-    "seed draw": "names a random stream",
+    "seed": "names a random stream",
     "partition_id": "names a party",
     "unchanged copies": "numbers of tensors; a list is as long as the message that brings it",
     "sent handed parcels": "a figure, reported or compared with what came",
-    # Bounded as a product, in Schema.conflict.
-    "pixels k batch": "DataLens: teachers, images and pixels",
 }
 """What the large numbers of messages cost, by their names."""
 

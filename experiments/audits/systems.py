@@ -29,11 +29,11 @@ from fedcomp.experiments.audits.subjects import (
     numbered,
     seeded,
 )
-from fedcomp.flower.datalens import VOTES as VOTES_FRAME
+from fedcomp.flower import asks
+from fedcomp.flower.asks import AnswerHead
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.payload import put_frame, put_node
+from fedcomp.flower.payload import FRAME
 from fedcomp.flower.records import to_record
-from fedcomp.flower.rounds import Push
 from fedcomp.layout import Layout, Update
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.distributed import DistributedSum
@@ -169,16 +169,9 @@ class TeacherVotes(Subject):
         return InProcessGrid(_voters(data), CLIENTS)
 
     def play(self, run: _Shown, nodes: InProcessGrid, data: Data, number: int) -> Floats:
-        # The strategy's own round, driven by hand: what it asks for goes to the voters, and it returns after their
-        # answers.
-        exchanges = run.round(number, to_record({"w": np.zeros(1, np.float32)}), ConfigRecord(), nodes)
-        asked = next(exchanges)
-        assert isinstance(asked, Push)
-        try:
-            exchanges.send(nodes.send_and_receive(asked.messages))
-        except StopIteration:
-            return run.seen[-1].ravel()
-        raise AssertionError("a round of DataLens has one exchange")
+        asked = run.configure_train(number, to_record({"w": np.zeros(1, np.float32)}), ConfigRecord(), nodes)
+        run.aggregate_train(number, nodes.send_and_receive(asked))
+        return run.seen[-1].ravel()
 
 
 def _voters(data: Data) -> Callable[[Message, Context], Message]:
@@ -187,9 +180,9 @@ def _voters(data: Data) -> Callable[[Message, Context], Message]:
 
     def answer(message: Message, context: Context) -> Message:
         partition = int(context.node_config["partition-id"])
-        content = RecordDict()
-        put_frame(content, VOTES_FRAME, frames[partition])
-        put_node(content, partition)
+        content, head = RecordDict(), asks.find_ask(message.content)
+        assert head is not None
+        asks.put(content, AnswerHead(partition, head.sequence, bare=True), None, {f"{FRAME}values": frames[partition]})
         return Message(content, reply_to=message)
 
     return answer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -101,27 +101,12 @@ def study(found: Found) -> Studied:
             ),
         ],
         figures=[
-            *(
-                _over_rounds(
-                    f"Bytes per reply, {name} ({group[0].kind})",
-                    [(r.row, r.rounds, r.bytes) for r in group],
-                    "bytes, ",
-                    log_y=True,
-                    caption=f"Dense: {4 * group[0].size} bytes.",
-                )
-                for name, group in layers.items()
-            ),
-            _over_rounds("AdaComp: elements sent per bin", _looked(records, "per_bin")),
+            _over_rounds("AdaComp: elements sent per bin", records, "per_bin"),
             _over_rounds(
                 "AdaComp: cosine of residue and update",
-                _looked(records, "cosine"),
-                caption="Where the update agrees with the residue, the look-ahead lifts more over the bin's maximum.",
-            ),
-            _over_rounds(
-                "Loss on the batches of the round",
-                [(label, *_metric(result, "train_loss")) for label, result in results.items()],
-                "nats, ",
-                log_y=True,
+                records,
+                "cosine",
+                "Where the update agrees with the residue, the look-ahead lifts more over the bin's maximum.",
             ),
         ],
         tasks=[task.record()],
@@ -136,24 +121,24 @@ def compressed_layers(result: RunResult) -> tuple[TensorSpec, ...]:
 def layer_records(results: Mapping[str, RunResult], seen: Mapping[str, Mapping[str, list[float]]]) -> Records:
     """Return a record for each layer of the model and each row that compresses it.
 
-    ``rounds`` are those with replies and ``bytes`` the layer's bytes per reply in each of them; ``per_bin`` and
-    ``cosine``, of every round, are empty for rows that were not looked into.
+    ``bytes`` are per reply, of each round with replies; ``per_bin`` and ``cosine``, of every round, are empty
+    for rows that were not looked into.
     """
     found = []
     for layer in compressed_layers(results[DENSE]):
         for label in SPARSE:
             if layer.name not in {own.name for own in compressed_layers(results[label])}:
                 continue
-            sent = {
-                # Per reply: rounds may have fewer replies than clients.
-                r.round: r.metrics["report.tensor_bytes"][layer.name] / r.replies
+            # Per reply: rounds may have fewer replies than clients.
+            sent = [
+                r.metrics["report.tensor_bytes"][layer.name] / r.replies
                 for r in results[label].rounds
                 if r.replies and layer.name in r.metrics.get("report.tensor_bytes", {})
-            }
+            ]
             looked = {name: seen[name][layer.name] if label == ADACOMP else [] for name in ("per_bin", "cosine")}
             # AdaComp takes tensors of three and more dimensions for convolutional.
             named = {"layer": layer.name, "kind": CONV if len(layer.shape) >= 3 else FULL, "size": layer.size}
-            found.append(Record({**named, "row": label, "rounds": [*sent], "bytes": [*sent.values()], **looked}))
+            found.append(Record({**named, "row": label, "bytes": sent, **looked}))
     return Records(found)
 
 
@@ -218,21 +203,13 @@ def watch(result: RunResult) -> dict[str, Any]:
     return {"per_bin": watched.per_bin, "cosine": watched.cosine, "differs": differs}
 
 
-def _looked(found: Records, name: str) -> list[tuple[str, Sequence[float], Sequence[float]]]:
-    return [(f"{r.layer} ({r.kind})", range(1, len(r[name]) + 1), r[name]) for r in found.where(row=ADACOMP)]
-
-
-def _metric(result: RunResult, name: str) -> tuple[list[float], list[float]]:
-    found = [(float(r.round), float(r.metrics[name])) for r in result.rounds if name in r.metrics]
-    return [x for x, _ in found], [y for _, y in found]
-
-
-def _over_rounds(
-    title: str, lines: Iterable[tuple[str, Sequence[float], Sequence[float]]], unit: str = "", **options: Any
-) -> Curves:
-    """Return the running means of named lines."""
-    drawn = [Series(name, *running_mean(x, y, WINDOW)) for name, x, y in lines]
-    return Curves(title, "round", f"{unit}mean of {WINDOW} rounds", drawn, **options)
+def _over_rounds(title: str, found: Records, name: str, caption: str = "") -> Curves:
+    """Return the running means of what was seen in the layers of AdaComp's row."""
+    drawn = [
+        Series(f"{r.layer} ({r.kind})", *running_mean(range(1, len(r[name]) + 1), r[name], WINDOW))
+        for r in found.where(row=ADACOMP)
+    ]
+    return Curves(title, "round", f"mean of {WINDOW} rounds", drawn, caption=caption)
 
 
 def judged(config: Config, found: Records, row: str, kind: str) -> Records:

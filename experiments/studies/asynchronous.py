@@ -9,8 +9,7 @@ from fedcomp.experiments.experiment import Studied
 from fedcomp.experiments.findings import mean
 from fedcomp.experiments.kit import curves, table
 from fedcomp.experiments.options import Config
-from fedcomp.experiments.spec import RunSpec
-from fedcomp.experiments.tables import TUNING_SEED, Found
+from fedcomp.experiments.tables import Found
 
 SYNCHRONOUS: Final = "synchronous"
 DEADLINES: Final[Mapping[str, float]] = {f"deadline, {share} %": share / 100 for share in (50, 70, 90)}
@@ -63,26 +62,15 @@ def strategy_of(row: str, clients: int) -> Any:
 
 
 def paced(row: str, lr: float, seed: int, *, config: Config, tuning: bool = False) -> dict[str, Any]:
-    """Train a row on the virtual clock."""
-    from fedcomp.experiments.paced import Pace, evenness, train
-    from fedcomp.flower.logs import quiet
+    """Train a row on the virtual clock; ``even`` is Jain's index of the updates used of each client, 1 for all alike
+    and 1/n where one does it all."""
+    from fedcomp.experiments.paced import train
 
-    settings: dict[str, Any] = {"task.hidden": "64", "task.validation": tuning, "lr": lr, "batch_size": 16, "epochs": 1}
-    settings["task.partition"] = config.settings["task.partition"]
-    seed += tuning * TUNING_SEED
-    spec = RunSpec("fedavg", task="digits", clients=config.clients, seed=seed, settings=settings)
-    pace = Pace(seed, config.clients, variation=float(config.settings["variation"]))
-    with quiet():
-        found = train(strategy_of(row, config.clients), spec, pace, float(config.settings["seconds"]))
-    # From the quickest client to the slowest, whatever partition they hold.
-    order = sorted(range(config.clients), key=pace.of)
-    shares = [found["shares"][partition] for partition in order]
-    return {
-        **found,
-        "shares": [share / max(1, sum(shares)) for share in shares],
-        "even": evenness(shares),
-        "settled": mean(point[1] for point in found["line"][-5:]),
-    }
+    own = {"batch_size": 16, "epochs": 1, "task.partition": config.settings["task.partition"]}
+    found = train(strategy_of(row, config.clients), config, lr, seed, tuning=tuning, jitter=0.3, **own)
+    shares, total = found["shares"], max(1, sum(found["shares"]))
+    squares = len(shares) * sum(share**2 for share in shares)
+    return {**found, "shares": [share / total for share in shares], "even": sum(shares) ** 2 / max(1, squares)}
 
 
 def deployed(rounds: int, seed: int) -> dict[str, dict[str, Any]]:
@@ -105,9 +93,8 @@ def study(found: Found) -> Studied:
     from fedcomp.experiments.paced import seconds_to, shown_seconds, timed
 
     config, say = found.config, found.say
-    target = float(config.settings["target"])
-    against = timed(paced, ROWS, config, say)
-    best, groups, sooner = against.best, against.groups, against.sooner
+    against = timed(paced, ROWS, found)
+    groups, sooner, target = against.groups, against.sooner, against.target
     even = {row: mean(group.each("even")) for row, group in groups.items()}
     rival = min(DEADLINES, key=lambda row: sooner[row])
     quarter = max(1, config.clients // 4)
@@ -122,11 +109,11 @@ def study(found: Found) -> Studied:
             record.uplink * min(1.0, seconds_to(record.line, target) / record.line[-1][0]) for record in groups[row]
         )
 
-    asked = bool(config.settings["deployment"])
-    skipped = {} if asked else {DEPLOYED: "set deployment=true"}
+    skipped = {DEPLOYED: "set deployment=true"}
     real: dict[str, dict[str, Any]] = {}
     ratio = float("nan")
-    if asked:
+    if config.settings["deployment"]:
+        skipped = {}
         real = say.cell("deployment", lambda: deployed(int(config.settings["deployed_steps"]), config.seed))
         # The loss that all three reach: the largest of their last ones.
         common = max(row["line"][-1][1] for row in real.values())
@@ -135,13 +122,12 @@ def study(found: Found) -> Studied:
         ratio = real[BUFFERED]["to"] / real[SYNCHRONOUS]["to"]
     if sooner[SYNCHRONOUS] == float("inf"):
         skipped[OVER] = "synchronous rounds do not reach the target"
-    whose = [(row, {"seconds": shown_seconds(sooner[row]), "slow": 100 * slow(row)}) for row in (SYNCHRONOUS, BUFFERED)]
-    whose.append(("best deadline", {"seconds": shown_seconds(sooner[rival]), "slow": 100 * slow(rival)}))
+    named = {SYNCHRONOUS: SYNCHRONOUS, BUFFERED: BUFFERED, "best deadline": rival}
     return Studied(
         {
             "target, %": target,
-            **{(row, "seconds to the target"): of["seconds"] for row, of in whose},
-            **{(row, "slowest quarter's share, %"): of["slow"] for row, of in whose},
+            **{(name, "seconds to the target"): shown_seconds(sooner[row]) for name, row in named.items()},
+            **{(name, "slowest quarter's share, %"): 100 * slow(row) for name, row in named.items()},
             (BUFFERED, OVER): sooner[BUFFERED] / sooner[SYNCHRONOUS],
             (BUFFERED, "seconds to the target over rounds with the best deadline"): sooner[BUFFERED] / sooner[rival],
             (BUFFERED, "seconds to the target over single updates"): sooner[BUFFERED] / sooner[SINGLE],
@@ -151,29 +137,16 @@ def study(found: Found) -> Studied:
             (BUFFERED, DEPLOYED): ratio,
         },
         tables=[
-            table(
-                "Against the simulated clock",
+            against.table(
                 {
-                    "row": lambda row: row,
-                    "step size": lambda row: best[row],
-                    f"seconds to {target:g} %, median": lambda row: shown_seconds(sooner[row]),
-                    "test, %": lambda row: round(mean(groups[row].each("settled")), 1),
-                    "steps": lambda row: round(mean(groups[row].each("steps"))),
                     "uplink to there, MB": lambda row: round(bytes_to(row) / 1e6, 2),
                     "evenness": lambda row: round(even[row], 2),
                     "slowest quarter's share, %": lambda row: round(100 * slow(row), 1),
+                    "what it does": lambda row: ROWS[row],
                 },
-                ROWS,
                 f"{config.clients} clients with log-normal paces, one second a message on average, coefficient of "
-                f"variation {config.settings['variation']:g}; means over seeds. Test accuracy: mean of the last five "
-                "points. Evenness is Jain's index of the updates used of each client, 1 for all alike; a quarter of "
-                "the clients would have 25 %. The step size is the one of the grid that is soonest at the target on a "
-                "validation split, for every row by itself.",
-            ),
-            table(
-                "What the rows do",
-                {"row": lambda item: item[0], "what": lambda item: item[1]},
-                ROWS.items(),
+                f"variation {config.settings['variation']:g}. Evenness is Jain's index of the updates used of each "
+                "client, 1 for all alike; a quarter of the clients would have 25 %.",
             ),
             *(
                 [
@@ -192,20 +165,12 @@ def study(found: Found) -> Studied:
                         "same law. The common loss is the largest of the rows' last ones.",
                     )
                 ]
-                if asked
+                if real
                 else []
             ),
         ],
         figures=[
-            curves(
-                "Test accuracy against the simulated clock",
-                [(row, record) for row, group in groups.items() for record in group[:1]],
-                lambda pair: [point[0] for point in pair[1].line],
-                lambda pair: [point[1] for point in pair[1].line],
-                lambda pair: pair[0],
-                x_label="simulated seconds, first seed",
-                y_label="test accuracy, %",
-            ),
+            against.curve(),
             curves(
                 "Whose updates are used",
                 groups.items(),

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any, Final
 
 from fedcomp.coding.relay import RelayPlan
-from fedcomp.experiments.findings import Curves, Table, different_bytes, mean
+from fedcomp.experiments.findings import Table, different_bytes, mean
 from fedcomp.experiments.kit import Record, Records, curves, table
 from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.tables import Found, Studied, Training
-from fedcomp.experiments.vanishing import live, relive, wasted
+from fedcomp.experiments.vanishing import live, relive
 from fedcomp.rng import Key
 from fedcomp.timing import parse_link
 from fedcomp.timing.dropout import Compute, Fate, OnOff, World, in_turn, plain, relay
@@ -39,7 +39,6 @@ SLACK: Final = 0.05
 # From lives at which most devices die within one upload to lives in which hardly any does: the curves cross between.
 LIVES: Final = (8.0, 12.0, 18.0, 27.0, 40.0, 60.0, 90.0, 180.0)
 SIZES: Final = (2_000, 5_000, 12_000, 25_000, 50_000, 100_000)
-
 
 PLAIN, RESUME, COPIES, MDS, RLNC = "plain", "resume", "replication", "MDS relay", "RLNC relay"
 
@@ -167,7 +166,8 @@ def predicted(
 def study(found: Found) -> Studied:
     """Run every scheme with both codecs under the same failures, and the model beside them."""
     config, results, used = found.config, found.results, list(schemes(found.config))
-    sizes = {name: Sizes.of(results[f"{name}, nobody vanishes"]) for name in CODECS}
+    still = results["QSGD-8, nobody vanishes"]
+    sizes = {codec: Sizes.of(results[f"{codec}, nobody vanishes"]) for codec in CODECS}
     shared: dict[str, Any] = {"training": Training.of(found.experiment, config), "sizes": sizes}
     # Twins only here: replaying a run without coding costs as much as the run.
     runs = found.sweep(run, {"codec": CODECS, "scheme": used}, **shared, twins=True)
@@ -176,19 +176,38 @@ def study(found: Found) -> Studied:
     # The model is the same for both codes: it does not know dependent packets.
     modelled = {"scheme": [name for name in used if name != RLNC]}
     given: dict[str, Any] = {"config": config, "sizes": sizes["QSGD-8"]}
-    lives = found.sweep(modelled_fraction, {**modelled, "life": LIVES}, "model", **given)
+    by_life = found.sweep(modelled_fraction, {**modelled, "life": LIVES}, "model", **given)
     by_size = found.sweep(modelled_fraction, {**modelled, "size": SIZES}, "model", **given)
-    still = results["QSGD-8, nobody vanishes"]
+    against = partial(curves, y="fraction", by="scheme", y_label="fraction in the sum", log_x=True)
+    k, life = int(config.settings["symbols"]), float(config.settings["life"])
     return Studied(
         _quantities(config, still, runs, back, hub),
-        tables=[_who(config, sizes, runs), _bytes(config, runs), _back(config, back), _hub(still, hub)],
-        figures=[*_model_figures(config, lives, by_size), *_accuracy(runs)],
+        tables=[_main(config, sizes, runs, back), _hub(still, hub)],
+        figures=[
+            against(
+                "Where relays help: lifetimes",
+                by_life,
+                "life",
+                x_label="mean seconds a device stays",
+                caption=f"The model, QSGD-8, K = {k}, with either code. Devices that die soon take the shards of all "
+                "others with them: below K relays at the end nobody is decoded.",
+            ),
+            against(
+                "Where relays help: sizes",
+                by_size,
+                "size",
+                x_label="update",
+                x_bytes=True,
+                caption=f"The model, lifetimes of {life:g} s. What is sent in a moment needs no relay.",
+            ),
+        ],
     )
 
 
 def _quantities(config: Config, still: RunResult, runs: Records, back: Records, hub: Records) -> dict[Any, float]:
     dense, sparse = ({run.scheme: run for run in found} for found in runs.groups("codec").values())
     returning = {run.scheme: run.fraction for run in back}
+    relayed = dense[RLNC]
 
     def gain(found: Mapping[str, Record], scheme: str, of: str = "fraction") -> float:
         return float(found[scheme][of] - found[PLAIN][of])
@@ -196,26 +215,21 @@ def _quantities(config: Config, still: RunResult, runs: Records, back: Records, 
     peers, server = (hub.one(transport=transport) for transport in ("peers", "hub"))
     update = still.uplink_wire_bytes / max(1, sum(record.replies for record in still.rounds))
     through, direct = ((run.up + run.down) / max(1, run.included) for run in (server, peers))
+    uncoded = "bytes that differ from averaging the same updates uncoded"
     return {
-        **{
-            (_name(run), "bytes that differ from averaging the same updates uncoded"): run.different
-            for run in runs
-            if run.different is not None
-        },
+        **{(_name(run), uncoded): run.different for run in runs if run.different is not None},
         **{(_name(run), "fraction"): run.fraction for run in runs},
         **{(f"QSGD-8, {name}", "fraction more than by plain upload"): gain(dense, name) for name in (MDS, RLNC)},
         # What the model expects under these very deaths, so that a seed with many early deaths moves both.
         **{f"least expected of an {name}": gain(dense, name, "model") - SLACK for name in (MDS, RLNC)},
-        (f"top-1 %, {RLNC}", "fraction more than by plain upload"): gain(sparse, RLNC),
+        (_name(sparse[RLNC]), "fraction more than by plain upload"): gain(sparse, RLNC),
         "most expected with top-1 %": gain(sparse, RLNC, "model") + SLACK,
         "distance of a fraction from the model's": max(abs(run.fraction - run.model) for run in runs),
-        (f"QSGD-8, {RLNC}", "bytes to the server per update, over plain upload's"): (
-            per_update(dense[RLNC]) / per_update(dense[PLAIN])
+        (_name(relayed), "bytes to the server per update, over plain upload's"): (
+            per_update(relayed) / per_update(dense[PLAIN])
         ),
-        (f"QSGD-8, {RLNC}", "the same where nobody vanishes"): peers.up / max(1, peers.included) / update,
-        (f"QSGD-8, {RLNC}", "accuracy in percent, more than with plain upload"): (
-            _last(dense[RLNC].accuracy) - _last(dense[PLAIN].accuracy)
-        ),
+        (_name(relayed), "the same where nobody vanishes"): peers.up / max(1, peers.included) / update,
+        (_name(relayed), "accuracy in percent, more than with plain upload"): gain(dense, RLNC, "accuracy"),
         ("devices that come back", "fraction with resume less that of plain upload"): (
             returning[RESUME] - returning[PLAIN]
         ),
@@ -243,14 +257,10 @@ def run(
     return {
         "fraction": life.fraction,
         "model": mean(f.fraction for f in predicted(config, chosen, size, range(1, config.rounds + 1), there)),
-        "seconds": life.seconds,
         "last": life.last,
-        "accuracy": [record.accuracy for record in result.rounds],
+        "accuracy": mean(100 * record.accuracy for record in result.rounds[-3:]),
         "included": sum(map(len, life.included.values())),
         **_wire(result),
-        "vain": wasted(life),
-        # Round 0 is the evaluation of the initial model and has no waves.
-        "waves": mean(float(record.metrics.get("coded.waves", 0)) for record in result.rounds[1:]),
         "different": different,
     }
 
@@ -279,75 +289,41 @@ def _wire(result: RunResult) -> dict[str, int]:
     return {"up": result.uplink_wire_bytes, "down": result.downlink_wire_bytes, "peer": result.peer_wire_bytes}
 
 
-def per_update(run: Record, *links: str) -> float:
-    """Return the bytes on ``links``, by default to the server, per update in the sum; NaN where none is."""
-    return sum(run[link] for link in links or ("up",)) / run.included if run.included else math.nan
+def per_update(run: Mapping[str, Any], link: str = "up") -> float:
+    """Return the bytes on a link, by default to the server, per update in the sum; NaN where none is."""
+    return run[link] / run["included"] if run["included"] else math.nan
 
 
 def _name(run: Record) -> str:
     return f"{run.codec}, {run.scheme}"
 
 
-def _who(config: Config, sizes: Mapping[str, Sizes], runs: Records) -> Table:
+def _main(config: Config, sizes: Mapping[str, Sizes], runs: Records, back: Records) -> Table:
+    def kilo(link: str) -> Any:
+        return lambda run: round(run[link] / max(1, config.rounds) / 1000, 1)
+
     columns: dict[str, Any] = {
-        "run": _name,
+        "run": lambda run: _name(run) + run.get("back", ""),
         "fraction": lambda run: round(run.fraction, 3),
         "the model's": lambda run: round(run.model, 3),
-        "accuracy, %": lambda run: round(_last(run.accuracy), 1),
+        "accuracy, %": lambda run: round(run.accuracy, 1),
         "last reply, s": lambda run: round(run["last"], 1),
-        "server waits, s": lambda run: round(run.seconds, 1),
-        "waves": lambda run: round(run.waves, 1) or None,
+        "to the server, kB": kilo("up"),
+        "from the server, kB": kilo("down"),
+        "between clients, kB": kilo("peer"),
+        "to the server per update, kB": lambda run: round(per_update(run) / 1000, 1) if run.included else None,
     }
     weights = ", ".join(f"{name} {size.update / 1000:.1f} kB" for name, size in sizes.items())
     return table(
         "Whose update is in the sum",
         columns,
-        runs,
+        [*runs, *(Record({**run, "back": ", devices come back"}) for run in back)],
         f"{config.clients} clients, {config.rounds} rounds; an update weighs {weights}. Fraction: of all clients of "
         "all rounds, those whose update is in the sum. The model's is computed from sizes and lifetimes alone, for the "
-        "same failures. Seconds are simulated, means over the rounds: a server that misses a reply waits until its "
-        "deadline, which all schemes have in common.",
-    )
-
-
-def _bytes(config: Config, runs: Records) -> Table:
-    def each(link: str) -> Any:
-        return lambda run: round(run[link] / max(1, config.rounds) / 1000, 1)
-
-    columns: dict[str, Any] = {
-        "run": _name,
-        "to the server": each("up"),
-        "from the server": each("down"),
-        "between clients": each("peer"),
-        "sent in vain": each("vain"),
-        "to the server, per update": lambda run: round(per_update(run) / 1000, 1) if run.included else None,
-    }
-    return table(
-        "Bytes by link, kB per round",
-        columns,
-        runs,
-        "Serialised messages with their envelopes, and parcels, of all clients together; counted, not computed. "
-        "Between clients: what was handed to the links. In vain: what had left devices of uploads that never came to "
-        "their end, from the simulated links.",
-    )
-
-
-def _back(config: Config, back: Records) -> Table:
-    columns: dict[str, Any] = {
-        "QSGD-8": "scheme",
-        "fraction": lambda run: round(run.fraction, 3),
-        "the model's": lambda run: round(run.model, 3),
-        "accuracy, %": lambda run: round(_last(run.accuracy), 1),
-        "seconds per round": lambda run: round(run.seconds, 1),
-        "sent in vain, kB per round": lambda run: round(run.vain / max(1, config.rounds) / 1000, 1),
-    }
-    return table(
-        "Devices that come back",
-        columns,
-        back,
-        f"Devices stay {STAY:g} s in the mean and are away for {AWAY:g} s. An upload that "
-        f"broke off restarts, with resume after the last whole {CHUNK} bytes. The model does not ask a "
-        "relay again that was silent; the server does, once, at the end.",
+        "same failures. Seconds are simulated, means over the rounds. Bytes are those of serialised messages with "
+        "their envelopes, and parcels, of all clients and a round; counted, not computed. Devices that come back stay "
+        f"{STAY:g} s in the mean and are away for {AWAY:g} s: an upload that broke off restarts, with resume after the "
+        f"last whole {CHUNK} bytes. The model does not ask a relay again that was silent; the server does, at the end.",
     )
 
 
@@ -355,75 +331,14 @@ def _hub(still: RunResult, hub: Records) -> Table:
     names = {"peers": "RLNC relay, between clients", "hub": "RLNC relay, through the server"}
     replies = max(1, sum(record.replies for record in still.rounds))
     # Plain uploads know no peers; the ledger of such a run has no link between clients.
-    uploads = Record({"name": "plain upload", "included": replies, **_wire(still), "peer": 0})
-    relays = [Record({"name": names[run.transport], **run, "included": max(1, run.included)}) for run in hub]
-    columns: dict[str, Any] = {
-        "QSGD-8, nobody vanishes": "name",
-        "to the server": lambda run: per_update(run, "up") / 1000,
-        "from the server": lambda run: per_update(run, "down") / 1000,
-        "between clients": lambda run: per_update(run, "peer") / 1000,
-    }
+    uploads = {"name": "plain upload", "included": replies, **_wire(still), "peer": 0}
+    links = {"to the server": "up", "from the server": "down", "between clients": "peer"}
     return table(
         "Shards through the server save nothing",
-        columns,
-        [uploads, *relays],
+        {
+            "QSGD-8, nobody vanishes": "name",
+            **{heading: lambda run, link=link: per_update(run, link) / 1000 for heading, link in links.items()},
+        },
+        [uploads, *({"name": names[run.transport], **run, "included": max(1, run.included)} for run in hub)],
         "kB per update in the sum. Through the server every shard crosses its link twice before it is collected.",
     )
-
-
-def _model_figures(config: Config, lives: Records, by_size: Records) -> list[Curves]:
-    def code(run: Record) -> str:
-        return "MDS or RLNC relay" if run.scheme == MDS else str(run.scheme)
-
-    k = int(config.settings["symbols"])
-    return [
-        curves(
-            "Where relays help: lifetimes",
-            lives,
-            "life",
-            "fraction",
-            code,
-            x_label="mean seconds a device stays",
-            y_label="fraction in the sum",
-            log_x=True,
-            caption=f"The model, QSGD-8, K = {k}. Devices that die soon take the shards of all others with them: below "
-            "K relays at the end nobody is decoded.",
-        ),
-        curves(
-            "Where relays help: sizes",
-            by_size,
-            lambda run: float(run.size),
-            "fraction",
-            code,
-            x_label="update",
-            y_label="fraction in the sum",
-            log_x=True,
-            x_bytes=True,
-            caption=f"The model, lifetimes of {float(config.settings['life']):g} s. What is sent in a moment needs no "
-            "relay.",
-        ),
-    ]
-
-
-def _accuracy(runs: Records) -> list[Curves]:
-    return [
-        curves(
-            f"Accuracy, {codec}",
-            found,
-            lambda run: range(len(run.accuracy)),
-            lambda run: [_percent(accuracy) for accuracy in run.accuracy],
-            "scheme",
-            x_label="round",
-            y_label="test accuracy (%)",
-        )
-        for codec, found in runs.groups("codec").items()
-    ]
-
-
-def _percent(accuracy: float | None) -> float:
-    return math.nan if accuracy is None else 100 * accuracy
-
-
-def _last(accuracy: Sequence[float | None], over: int = 3) -> float:
-    """Return the accuracy in percent, the mean over the last rounds."""
-    return mean(_percent(value) for value in accuracy[-over:])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -24,29 +24,19 @@ from fedcomp.coding.linearloss import residuals
 from fedcomp.coding.parcels import HEADER_BYTES
 from fedcomp.coding.sealing import OVERHEAD
 from fedcomp.coding.stream import SplitMix64, derive
-from fedcomp.experiments.findings import Table
-from fedcomp.experiments.kit import Records, curves, table
+from fedcomp.experiments.kit import curves, table
 from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunResult
-from fedcomp.experiments.tables import Found, Rows, Studied
+from fedcomp.experiments.tables import Found, Rows, Studied, Training
 from fedcomp.flower.links import Letter
 from fedcomp.systems.coded.linear import PARTITION
 
 Doubles = NDArray[np.float64]
 
-TASK: Final = "digits-zero"
 LOSS_RATES: Final = (0.0, 0.1, 0.2, 0.3)
-MODELS: Final[Mapping[str, str]] = {"logistic": "logistic", "svm": "hinge"}
-"""Option of the task, and the loss it stands for."""
-
 UNCODED: Final = "uncoded, FedAvg"
-MDS: Final = "MDS"
-HALF: Final = "MDS, half the parities"
-BINARY: Final = "RLNC, binary"
-GAUSSIAN: Final = "RLNC, Gaussian"
-BALANCED: Final = "balanced, Gaussian"
-COPIES: Final = "replication"
-NONE: Final = "no code"
+MDS, HALF, COPIES, NONE = "MDS", "MDS, half the parities", "replication", "no code"
+BINARY, GAUSSIAN, BALANCED = "RLNC, binary", "RLNC, Gaussian", "balanced, Gaussian"
 SVM: Final = "balanced, Gaussian, SVM"
 
 SCHEMES: Final[Mapping[str, tuple[str, float]]] = {
@@ -63,8 +53,7 @@ SCHEMES: Final[Mapping[str, tuple[str, float]]] = {
 """Label: the code, and its parities as a share of the setting's."""
 
 SPARSE: Final = (BINARY, GAUSSIAN, BALANCED)
-SIMULATED: Final = ("binary", "gaussian", "balanced")
-"""Codes whose decode probabilities have no formula here."""
+"""Codes whose traffic is drawn, and whose decode probabilities have no formula here."""
 
 
 def partitions(config: Config) -> int:
@@ -117,7 +106,7 @@ class LinearProblem:
         from fedcomp.tasks.linear import linear_rows
 
         l2 = float(config.settings["task.l2"])
-        task = get_task(TASK, model=model, l2=l2)
+        task = get_task("digits-zero", model=model, l2=l2)
         k = partitions(config)
         parts = [linear_rows(task, task.client(j, k)) for j in range(k)]
         # The rows' own initial model, in float64: the coded rows compute in it.
@@ -149,6 +138,11 @@ class LinearProblem:
         for _ in range(steps):
             w = self.step(w, self.gradient(w))
         return w
+
+    def off(self, result: RunResult, steps: int) -> float:
+        """Return the largest distance of a run's model from that of as many uncoded steps."""
+        w = np.concatenate([array.astype(np.float64).ravel() for array in result.arrays.values()])
+        return float(np.abs(w - self.uncoded(steps)).max())
 
     def accuracy(self, w: Doubles) -> float:
         """Return the share of test rows on the right side."""
@@ -193,16 +187,16 @@ def descend(problem: LinearProblem, plan: DataPlan, loss: float, steps: int, see
     return {"decoded": decoded, "worst": worst, "accuracy": problem.accuracy(w)}
 
 
-def probability(plan: DataPlan, loss: float, trials: int, seed: int) -> float:
-    """Return P(an iteration decodes) of this very plan: exact where there is a formula, else simulated."""
+def probability(plan: DataPlan, loss: float, draw: Any = None, **options: Any) -> float:
+    """Return P(an iteration decodes): exact where there is a formula, else simulated, of this very plan or of those
+    that ``draw`` makes."""
     # Without losses it is no question of chance, but one of this matrix.
     if not loss:
         return float(plan.subset(range(plan.devices)).decodes_all)
-    if plan.code == "mds":
-        return mds_probability(plan.devices, plan.partitions, loss)
-    if plan.code == "replication":
-        return replication_probability(plan.devices, plan.partitions, loss)
-    return decode_rate(plan, loss=loss, trials=trials, seed=seed).value
+    if plan.code in ("mds", "replication"):
+        exact = mds_probability if plan.code == "mds" else replication_probability
+        return exact(plan.devices, plan.partitions, loss)
+    return decode_rate(draw or plan, loss=loss, **options).value
 
 
 def setup_bytes(plan: DataPlan, problem: LinearProblem) -> int:
@@ -213,92 +207,20 @@ def setup_bytes(plan: DataPlan, problem: LinearProblem) -> int:
     return sum(parcels[j] for j, _ in plan.transfers)
 
 
-def drawn_ratios(config: Config, problem: LinearProblem, label: str) -> list[float]:
-    """Return set-up bytes over those of MDS for many draws of the encoding matrix."""
-    # An MDS code has no zero coefficient: its traffic is the same for every draw.
-    dense = setup_bytes(plan_of(config, MDS, 0), problem)
-    draws = int(config.settings["draws"])
-    return [setup_bytes(plan_of(config, label, derive("draw", config.seed, i)), problem) / dense for i in range(draws)]
-
-
-def averaged_probability(config: Config, label: str, loss: float) -> float:
-    """Return P(an iteration decodes), averaged over the draw of the matrix."""
-    plan = plan_of(config, label, config.seed)
-    # Neither code's probability depends on the draw of its coefficients.
-    if not loss or plan.code in ("mds", "replication"):
-        return probability(plan, loss, 0, 0)
-    return decode_rate(
-        partial(data_plan, plan.code, plan.devices, plan.partitions, density=float(config.settings["density"])),
-        loss=loss,
-        trials=int(config.settings["trials"]),
-        seed=config.seed,
-        # One draw of losses per matrix: of several the matrix would be the same, and the trials not independent.
-        per_draw=1,
-    ).value
-
-
-def faulty(loss: float, *, config: Config) -> dict[str, Any]:
-    """Run the strategy in process while every message of both phases is lost with probability ``loss``."""
-    from flwr.app import Array, ArrayRecord, ConfigRecord
-
-    from fedcomp.clients.app import app
-    from fedcomp.flower.faults import RandomFaults
-    from fedcomp.flower.grid import InProcessGrid
-    from fedcomp.rng import Key
-    from fedcomp.strategies.coded.linear import CodedLinearGD
-
-    problem, k = LinearProblem.of(config, "logistic"), partitions(config)
-    strategy = CodedLinearGD(
-        partitions=k,
-        parities=config.clients - k,
-        code="balanced",
-        density=float(config.settings["density"]),
-        lr=problem.lr,
-        l2=problem.l2,
-        seed=config.seed,
-    )
-    start = ArrayRecord({"weight": Array(problem.start[None, :-1]), "bias": Array(problem.start[-1:])})
-    sent = ConfigRecord({"task": TASK, "clients": config.clients, "task.l2": problem.l2})
-    # Half of the losses happen on the way there, half on the way back.
-    kinds: dict[Any, float] = {"silent": loss / 2, "lost_reply": loss / 2}
-    faults = RandomFaults(Key(config.seed, "losses"), kinds, message_types=["query.coded_phase"])
-    with InProcessGrid(app, config.clients, seed=config.seed, fault=faults) as grid:
-        # Simulated seconds: in process nobody waits for a message that was lost.
-        result = strategy.start(grid, start, int(config.settings["faulty_rounds"]), timeout=60, train_config=sent)
-    reports = strategy.reports.sections("linear").values()
-    w = np.concatenate([array.numpy().ravel() for array in result.arrays.values()])
-    moved = sum(not report.skipped for report in reports)
-    return {
-        "rounds": len(reports),
-        "moved": moved,
-        "retries": sum(report.retries for report in reports),
-        # Uncoded descent of as many steps as rounds moved: a skipped round leaves the model as it was.
-        "worst": float(np.abs(w - problem.uncoded(moved)).max()),
-    }
-
-
-def train(label: str, model: str, loss: float, *, config: Config) -> dict[str, Any]:
-    """Descend on coded data under losses, and compare how often that decoded with the probability of this matrix."""
-    plan, trials = plan_of(config, label, config.seed), int(config.settings["trials"])
-    found = descend(LinearProblem.of(config, model), plan, loss, config.rounds, config.seed)
-    chance, rate = _chance(config, plan, loss), found["decoded"] / max(1, config.rounds)
-    # A simulated probability has an error of its own; one of 0 or 1 is not known to be exactly that.
-    usual = (chance * trials + 0.5) / (trials + 1) if plan.code in SIMULATED and loss else chance
-    # Of the share that decoded and, for a simulated probability, of that one as well.
-    sigma = math.sqrt(usual * (1 - usual) * (1 / max(1, config.rounds) + 1 / trials))
-    return {**found, "chance": chance, "rate": rate, "off": abs(rate - chance) - 4 * sigma}
-
-
 def facts(label: str, *, config: Config) -> dict[str, Any]:
     """Return what does not depend on training: traffic of the plan that is run and of many, tolerance, chances."""
-    problem, plan = LinearProblem.of(config, "logistic"), plan_of(config, label, config.seed)
+    problem, plan, settings = LinearProblem.of(config, "logistic"), plan_of(config, label, config.seed), config.settings
+    # An MDS code has no zero coefficient: its traffic is the same for every draw.
     dense = setup_bytes(plan_of(config, MDS, config.seed), problem)
+    seeds = [derive("draw", config.seed, i) for i in range(int(settings["draws"]))] if label in SPARSE else []
+    ratios = [setup_bytes(plan_of(config, label, seed), problem) / dense for seed in seeds]
     bytes_ = setup_bytes(plan, problem)
-    ratios = drawn_ratios(config, problem, label) if SCHEMES[label][0] in SIMULATED else []
     # Of an MDS code every k devices decode; trying all sets of a large one would take minutes.
     any_losses = plan.devices - plan.partitions if plan.code == "mds" else guaranteed_losses(plan)
+    draw = partial(data_plan, plan.code, plan.devices, plan.partitions, density=float(settings["density"]))
+    # One draw of losses per matrix: of several the matrix would be the same, and the trials not independent.
+    options = {"trials": int(settings["trials"]), "seed": config.seed, "per_draw": 1}
     return {
-        "transfers": len(plan.transfers),
         "bytes": bytes_,
         "ratio": bytes_ / dense,
         "mean": statistics.fmean(ratios) if ratios else bytes_ / dense,
@@ -306,12 +228,48 @@ def facts(label: str, *, config: Config) -> dict[str, Any]:
         "any_losses": any_losses,
         # To survive s losses of any devices each partition must reach s others: k s transfers at least.
         "over_bound": len(plan.transfers) / (plan.partitions * any_losses) if any_losses else None,
-        "average": {f"{q:g}": averaged_probability(config, label, q) for q in LOSS_RATES},
+        "average": {f"{q:g}": probability(plan, q, draw, **options) for q in LOSS_RATES},
     }
 
 
-def _chance(config: Config, plan: DataPlan, loss: float) -> float:
-    return probability(plan, loss, int(config.settings["trials"]), derive("plan", config.seed))
+def train(label: str, model: str, loss: float, *, config: Config) -> dict[str, Any]:
+    """Descend on coded data under losses, and compare how often that decoded with the probability of this matrix."""
+    plan, trials = plan_of(config, label, config.seed), int(config.settings["trials"])
+    found = descend(LinearProblem.of(config, model), plan, loss, config.rounds, config.seed)
+    chance = probability(plan, loss, trials=trials, seed=derive("plan", config.seed))
+    rate, rounds = found["decoded"] / max(1, config.rounds), max(1, config.rounds)
+    # A simulated probability has an error of its own; one of 0 or 1 is not known to be exactly that.
+    usual = (chance * trials + 0.5) / (trials + 1) if label in SPARSE and loss else chance
+    # Of the share that decoded and, for a simulated probability, of that one as well.
+    sigma = math.sqrt(usual * (1 - usual) * (1 / rounds + 1 / trials))
+    return {**found, "off": abs(rate - chance) - 4 * sigma}
+
+
+def faulty(loss: float, *, training: Training) -> dict[str, Any]:
+    """Run the balanced code's row in process while every message of both phases is lost with probability ``loss``."""
+    from fedcomp.clients.app import app
+    from fedcomp.experiments.serve import serve
+    from fedcomp.flower.faults import RandomFaults
+    from fedcomp.flower.grid import InProcessGrid
+    from fedcomp.rng import Key
+
+    config = training.config
+    rounds = int(config.settings["faulty_rounds"])
+    # Through the server, and evaluated once.
+    spec = replace(training.spec(BALANCED, rounds=rounds, transport="hub", evaluate_every=rounds), engine="inprocess")
+    # Half of the losses happen on the way there, half on the way back.
+    kinds: dict[Any, float] = {"silent": loss / 2, "lost_reply": loss / 2}
+    faults = RandomFaults(Key(config.seed, "losses"), kinds, message_types=["query.coded_phase"])
+    with InProcessGrid(app, config.clients, seed=config.seed, fault=faults) as grid:
+        result = serve(spec, grid)
+    # A round that is skipped leaves the model as it was, and counts no example.
+    moved = sum(record.metrics["linear.examples"] > 0 for record in result.rounds[1:])
+    return {
+        "rounds": rounds,
+        "moved": moved,
+        "retries": sum(record.metrics["linear.retries"] for record in result.rounds[1:]),
+        "worst": LinearProblem.of(config, "logistic").off(result, moved),
+    }
 
 
 def over_messages(config: Config, label: str, result: RunResult) -> dict[str, float]:
@@ -320,28 +278,33 @@ def over_messages(config: Config, label: str, result: RunResult) -> dict[str, fl
     problem = LinearProblem.of(config, "svm" if label == SVM else "logistic")
     # The row of the SVM is the balanced code with another loss: same seed, same matrix.
     plan = plan_of(config, BALANCED if label == SVM else label, config.seed)
-    w = np.concatenate([array.astype(np.float64).ravel() for array in result.arrays.values()])
     peer = result.ledger.total("wire", link="peer")
-    # As many uncoded steps as the row had rounds: nothing is lost in a row, so that none was skipped.
-    worst = float(np.abs(w - problem.uncoded(result.final.round)).max())
+    # Nothing is lost in a row, so that no round was skipped.
+    worst = problem.off(result, result.final.round)
     return {"peer": peer, "off": abs(peer - setup_bytes(plan, problem)), "worst": worst}
 
 
 def study(found: Found) -> Studied:
     """Traffic beside decode probability, training under losses beside uncoded training, bytes per iteration."""
     config, results = found.config, found.results
+    models = ("logistic", "svm")
     schemes = found.sweep(facts, {"label": list(SCHEMES)}, "facts", config=config)
-    cells = {"label": list(SCHEMES), "model": list(MODELS), "loss": LOSS_RATES}
+    cells = {"label": list(SCHEMES), "model": models, "loss": LOSS_RATES}
     trained = found.sweep(train, cells, "train", config=config)
-    lossy = found.sweep(faulty, {"loss": (0.1, 0.2)}, "messages lost in both phases", config=config)
+    training = Training.of(found.experiment, config)
+    lossy = found.sweep(faulty, {"loss": (0.1, 0.2)}, "messages lost in both phases", training=training)
     coded = {label: over_messages(config, label, result) for label, result in results.items() if label != UNCODED}
-    problems = {model: LinearProblem.of(config, model) for model in MODELS}
+    problems = {model: LinearProblem.of(config, model) for model in models}
     plain = {model: problem.accuracy(problem.uncoded(config.rounds)) for model, problem in problems.items()}
     known = {record.label: record for record in schemes}
 
     def decodes(label: str, other: str, loss: str) -> float:
         return float(known[label].average[loss] / known[other].average[loss])
 
+    def last(value: Any, **where: Any) -> Any:
+        return lambda result: int(result.ledger.total(value, round=result.final.round, **where))
+
+    k, r = partitions(config), int(config.settings["parities"])
     return Studied(
         {
             **{(label, "mean over draws"): known[label].mean for label in SCHEMES},
@@ -373,7 +336,44 @@ def study(found: Found) -> Studied:
                 abs(plain[record.model] - record.accuracy) for record in trained.where(loss=0.0)
             ),
         },
-        tables=[_traffic_table(config, schemes), _training_table(trained), _lossy_table(lossy), _bytes(results)],
+        tables=[
+            table(
+                "Set-up traffic, and what it buys",
+                {
+                    "code": "label",
+                    "set-up bytes": "bytes",
+                    "over MDS, as run": "ratio",
+                    "mean of all draws": "mean",
+                    "sd of a draw": "spread",
+                    "any losses survived": "any_losses",
+                    **{f"P(decodes), loss {q:g}": (lambda run, q=q: run.average[f"{q:g}"]) for q in LOSS_RATES[1:]},
+                },
+                schemes,
+                f"k = {k} partitions, r = {r} parities. Bytes are those of the parcels between devices, once. Any "
+                "losses: the largest number of devices that may be lost whichever they are, of the matrix that was "
+                "run. P(decodes): each device lost with that probability, averaged over the draw of the matrix.",
+            ),
+            table(
+                "Messages lost in both phases",
+                {"loss per message": "loss", "rounds": "rounds", "moved": "moved", "retries of phase 2": "retries"},
+                lossy,
+                "Balanced code, at most seven retries in a round. A device that answered the first phase may be silent "
+                "in the second; others make up for it.",
+            ),
+            table(
+                "One iteration over messages",
+                {
+                    "row": lambda result: result.spec.label,
+                    "devices": lambda result: result.spec.clients,
+                    "payload down, bytes": last("payload", direction="down", link="hub"),
+                    "payload up, bytes": last("payload", direction="up", link="hub"),
+                    "accuracy, %": lambda result: 100 * result.accuracy,
+                },
+                results.values(),
+                "Payload of the last round, all devices. Vectors of the coded rows are float64; FedAvg's are float32, "
+                "as the model is. Partitions go from device to device, once.",
+            ),
+        ],
         figures=[
             curves(
                 "Probability that an iteration decodes",
@@ -387,87 +387,4 @@ def study(found: Found) -> Studied:
                 "traffic of MDS on average, as has MDS with half the parities.",
             )
         ],
-    )
-
-
-def _traffic_table(config: Config, schemes: Records) -> Table:
-    k, r = partitions(config), int(config.settings["parities"])
-    columns: dict[str, Any] = {
-        "code": "label",
-        "transfers": "transfers",
-        "set-up bytes": "bytes",
-        "over MDS, as run": "ratio",
-        "mean of all draws": "mean",
-        "sd of a draw": "spread",
-        "any losses survived": "any_losses",
-        **{f"P(decodes) at loss {q:g}": (lambda record, q=q: record.average[f"{q:g}"]) for q in LOSS_RATES[1:]},
-    }
-    return table(
-        "Set-up traffic, and what it buys",
-        columns,
-        schemes,
-        f"k = {k} partitions, r = {r} parities. Bytes are those of the parcels between devices, once. Any losses: the "
-        "largest number of devices that may be lost whichever they are, of the matrix that was run. P(decodes): each "
-        "device lost with that probability, averaged over the draw of the matrix.",
-    )
-
-
-def _training_table(trained: Records) -> Table:
-    columns: dict[str, Any] = {
-        "code": "label",
-        "model": "model",
-        "loss": "loss",
-        "P(decodes), this matrix": "chance",
-        "decoded": "rate",
-        "distance from uncoded": "worst",
-        "test accuracy, %": lambda record: 100 * record.accuracy,
-    }
-    return table(
-        "Training while devices are lost",
-        columns,
-        trained,
-        "Every device is away in an iteration with the given probability. Distance: the largest entry of the "
-        "difference between the coded model and uncoded descent that pauses in the same iterations, over all of them.",
-    )
-
-
-def _lossy_table(lossy: Records) -> Table:
-    columns: dict[str, Any] = {
-        "loss per message": "loss",
-        "rounds": "rounds",
-        "moved": "moved",
-        "retries of phase 2": "retries",
-        "distance from uncoded": "worst",
-    }
-    return table(
-        "Messages lost in both phases, over messages",
-        columns,
-        lossy,
-        "Balanced code, at most seven retries in a round. A device that answered the first phase may be silent in the "
-        "second; others make up for it.",
-    )
-
-
-def _bytes(results: Mapping[str, RunResult]) -> Table:
-    def total(result: RunResult, value: Any, **where: Any) -> int:
-        return int(result.ledger.total(value, **{"round": result.final.round, **where}))
-
-    columns: dict[str, Any] = {
-        "row": lambda result: result.spec.label,
-        "devices": lambda result: result.spec.clients,
-        "messages": lambda result: total(result, "messages", direction="down"),
-        "payload down, bytes": lambda result: total(result, "payload", direction="down", link="hub"),
-        "payload up, bytes": lambda result: total(result, "payload", direction="up", link="hub"),
-        # Where data are coded no other message brings what trains.
-        "set-up over the hub": lambda result: (
-            0 if result.spec.label == UNCODED else total(result, "payload", round=1, message_type="train", link="hub")
-        ),
-        "accuracy, %": lambda result: 100 * result.accuracy,
-    }
-    return table(
-        "One iteration over messages",
-        columns,
-        results.values(),
-        "Payload of the last round, all devices. Vectors of the coded rows are float64; FedAvg's are float32, as the "
-        "model is. Set-up over the hub: labels and rows of the matrix, once; partitions go from device to device.",
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.experiments.decentralised import Energy, per_message
-from fedcomp.experiments.findings import Curves, Table, largest
+from fedcomp.experiments.findings import largest
 from fedcomp.experiments.kit import Record, curves, table
 from fedcomp.experiments.options import Config
 from fedcomp.experiments.relayed import beside
@@ -165,14 +165,12 @@ def course(run: str, *, config: Config, problem: Convex) -> dict[str, Any]:
         # From zero, where the largest gradient entry is known before the run: the first scale is stated in it.
         start=zero.astype("float32" if single else "float64"),
     )
-    fit = curve.fit()
+    rate, r2 = curve.fit()
     return {
-        "errors": curve.errors.tolist(),
-        "bits": curve.bits.tolist(),
-        "payload_bits": curve.payload_bits.tolist(),
+        **{name: getattr(curve, name).tolist() for name in ("errors", "bits", "payload_bits")},
         "first": curve.first(float(config.settings["tolerance"])),
-        "rate": fit.rate,
-        "r2": fit.r2,
+        "rate": rate,
+        "r2": r2,
         "conserved": largest(curve.invariants.values()),
         "stopped": curve.stopped,
         "saturated": curve.saturated,
@@ -201,15 +199,84 @@ def study(found: Found) -> Studied:
     )
     # Generous to the baseline: float32 would stop near 1e-6, and NIDS' messages here have 64 bits to a number.
     bits = 8.0 * float(courses[FLOAT32].message) * _first(courses[NIDS])
+    tolerance, per_byte = float(config.settings["tolerance"]), Energy.of(config.settings).per_byte
+    # A header has 8 bytes, and an iteration one message for each edge.
+    header = 64.0 * _first(courses[NIDS])
+    arrival: dict[str, Any] = {
+        "row": "run",
+        "iterations": "first",
+        "times NIDS": lambda one: _slowdown(courses, one),
+        "rate": "rate",
+        "R²": "r2",
+        "message, bytes": "message",
+        "bits per edge": lambda one: _sent(one, headers=False),
+        "times fewer": lambda one: bits / _sent(one, headers=False),
+        "times fewer, with headers": lambda one: (bits + header) / _sent(one, headers=True),
+        "joules per edge": lambda one: None if per_byte is None else _sent(one, headers=True) / 8.0 * per_byte,
+    }
+
+    def settling(one: Record) -> float:
+        # Whether a floor is reached cannot be seen from one error: the last tenth of the run must not change it.
+        done = len(one.errors) - 1
+        return float(one.errors[-1] / one.errors[done - done // 10])
+
+    ends: dict[str, Any] = {
+        "row": lambda row: row[0],
+        "iterations": lambda row: row[1] and len(row[1].errors) - 1,
+        "to the tolerance": lambda row: row[1] and row[1].first,
+        "error at the end": lambda row: row[1] and row[1].errors[-1],
+        "times that of a tenth of the run earlier": lambda row: row[1] and settling(row[1]),
+        "fixed point": lambda row: fixed.get(row[0]),
+        "ended because": lambda row: row[1] and ("saturated" * row[1].saturated or row[1].stopped.partition(":")[0]),
+    }
+
+    def places(one: Record) -> list[int]:
+        end = len(one.errors) - 1
+        # Every fourth; and the last point always: it is the error that tables show.
+        return [*range(0, end, 4), end]
+
     return Studied(
         {**quantities(courses, fixed, bits), **differ},
         tables=[
-            _arrival_table(config, courses, bits),
-            _floor_table(courses, fixed),
-            _scale_table(courses),
+            table(
+                f"To a relative error of {tolerance:g}",
+                arrival,
+                [courses[name] for name in (*ARRIVING, *STRONG)],
+                f"Deterministic gradients, {config.clients} nodes, float64. Bits per directed edge until the error "
+                "stays below the tolerance, digests included; times fewer: against NIDS with 32 bits to a number, "
+                "although its messages here have 64. Rate and R² of the line through the logarithms of the errors from "
+                f"1e-1 to 1e-9. Empty: not reached within the run. The last {len(STRONG)} rows are strong compression: "
+                "the error falls, but consensus is slower by far than the descent.",
+                optional=("joules per edge",),
+            ),
+            table(
+                "How runs end",
+                ends,
+                [(name, courses.get(name)) for name in (*RUNS, *(_floor("D-PSGD", s) for s in SMALLER))],
+                "With a constant step D-PSGD and what inherits its iteration stop away from the optimum when nodes "
+                "hold unlike data: the smaller the step the lower the floor, without an end, and the later it is "
+                "reached. Where the error is that of a tenth of the run earlier, the floor is reached. Fixed point: "
+                "where the iteration rests, computed by Newton's method; empty: none was computed, or it is the "
+                "optimum. A geometric scale that falls faster than the algorithm converges, or begins too low, is "
+                "noticed and ends the run; one that begins too high arrives late. An innovation of up to twice its "
+                "scale is tolerated, and single nodes that pass it end nothing.",
+            ),
             relayed,
         ],
-        figures=_figures(courses),
+        figures=[
+            curves(
+                "Error over bits",
+                [courses[name] for name in ARRIVING],
+                lambda one: [one.payload_bits[k] for k in places(one)],
+                lambda one: [one.errors[k] for k in places(one)],
+                "run",
+                x_label="payload bits per directed edge",
+                y_label="relative error",
+                log_x=True,
+                log_y=True,
+                caption="Vectors that travel whole have 64 bits to a number here.",
+            )
+        ],
         tasks=[task.record()],
     )
 
@@ -260,110 +327,3 @@ def quantities(courses: Mapping[str, Record], fixed: Mapping[str, float], bits: 
         "schedules that are too fast or too low: noticed, of 3": sum(bool(courses[n].saturated) for n in FAILING),
         "duals sum to zero: largest sum at the end": largest(courses[name].conserved for name in conserving),
     }
-
-
-def _arrival_table(config: Config, courses: Mapping[str, Record], bits: float) -> Table:
-    per_byte = Energy.of(config.settings).per_byte
-    # A header has 8 bytes, and an iteration one message for each edge.
-    header = 64.0 * _first(courses[NIDS])
-    columns: dict[str, Any] = {
-        "row": "run",
-        "iterations": "first",
-        "times NIDS": lambda one: _slowdown(courses, one),
-        "rate": "rate",
-        "R²": "r2",
-        "message, bytes": "message",
-        "bits per edge": lambda one: _sent(one, headers=False),
-        "times fewer": lambda one: bits / _sent(one, headers=False),
-        "bits with headers": lambda one: _sent(one, headers=True),
-        "times fewer, with headers": lambda one: (bits + header) / _sent(one, headers=True),
-        "joules per edge": lambda one: None if per_byte is None else _sent(one, headers=True) / 8.0 * per_byte,
-        "error at the end": lambda one: one.errors[-1],
-    }
-    return table(
-        f"To a relative error of {float(config.settings['tolerance']):g}",
-        columns,
-        [courses[name] for name in (*ARRIVING, *STRONG)],
-        f"Deterministic gradients, {config.clients} nodes, float64. Bits per directed edge until the error stays below "
-        "the tolerance, digests included; times fewer: against NIDS with 32 bits to a number, although its messages "
-        "here have 64. Rate and R² of the line through the logarithms of the errors from 1e-1 to 1e-9. Empty: not "
-        f"reached within the run. The last {len(STRONG)} rows are strong compression: the error falls, but consensus "
-        "is slower by far than the descent.",
-        optional=("joules per edge",),
-    )
-
-
-def _floor_table(courses: Mapping[str, Record], fixed: Mapping[str, float]) -> Table:
-    def settling(one: Record) -> float:
-        # Whether a floor is reached cannot be seen from one error: the last tenth of the run must not change it.
-        done = len(one.errors) - 1
-        return float(one.errors[-1] / one.errors[done - done // 10])
-
-    names = [*FLOORS, *(_floor("D-PSGD", s) for s in SMALLER), *ARRIVING]
-    columns: dict[str, Any] = {
-        "row": lambda row: row[0],
-        "iterations": lambda row: row[1] and len(row[1].errors) - 1,
-        "relative error": lambda row: row[1] and row[1].errors[-1],
-        "times that of a tenth of the run earlier": lambda row: row[1] and settling(row[1]),
-        "fixed point": lambda row: fixed.get(row[0]),
-    }
-    return table(
-        "Who stops where",
-        columns,
-        [(name, courses.get(name)) for name in names],
-        "With a constant step D-PSGD and what inherits its iteration stop away from the optimum when nodes hold unlike "
-        "data: the smaller the step the lower the floor, without an end, and the later it is reached. A fourth column "
-        "of 1 says that the floor is reached; where it is less the error still falls. Fixed point: where the iteration "
-        "rests, computed by Newton's method; empty: none was computed, or it is the optimum.",
-    )
-
-
-def _scale_table(courses: Mapping[str, Record]) -> Table:
-    def reason(one: Record) -> str:
-        return f"saturated in iteration {len(one.errors) - 1}" if one.saturated else one.stopped.partition(":")[0]
-
-    columns: dict[str, Any] = {
-        "scale": "run",
-        "iterations": lambda one: len(one.errors) - 1,
-        "to the tolerance": "first",
-        "error at the end": lambda one: one.errors[-1],
-        "ended because": reason,
-    }
-    return table(
-        "Dyna-COLD's scale",
-        columns,
-        [courses[name] for name in (GEOMETRIC, *SCHEDULES)],
-        "The first row is the right one: s0 is the largest gradient entry at the beginning times the step size. A "
-        "schedule that falls faster than the algorithm converges, or begins too low, is noticed and ends the run; one "
-        "that begins too high arrives late. An innovation of up to twice its scale is tolerated, and single nodes that "
-        "pass it end nothing: the right schedule leaves the box by a little, too.",
-    )
-
-
-def _figures(courses: Mapping[str, Record]) -> list[Curves]:
-    def places(one: Record) -> list[int]:
-        end = len(one.errors) - 1
-        # Every fourth; and the last point always: it is the error that tables show.
-        return [*range(0, end, 4), end]
-
-    def lines(title: str, names: Iterable[str], bits: bool = False, **more: Any) -> Curves:
-        return curves(
-            title,
-            [courses[name] for name in names],
-            lambda one: [one.payload_bits[k] if bits else float(k) for k in places(one)],
-            lambda one: [one.errors[k] for k in places(one)],
-            "run",
-            x_label="payload bits per directed edge" if bits else "iteration",
-            y_label="relative error",
-            log_y=True,
-            **more,
-        )
-
-    whole = "Vectors that travel whole have 64 bits to a number here."
-    return [
-        lines("Error over iterations", ARRIVING),
-        lines("Error over bits", ARRIVING, bits=True, log_x=True, caption=whole),
-        lines("Floors of inexact methods", FLOORS),
-        lines("Strong compression", (NIDS, TOP20, *STRONG)),
-        lines("Schedules of the scale", (GEOMETRIC, *SCHEDULES)),
-    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from statistics import stdev
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -127,36 +126,23 @@ def _graph(config: Config, where: str) -> dict[str, Any]:
     return cut | ({"k": int(config.settings["k"])} if config.settings["task"] == "digits-graph" else {})
 
 
-def spec(config: Config, where: str, called: str, own: Own, rounds: int) -> RunSpec:
-    """Return one run on a partition, with the first seed."""
-    given: dict[str, Any] = {
-        **_ADAM,
-        "inner.eta": 0.01,
-        # Rounded up: at most ten evaluations, however many rounds there are.
-        "evaluate_every": max(1, -(-rounds // 10)),
-        **{f"task.{key}": value for key, value in _graph(config, where).items()},
-        **own,
-    }
-    taken = ("n", "batch_size", "task.hidden")
-    return replace(config.spec(SYSTEM, called, str(config.settings["task"]), take=taken, **given), rounds=rounds)
-
-
-def cross_spec(config: Config, label: str, own: Own) -> RunSpec:
-    """Return a run on the cross-partition graph; every seed has a graph of its own."""
-    early, rounds = cross_rounds(config)
-    given: dict[str, Any] = {
-        **_ADAM,
-        "inner.eta": 0.1,
-        **CROSS_SIZE,
-        "batch_size": CROSS_BATCH,
-        # An evaluation has to fall on both of the rounds after which the rules are compared.
-        "evaluate_every": math.gcd(early, rounds),
-        "task.parts": config.clients,
+def spec(config: Config, where: str, called: str, own: Own, rounds: int = 0) -> RunSpec:
+    """Return one run on a partition, or on the cross-partition graph for as long as that is trained; with the first
+    seed."""
+    if where == CROSS:
+        early, rounds = cross_rounds(config)
         # The graph of the first seed; every further seed is trained on one drawn from that seed.
-        "task.graph_seed": config.seed,
-        **own,
-    }
-    return replace(config.spec(SYSTEM, name(CROSS, label), CROSS, **given), rounds=rounds)
+        graph = {"parts": config.clients, "graph_seed": config.seed}
+        # An evaluation has to fall on both of the rounds after which the rules are compared.
+        given = {"inner.eta": 0.1, **CROSS_SIZE, "batch_size": CROSS_BATCH, "evaluate_every": math.gcd(early, rounds)}
+    else:
+        graph = _graph(config, where)
+        # Rounded up: at most ten evaluations, however many rounds there are.
+        given = {"inner.eta": 0.01, "evaluate_every": max(1, -(-rounds // 10))}
+    task, taken = (CROSS, ()) if where == CROSS else (str(config.settings["task"]), ("n", "batch_size", "task.hidden"))
+    fixed: dict[str, Any] = {**_ADAM, **given, **{f"task.{key}": value for key, value in graph.items()}, **own}
+    settings = {**{key: config.settings[key] for key in taken}, **fixed}
+    return RunSpec(SYSTEM, called, task, config.engine, rounds, config.clients, config.seed, settings)
 
 
 def cross_rounds(config: Config) -> tuple[int, int]:
@@ -184,14 +170,18 @@ def rows(config: Config) -> Mapping[str, str]:
 def trainings(config: Config, equal: Mapping[str, Mapping[str, Own]]) -> dict[str, tuple[RunSpec, range]]:
     """Return every training by its name, with its seeds; the rows are among them."""
     seeds, few = repetitions(config), min(config.rounds, int(config.settings["short_rounds"]))
-    long = [
-        spec(config, CUT, name(CUT, label), own, config.rounds) for label, own in {**COMPARED, **equal[CUT]}.items()
+    long = {CUT: {**COMPARED, **equal[CUT]}, CROSS: {**CROSSING, **equal[CROSS]}}
+    made = [
+        (spec(config, where, name(where, label), own, config.rounds), seeds)
+        for where, rules in long.items()
+        for label, own in rules.items()
     ]
-    crossed = [cross_spec(config, label, own) for label, own in {**CROSSING, **equal[CROSS]}.items()]
-    brief = [
-        spec(config, where, short(where, label), own, few) for where in SHORT for label, own in SHORT[where].items()
+    made += [
+        (spec(config, where, short(where, label), own, few), seeds[:1])
+        for where, rules in SHORT.items()
+        for label, own in rules.items()
     ]
-    return {made.label: (made, which) for some, which in ((long + crossed, seeds), (brief, seeds[:1])) for made in some}
+    return {one.label: (one, which) for one, which in made}
 
 
 def study(found: Found) -> Studied:

@@ -11,21 +11,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.experiments.findings import Table, different_bytes, mean
-from fedcomp.experiments.kit import Record, Records, curves, table
+from fedcomp.experiments.kit import Records, curves, table
 from fedcomp.experiments.spec import RunResult
 from fedcomp.experiments.tables import Found, Studied, Training
 from fedcomp.rng import Key
 
-DENSE: Final = "FedAvg"
 # With ten clients 1 + 1 divides their number and 3 + 1 does not: fractional repetition and the cyclic code are both
 # run.
 LOSSES: Final = (0, 1, 3)
+MOST: Final = LOSSES[-1]
 # From tails under which a mean hardly exists to tails so light that nobody straggles.
 TAILS: Final = (1.05, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Tail indices of the plot: P(slower than x) = x^-index."""
 
 DRAWN, FIXED = "redrawn every round", "the same in all rounds"
 SPEEDS: Final = (DRAWN, FIXED)
+ALL: Final = "wait for all"
 
 
 def coded(losses: int) -> str:
@@ -46,44 +47,40 @@ def ignoring(losses: int) -> str:
 def schemes(clients: int) -> dict[str, dict[str, Any]]:
     """Return the settings of what is run among stragglers, by name."""
     # The same strategy with s = 0 waits for all, so that only the code differs.
-    out: dict[str, dict[str, Any]] = {"wait for all": {"losses": 0}}
+    out: dict[str, dict[str, Any]] = {ALL: {"losses": 0}}
     out |= {coded(s): {"losses": s} for s in LOSSES[1:]}
     # A server that ignores stragglers is the code without redundancy that ends a round at a quorum.
     out |= {ignoring(s): {"losses": 0, "approximate": True, "quorum": max(1, clients - s)} for s in LOSSES[1:]}
-    out[over_field(LOSSES[-1])] = {"losses": LOSSES[-1], "arithmetic": "gf31"}
+    out[over_field(MOST)] = {"losses": MOST, "arithmetic": "gf31"}
     return out
 
 
 def study(found: Found) -> Studied:
     """Run every scheme among stragglers of both kinds; compute the times without backlog for other tails."""
-    config, results, most = found.config, found.results, LOSSES[-1]
+    config, results = found.config, found.results
     training = Training.of(found.experiment, config)
     runs = found.sweep(among_stragglers, {"speeds": SPEEDS, "name": list(schemes(config.clients))}, training=training)
-    wait = [_seconds(runs, coded(most), speeds) for speeds in SPEEDS]
-    off = max(_off_model(runs.one(name=coded(most), speeds=speeds), results) for speeds in SPEEDS)
+    wait = [_seconds(runs, coded(MOST), speeds) for speeds in SPEEDS]
+    off = max(_distance(run.weights, results[coded(0)]) for run in runs.where(name=coded(MOST)))
     return Studied(
         {
-            **_exactness(results, runs),
-            **_times(runs),
+            **_quantities(results, runs),
             "off": f"{off:.0e}",
             "least wait": min(wait),
             "most wait": max(wait),
         },
-        tables=[*(_stragglers(found, speeds, runs.where(speeds=speeds)) for speeds in SPEEDS), _bytes(results)],
+        tables=[_stragglers(found, runs)],
         figures=[
-            *(
-                curves(
-                    f"Test loss over simulated time, stragglers {speeds}",
-                    # Over the field the curve would cover that of the same code in floats.
-                    [run for run in runs.where(speeds=speeds) if run.name != over_field(most)],
-                    lambda run: np.cumsum(run.seconds).tolist(),
-                    "loss",
-                    "name",
-                    x_label="simulated seconds",
-                    y_label="test loss",
-                    log_y=True,
-                )
-                for speeds in SPEEDS
+            curves(
+                f"Test loss over simulated time, stragglers {FIXED}",
+                # Over the field the curve would cover that of the same code in floats.
+                [run for run in runs.where(speeds=FIXED) if run.name != over_field(MOST)],
+                lambda run: np.cumsum(run.seconds).tolist(),
+                "loss",
+                "name",
+                x_label="simulated seconds",
+                y_label="test loss",
+                log_y=True,
             ),
             curves(
                 "Seconds of a round against the stragglers' tail",
@@ -153,7 +150,7 @@ def among_stragglers(speeds: str, name: str, *, training: Training) -> dict[str,
         "loss": [record.loss for record in result.rounds[1:]],
         "accuracy": [record.accuracy for record in result.rounds[1:]],
         "answers": [record.metrics["coded.received"] for record in result.rounds[1:]],
-        "weights": _flat(result.arrays).tolist(),
+        "weights": _flat(result).tolist(),
     }
 
 
@@ -203,104 +200,70 @@ def expected_seconds(clients: int, losses: int, tail: float) -> float:
     return (losses + 1) * math.exp(logs)
 
 
-def _flat(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
-    return np.concatenate([np.asarray(array, np.float64).reshape(-1) for array in arrays.values()])
+def _flat(result: RunResult) -> NDArray[np.float64]:
+    return np.concatenate([np.asarray(array, np.float64).reshape(-1) for array in result.arrays.values()])
 
 
-def _distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+def _distance(weights: Any, other: RunResult) -> float:
     """Return the largest difference, relative to the largest number."""
-    return float(np.max(np.abs(a - b))) / max(float(np.max(np.abs(b))), 1e-300)
-
-
-def _off_model(run: Record, results: Mapping[str, RunResult]) -> float:
-    return _distance(np.array(run.weights), _flat(results[coded(0)].arrays))
-
-
-def _exactness(results: Mapping[str, RunResult], runs: Records) -> dict[Any, float]:
-    """The curve is that of gradient descent on all data, step by step, and no byte is saved."""
-    most, field_whole = LOSSES[-1], results[over_field(0)]
-    losses = np.array([record.loss for record in results[coded(0)].rounds[1:]])
-    # As float32, which models are: a run's weights were widened to be kept as JSON.
-    reference = {"all": _flat(field_whole.arrays).astype(np.float32)}
-    bits = different_bytes(field_whole.arrays, results[over_field(most)].arrays)
-    bits += sum(
-        different_bytes({"all": np.array(run.weights, np.float32)}, reference)
-        for run in runs.where(name=over_field(most))
-    )
-    found: dict[Any, float] = {}
-    for run in (runs.one(name=coded(s), speeds=speeds) for s in LOSSES[1:] for speeds in SPEEDS):
-        found[run.name, f"off in weights, {run.speeds}"] = _off_model(run, results)
-        off = float(np.max(np.abs(np.array(run.loss) - losses) / losses))
-        found[run.name, f"off in a round's loss, {run.speeds}"] = off
-    return found | {
-        (over_field(most), "bytes of models that differ from those with s = 0"): bits,
-        "off Flower's FedAvg": _distance(_flat(results[coded(0)].arrays), _flat(results[DENSE].arrays)),
-        "clock off the times computed from the draws, seconds": max(runs.each("off")),
-        (coded(most), "uplink payload over that with s = 0"): (
-            results[coded(most)].uplink_payload_bytes / max(1, results[coded(0)].uplink_payload_bytes)
-        ),
-    }
+    flat = _flat(other)
+    return float(np.max(np.abs(np.asarray(weights) - flat))) / max(float(np.max(np.abs(flat))), 1e-300)
 
 
 def _seconds(runs: Records, name: str, speeds: str, column: str = "seconds") -> float:
     """Return the seconds of a scheme's rounds over those of waiting for all."""
-    one, whole = (mean(runs.one(name=which, speeds=speeds)[column]) for which in (name, "wait for all"))
+    one, whole = (mean(runs.one(name=which, speeds=speeds)[column]) for which in (name, ALL))
     return one / whole
 
 
-def _times(runs: Records) -> dict[Any, float]:
-    """Rounds end sooner under heavy tails."""
-    most = LOSSES[-1]
+def _quantities(results: Mapping[str, RunResult], runs: Records) -> dict[Any, float]:
+    """The curve is that of gradient descent on all data, step by step, no byte is saved, and rounds end sooner."""
+    whole, field_whole = results[coded(0)], results[over_field(0)]
+    losses = np.array([record.loss for record in whole.rounds[1:]])
+    # As float32, which models are: a run's weights were widened to be kept as JSON.
+    narrow = {"all": _flat(field_whole).astype(np.float32)}
+    bits = different_bytes(field_whole.arrays, results[over_field(MOST)].arrays) + sum(
+        different_bytes({"all": np.array(run.weights, np.float32)}, narrow) for run in runs.where(name=over_field(MOST))
+    )
     # Where the same devices stay slow: redrawn stragglers leave out other data in every round, which averages out.
-    ignored, kept = (runs.one(name=name, speeds=FIXED).loss[-1] for name in (ignoring(most), coded(most)))
-    found: dict[Any, float] = {(ignoring(most), f"test loss over that of the code, {FIXED}"): ignored / kept}
-    for name in map(coded, LOSSES[1:]):
-        for speeds in SPEEDS:
-            found[name, f"seconds over waiting for all, {speeds}"] = _seconds(runs, name, speeds)
-        stopped = _seconds(runs, name, DRAWN, "restarted")
-        found[name, f"seconds over waiting for all, {DRAWN}, if they stop"] = stopped
+    ignored, kept = (runs.one(name=name, speeds=FIXED).loss[-1] for name in (ignoring(MOST), coded(MOST)))
+    found: dict[Any, float] = {
+        (over_field(MOST), "bytes of models that differ from those with s = 0"): bits,
+        "off Flower's FedAvg": _distance(_flat(whole), results["FedAvg"]),
+        "clock off the times computed from the draws, seconds": max(runs.each("off")),
+        (coded(MOST), "uplink payload over that with s = 0"): (
+            results[coded(MOST)].uplink_payload_bytes / max(1, whole.uplink_payload_bytes)
+        ),
+        (ignoring(MOST), f"test loss over that of the code, {FIXED}"): ignored / kept,
+    }
+    for run in (run for s in LOSSES[1:] for run in runs.where(name=coded(s))):
+        off = float(np.max(np.abs(np.array(run.loss) - losses) / losses))
+        found[run.name, f"off in weights, {run.speeds}"] = _distance(run.weights, whole)
+        found[run.name, f"off in a round's loss, {run.speeds}"] = off
+        over = f"seconds over waiting for all, {run.speeds}"
+        found[run.name, over] = _seconds(runs, run.name, run.speeds)
+        found[run.name, f"{over}, if they stop"] = _seconds(runs, run.name, run.speeds, "restarted")
     return found
 
 
-def _stragglers(found: Found, speeds: str, runs: Records) -> Table:
+def _stragglers(found: Found, runs: Records) -> Table:
     config = found.config
     columns: dict[str, Any] = {
         "scheme": "name",
+        "stragglers": "speeds",
         "partitions per device": lambda run: schemes(config.clients)[run.name]["losses"] + 1,
         "seconds per round": lambda run: mean(run.seconds),
-        "slowest round": lambda run: max(run.seconds),
         "if stragglers stopped": lambda run: mean(run.restarted),
         "answers": lambda run: mean(run.answers),
         "test loss": lambda run: run.loss[-1],
         "accuracy, %": lambda run: 100.0 * run.accuracy[-1],
     }
     return table(
-        f"Stragglers {speeds}",
+        "Rounds among stragglers",
         columns,
         runs,
         f"{config.clients} devices, {config.rounds} rounds, real messages, simulated seconds. A partition takes a "
-        f"device 1 s times a Pareto number of index {float(config.settings['tail']):g}, {speeds}. A device that is "
-        "late goes on with its old round before it begins the new one; the column beside it is computed from the same "
-        "numbers for devices that drop it and restart.",
-    )
-
-
-def _bytes(results: Mapping[str, RunResult]) -> Table:
-    def each(result: RunResult, count: int) -> float:
-        # Round 0 is the evaluation of the initial model.
-        return count / (max(1, len(result.rounds) - 1) * result.spec.clients) / 1000
-
-    columns: dict[str, Any] = {
-        "row": lambda result: result.spec.label,
-        "up, payload kB": lambda result: each(result, result.uplink_payload_bytes),
-        "up, wire kB": lambda result: each(result, result.uplink_wire_bytes),
-        "down, payload kB": lambda result: each(result, result.downlink_payload_bytes),
-    }
-    return table(
-        "Bytes per client and round",
-        columns,
-        [results[label] for label in (DENSE, *(coded(s) for s in LOSSES), over_field(LOSSES[-1]))],
-        "Nobody is slow. An answer is one row of numbers, however many partitions are in it: float64 takes twice "
-        "FedAvg's float32, GF(2^31 - 1) as much as it. Coding saves nothing. What has to lie on the devices "
-        "beforehand, s partitions of other devices' data each, is not in the table.",
+        f"device 1 s times a Pareto number of index {float(config.settings['tail']):g}, redrawn or not. A device that "
+        "is late goes on with its old round before it begins the new one; the column beside it is computed from the "
+        "same numbers for devices that drop it and restart.",
     )

@@ -15,7 +15,6 @@ over a few uses:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from fedcomp.codecs import ModularSum
     from fedcomp.layout import Layout, Vector
     from fedcomp.wire import Frame
+
+Doubles = NDArray[np.float64]
 
 EXPECTED: Final[Mapping[str, float]] = {
     "the contributors' dithers": 1.0,
@@ -49,34 +50,21 @@ def study(found: Found) -> Studied:
     given = {name: int(found.config.settings[name]) for name in ("values", "levels", "trees", "uses", "senders")}
     size, seeds = given["values"], list(repetitions(found.config))
     sums = found.sweep(
-        exact,
-        {"clients": [2, 5, 20, 100], "seed": seeds},
-        size=size,
-        levels=given["levels"],
-        trees=given["trees"],
+        exact, {"clients": [2, 5, 20, 100], "seed": seeds}, size=size, levels=given["levels"], trees=given["trees"]
     )
-    axes = {"snr": list(SNRS), "fading": [False, True], "seed": seeds}
+    axes = {"snr": list(SNRS), "seed": seeds}
     over = found.sweep(errors, axes, "air", senders=given["senders"], uses=given["uses"], count=size)
-    groups, by_snr = sums.groups("clients"), over.groups("snr", "fading")
+    groups, by_snr = sums.groups("clients"), over.groups("snr")
     variances = {name: mean([run.variance[name] for run in sums]) for name in EXPECTED}
 
-    def error(way: str, snr: float, fading: bool = False) -> float:
-        return mean(by_snr[snr, fading].each(way))
+    def error(way: str, snr: float) -> float:
+        return mean(by_snr[snr].each(way))
 
     def bytes_of(name: str) -> Any:
         return lambda clients: round(mean(groups[clients].each(name)))
 
-    def shown(way: str, fading: bool = False) -> Any:
-        return lambda snr: float(f"{error(way, snr, fading):.2g}")
-
-    lines = [
-        {"way": way + (", fading" if fading else ""), "snr": snr, "error": error(way, snr, fading)}
-        for fading in (False, True)
-        for way in ("uncoded", "coded", "separate")
-        if not (fading and way == "separate")
-        for snr in SNRS
-    ]
     high, low = SNRS[-1], SNRS[0]
+    wins = (snr for snr in SNRS if error("coded", snr) < error("uncoded", snr))
     return Studied(
         {
             "different sums along all trees": max(sums.each("sums")),
@@ -88,9 +76,7 @@ def study(found: Found) -> Studied:
             f"coded over uncoded error at {high} dB": error("coded", high) / error("uncoded", high),
             f"coded over separate error at {high} dB": error("coded", high) / error("separate", high),
             f"coded over uncoded error at {low} dB": error("coded", low) / error("uncoded", low),
-            "coded wins from, dB": next(
-                (snr for snr in SNRS if error("coded", snr) < error("uncoded", snr)), float("inf")
-            ),
+            "coded wins from, dB": next(wins, float("inf")),
         },
         tables=[
             table(
@@ -99,54 +85,27 @@ def study(found: Found) -> Studied:
                     "clients below": lambda clients: clients,
                     "a client's frame, bytes": bytes_of("frame"),
                     "their sum, bytes": bytes_of("sum"),
-                    "⌈log2 M⌉ bits each": bytes_of("packed"),
                     "unadded, bytes": bytes_of("plain"),
-                    "times fewer": lambda clients: round(
-                        mean(groups[clients].each("plain")) / mean(groups[clients].each("sum")), 1
-                    ),
                 },
                 groups,
                 f"Updates of {size} values in {given['levels']} levels either way. A sum is as long as each of the "
                 "frames in it, whatever their number; a modulus with room for more summands takes log2 of their number "
                 "more bits of everybody.",
-            ),
-            table(
-                "The error of a decoded sum",
-                {
-                    "the server takes off": lambda name: name,
-                    "variance over C δ²/12": lambda name: round(variances[name], 3),
-                    "expected": lambda name: EXPECTED[name],
-                },
-                EXPECTED,
-                "Means over numbers of clients and seeds.",
-            ),
-            table(
-                "A channel that adds",
-                {
-                    "signal to noise, dB": lambda snr: snr,
-                    "uncoded": shown("uncoded"),
-                    "coded": shown("coded"),
-                    "values of a digit": lambda snr: by_snr[snr, False][0].base,
-                    "separate, at capacity": shown("separate"),
-                    "uncoded, fading": shown("uncoded", True),
-                    "coded, fading": shown("coded", True),
-                },
-                SNRS,
-                f"Simulated. Mean squared error of a sum of {given['senders']} values in [-1, 1] over {given['uses']} "
-                "uses of the channel. The base of the coded digits is chosen for each ratio on other draws. Separate "
-                "coding is the bound that no code can beat; under fading senders invert their gain up to 3.",
-            ),
+            )
         ],
         figures=[
             curves(
                 "Error of a sum over a channel that adds",
-                lines,
-                "snr",
-                "error",
-                "way",
+                [(way, snr) for way in ("uncoded", "coded", "separate") for snr in SNRS],
+                lambda point: point[1],
+                lambda point: error(*point),
+                lambda point: point[0],
                 x_label="signal to noise, dB",
                 y_label="mean squared error",
                 log_y=True,
+                caption=f"Simulated: a sum of {given['senders']} values in [-1, 1] over {given['uses']} uses of the "
+                "channel. The base of the coded digits is chosen for each ratio on other draws. Separate coding, at "
+                "capacity, is the bound that no code can beat.",
             )
         ],
     )
@@ -176,7 +135,6 @@ def exact(clients: int, seed: int, *, size: int, levels: int, trees: int) -> dic
         "bias": float((right - true).mean() / np.sqrt(unit / size)),
         "frame": len(frames[0]),
         "sum": len(next(iter(totals))),
-        "packed": -(-codec.grid.bits * size // 8),
         "plain": sum(map(len, frames)),
     }
 
@@ -190,55 +148,27 @@ def _along_a_tree(codec: ModularSum, frames: list[Frame], layout: Layout, rng: n
     return left[0]
 
 
-@dataclass(frozen=True)
-class GaussianMAC:
-    """A channel that adds what all senders send, and normal noise.
+def send(amplitudes: Doubles, snr_db: float, rng: np.random.Generator) -> Doubles:
+    """Return what arrives over the channel: the sum of what all senders send, and normal noise.
 
     Parameters
     ----------
+    amplitudes : float64 array, shape (senders, values)
     snr_db : float
         Power of one sender over that of the noise.
-    fading : bool
-        Multiply every sender's amplitude by a gain of its own that is Rayleigh distributed, of mean square 1; senders
-        that know it divide by it, cut at 3, as in channel inversion.
     """
-
-    snr_db: float
-    fading: bool = False
-
-    @property
-    def noise(self) -> float:
-        """Standard deviation of the noise."""
-        return float(10.0 ** (-self.snr_db / 20.0))
-
-    def send(self, amplitudes: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
-        """Return what arrives.
-
-        Parameters
-        ----------
-        amplitudes : float64 array, shape (senders, values)
-        """
-        gain = np.ones((len(amplitudes), 1))
-        if self.fading:
-            drawn = rng.rayleigh(np.sqrt(0.5), size=(len(amplitudes), 1))
-            gain = drawn * np.minimum(1.0 / np.maximum(drawn, 1e-9), 3.0)
-        out: NDArray[np.float64] = (gain * amplitudes).sum(axis=0) + self.noise * rng.normal(size=amplitudes.shape[1])
-        return out
+    noise: Doubles = 10.0 ** (-snr_db / 20.0) * rng.normal(size=amplitudes.shape[1])
+    return amplitudes.sum(axis=0) + noise
 
 
-def values(senders: int, count: int, key: Key) -> NDArray[np.float64]:
-    """Return what the senders have, uniform on [-1, 1], shape (senders, count)."""
-    return key.generator().uniform(-1.0, 1.0, size=(senders, count))
-
-
-def uncoded(x: NDArray[np.float64], uses: int, channel: GaussianMAC, rng: np.random.Generator) -> float:
+def uncoded(x: Doubles, uses: int, snr_db: float, rng: np.random.Generator) -> float:
     """Return the mean squared error of the sum, sent as amplitudes and averaged over all uses."""
     scale = 1.0 / np.sqrt(np.square(x).mean())
-    received = np.mean([channel.send(scale * x, rng) for _ in range(uses)], axis=0) / scale
+    received = np.mean([send(scale * x, snr_db, rng) for _ in range(uses)], axis=0) / scale
     return float(np.square(received - x.sum(axis=0)).mean())
 
 
-def coded(x: NDArray[np.float64], uses: int, base: int, channel: GaussianMAC, key: Key) -> float:
+def coded(x: Doubles, uses: int, base: int, snr_db: float, key: Key) -> float:
     """Return the mean squared error of the sum, sent as digits of dithered integers of ``base ** uses`` levels."""
     rng, senders = key.generator(), len(x)
     levels = base**uses
@@ -252,33 +182,31 @@ def coded(x: NDArray[np.float64], uses: int, base: int, channel: GaussianMAC, ke
         digit = integers // base**use % base
         middle = (base - 1) / 2.0
         scale = np.sqrt(12.0 / (base**2 - 1.0))
-        arrived = channel.send(scale * (digit - middle), rng) / scale + senders * middle
+        arrived = send(scale * (digit - middle), snr_db, rng) / scale + senders * middle
         total += np.clip(np.rint(arrived), 0, senders * (base - 1)).astype(np.int64) * base**use
     found = (total % modulus - dither.sum(axis=0)) * step - senders
     return float(np.square(found - x.sum(axis=0)).mean())
 
 
-def separate(senders: int, uses: int, channel: GaussianMAC) -> float:
+def separate(senders: int, uses: int, snr_db: float) -> float:
     """Return the least squared error of the sum where each sender has a share of the uses, at its capacity.
 
     A sender that is silent in the others' shares has as many times the power in its own. Of a uniform value of
     variance 1/3 no code of R bits leaves less than 2^(-2R) times the power of its entropy, 4 / (2 π e) (Shannon's
     lower bound).
     """
-    bits = uses / senders * 0.5 * np.log2(1.0 + senders * 10.0 ** (channel.snr_db / 10.0))
+    bits = uses / senders * 0.5 * np.log2(1.0 + senders * 10.0 ** (snr_db / 10.0))
     entropy_power = 4.0 / (2.0 * np.pi * np.e)
     return float(senders * min(1.0 / 3.0, entropy_power * 2.0 ** (-2.0 * bits)))
 
 
-def errors(snr: float, fading: bool, seed: int, *, senders: int, uses: int, count: int) -> dict[str, Any]:
+def errors(snr: float, seed: int, *, senders: int, uses: int, count: int) -> dict[str, float]:
     """Return the errors of the three ways; the digits' base is chosen on other draws than it is judged by."""
-    channel, key = GaussianMAC(snr, fading), Key(seed, "airsum")
-    tried = values(senders, count, key.at(round=1))
-    best = min(BASES, key=lambda base: coded(tried, uses, base, channel, key.at(purpose="tuning")))
-    x = values(senders, count, key.at(round=2))
+    key = Key(seed, "airsum")
+    tried, x = (key.at(round=r).generator().uniform(-1.0, 1.0, size=(senders, count)) for r in (1, 2))
+    best = min(BASES, key=lambda base: coded(tried, uses, base, snr, key.at(purpose="tuning")))
     return {
-        "uncoded": uncoded(x, uses, channel, key.at(purpose="noise").generator()),
-        "coded": coded(x, uses, best, channel, key.at(purpose="judged")),
-        "separate": separate(senders, uses, channel) if not fading else None,
-        "base": best,
+        "uncoded": uncoded(x, uses, snr, key.at(purpose="noise").generator()),
+        "coded": coded(x, uses, best, snr, key.at(purpose="judged")),
+        "separate": separate(senders, uses, snr),
     }

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.experiments.experiment import Studied
 from fedcomp.experiments.findings import mean
-from fedcomp.experiments.kit import Sweep, curves, repetitions, table
+from fedcomp.experiments.kit import Records, repetitions, table
 from fedcomp.experiments.options import Config
-from fedcomp.experiments.spec import RunSpec
-from fedcomp.experiments.tables import TUNING_SEED, Found
+from fedcomp.experiments.tables import Found
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 WIDTHS: Final = (1, 2, 3)
-GRID: Final = ((0.1, 0.0), (0.25, 0.0), (0.5, 0.0), (1.0, 0.0), (0.1, 0.9), (0.3, 0.9))
+GRID: Final = ((0.1, 0.0), (0.5, 0.0), (1.0, 0.0), (0.3, 0.9))
 """Step sizes and momenta of the accuracy table."""
 
-COLUMNS: Final[Mapping[str, tuple[int, int, str]]] = {
-    "no delay": (0, 0, ""),
-    "one step": (1, 0, ""),
-    "one step, warm-up 40": (1, 40, ""),
-    "one step, 8 bits": (1, 0, "8 bits"),
-    "one step, upper half": (1, 0, "upper half"),
-    "four steps": (4, 0, ""),
+COLUMNS: Final[Mapping[str, tuple[int, int]]] = {
+    "no delay": (0, 0),
+    "one step": (1, 0),
+    "one step, warm-up 40": (1, 40),
 }
-"""Delay, warm-up and code by heading."""
+"""Delay and warm-up by heading."""
 
 SYNCHRONOUS: Final = "synchronous"
 PIPED: Final = "two cohorts"
@@ -36,12 +36,9 @@ ROWS: Final = (SYNCHRONOUS, PIPED, "four cohorts", ASYNCHRONOUS)
 TIMES: Final = ((1.0, 0.3), (1.0, 1.0), (1.0, 2.5), (0.2, 3.0))
 """Seconds of work and of the collective, as in the specification's table."""
 
-VARIATIONS: Final = (0.1, 0.5, 1.0)
-
 OVER: Final = "seconds to the target over those of synchronous rounds"
 OFF: Final = "largest distance of a weight from the recursion, deployed"
 RATIO: Final = "seconds over those of width 1, deployed"
-DEPLOYED: Final = (RATIO, OFF)
 
 
 def strategy_of(row: str, clients: int) -> Any:
@@ -59,114 +56,97 @@ def strategy_of(row: str, clients: int) -> Any:
 
 def paced(row: str, lr: float, seed: int, *, config: Config, tuning: bool = False) -> dict[str, Any]:
     """Train a row on the virtual clock."""
-    from fedcomp.experiments.paced import Pace, train
-    from fedcomp.flower.logs import quiet
+    from fedcomp.experiments.paced import train
 
-    settings: dict[str, Any] = {
-        "task.hidden": "64",
-        "task.validation": tuning,
-        "lr": lr,
-        "batch_size": 32,
-        "max_steps": 1,
-    }
-    seed += tuning * TUNING_SEED
-    spec = RunSpec("fedavg", task="digits", clients=config.clients, seed=seed, settings=settings)
-    pace = Pace(seed, config.clients, variation=float(config.settings["variation"]), jitter=0.2)
-    with quiet():
-        found = train(strategy_of(row, config.clients), spec, pace, float(config.settings["seconds"]))
-    line = found["line"]
-    return {**found, "settled": mean(point[1] for point in line[-5:])}
+    strategy = strategy_of(row, config.clients)
+    return train(strategy, config, lr, seed, tuning=tuning, jitter=0.2, batch_size=32, max_steps=1)
+
+
+def over_messages(
+    width: int, nodes: int, rounds: int, seed: int, seconds: float = 0.0
+) -> tuple[NDArray[Any], list[float]]:
+    """Train with cohorts over messages, ``seconds`` each; return the weights, and the clock after every round."""
+    import numpy as np
+    from flwr.app import Array, ArrayRecord, ConfigRecord
+
+    from fedcomp.experiments import slept
+    from fedcomp.flower.grid import InProcessGrid
+    from fedcomp.flower.logs import quiet
+    from fedcomp.flower.metered import MeteredGrid
+    from fedcomp.flower.rounds import fit
+
+    marks: list[float] = []
+    config = ConfigRecord({"seed": seed, "sleep": 1e-9, "variation": 0.0})
+    start = ArrayRecord({"w": Array(np.zeros(slept.SIZE, np.float32))})
+    with quiet(), InProcessGrid(slept.client, nodes, seed=seed, compute_seconds=seconds) as grid:
+        result = fit(
+            slept.build("pipelined", {"width": width}),
+            MeteredGrid(grid),
+            start,
+            rounds,
+            train_config=config,
+            on_round=lambda *_: marks.append(float(grid.clock)),
+        )
+    return result.arrays["w"].numpy(), marks
 
 
 def recursions(rounds: int, seed: int) -> dict[str, float]:
     """Return how far trainings over messages are from their recursion in one process, relative, by name."""
     import numpy as np
-    from flwr.app import Array, ArrayRecord, ConfigRecord
 
     from fedcomp.experiments import slept
-    from fedcomp.flower.grid import InProcessGrid
-    from fedcomp.flower.logs import quiet
-    from fedcomp.flower.metered import MeteredGrid
-    from fedcomp.flower.rounds import fit
 
-    nodes, found = 3, {}
-    config = ConfigRecord({"seed": seed, "sleep": 1e-9, "variation": 0.0})
+    nodes = 3
     expected = {width: slept.recursion(seed, range(nodes), rounds, width) for width in WIDTHS}
 
-    def apart(weights: Any, width: int) -> float:
+    def apart(weights: NDArray[Any], width: int) -> float:
         return float(np.linalg.norm(weights - expected[width]) / np.linalg.norm(expected[width]))
 
-    for width in WIDTHS:
-        strategy = slept.build("pipelined", {"width": width})
-        with quiet(), InProcessGrid(slept.client, nodes, seed=seed) as grid:
-            start = ArrayRecord({"w": Array(np.zeros(slept.SIZE, np.float32))})
-            result = fit(strategy, MeteredGrid(grid), start, rounds, train_config=config)
-        weights = result.arrays["w"].numpy()
-        found[f"width {width}"] = apart(weights, width)
-        if width == 2:
-            found["width 2 against no delay"] = apart(weights, 1)
+    trained = {width: over_messages(width, nodes, rounds, seed)[0] for width in WIDTHS}
     # What comes of averaging models: two trainings, each of every other round, and of one cohort.
-    found["averaged models against width 2"] = apart(slept.recursion(seed, range(0, nodes, 2), (rounds + 1) // 2, 1), 2)
-    return found
+    averaged = slept.recursion(seed, range(0, nodes, 2), (rounds + 1) // 2, 1)
+    return {
+        **{f"width {width}": apart(weights, width) for width, weights in trained.items()},
+        "width 2 against no delay": apart(trained[2], 1),
+        "averaged models against width 2": apart(averaged, 2),
+    }
 
 
-def periods(seed: int) -> dict[str, list[float]]:
-    """Return by width of cohorts the seconds per step on the virtual clock, and those of the law."""
-    import numpy as np
-    from flwr.app import Array, ArrayRecord, ConfigRecord
-
-    from fedcomp.experiments import slept
-    from fedcomp.flower.grid import InProcessGrid
-    from fedcomp.flower.logs import quiet
-    from fedcomp.flower.metered import MeteredGrid
-    from fedcomp.flower.rounds import fit
-
-    found = {}
-    for width in (1, 2, 4):
-        marks: list[float] = []
-        config = ConfigRecord({"seed": seed, "sleep": 1e-9, "variation": 0.0})
-        with quiet(), InProcessGrid(slept.client, 4, seed=seed, compute_seconds=1.0) as grid:
-            start = ArrayRecord({"w": Array(np.zeros(slept.SIZE, np.float32))})
-            # Read when called, at the end of every round.
-            note = partial(_mark, marks, grid)
-            strategy = slept.build("pipelined", {"width": width})
-            fit(strategy, MeteredGrid(grid), start, 41, train_config=config, on_round=note)
-        # From a step to one of the same cohort, so that all of a period is in it.
-        found[str(width)] = [(marks[39] - marks[19]) / 20, 1.0 / width]
-    return found
-
-
-def _mark(marks: list[float], grid: Any, *_: Any) -> None:
-    marks.append(float(grid.clock))
-
-
-def laws(seed: int) -> dict[str, Any]:
-    """Return the period's law against its events, the gain with log-normal times, and the stable steps."""
+def laws(seed: int) -> list[dict[str, Any]]:
+    """Return the laws beside what they summarise: ``kind``, ``of`` what, the value ``found`` and the ``law``'s."""
     import numpy as np
 
     from fedcomp.experiments.delayed import largest_stable
     from fedcomp.rng import Key
     from fedcomp.timing.pipeline import Pipeline, log_normal, simulate, stable_step
 
-    def period(work: Any, transfer: Any, width: int) -> float:
+    def period(work: NDArray[np.float64], transfer: NDArray[np.float64], width: int) -> float:
         ends = simulate(work, transfer, width)
         half = ends.size // 2
         return float(ends[-1] - ends[half - 1]) / (ends.size - half)
 
-    off = 0.0
-    constant = {}
+    rows: list[tuple[str, str, float, float | None]] = []
     for a, b in TIMES:
-        row = [period(np.full(400, a), np.full(400, b), width) for width in (1, 2, 3, 4)]
-        constant[f"{a:g} + {b:g}"] = row
-        law = [Pipeline(a, b, width).period for width in (1, 2, 3, 4)]
-        off = max(off, *(abs(x - y) / y for x, y in zip(row, law, strict=True)))
-    gains = {}
-    for variation in VARIATIONS:
-        work, transfer = (log_normal(1.0, variation, 20_000, Key(seed, "pipe/times", layer=i)) for i in (0, 1))
-        alone = simulate(work, transfer, 1)[-1]
-        gains[f"{variation:g}"] = [float(alone / simulate(work, transfer, width)[-1]) for width in (2, 3, 4, 8)]
-    stable = {str(delay): [largest_stable(delay), stable_step(delay)] for delay in range(4)}
-    return {"off": off, "constant": constant, "gains": gains, "stable": stable}
+        for width in (1, 2, 3, 4):
+            events = period(np.full(400, a), np.full(400, b), width)
+            rows.append(("period", f"{a:g} + {b:g}, K = {width}", events, Pipeline(a, b, width).period))
+    for width in (1, 2, 4):
+        _, marks = over_messages(width, 4, 41, seed, seconds=1.0)
+        # From a step to one of the same cohort, so that all of a period is in it.
+        rows.append(("clock", f"width {width} by cohorts", (marks[39] - marks[19]) / 20, 1.0 / width))
+    rows += [("stable", f"{delay} steps of delay", largest_stable(delay), stable_step(delay)) for delay in range(4)]
+    work, transfer = (log_normal(1.0, 1.0, 20_000, Key(seed, "pipe/times", layer=i)) for i in (0, 1))
+    alone = simulate(work, transfer, 1)[-1]
+    rows += [("gain", f"K = {k}", float(alone / simulate(work, transfer, k)[-1]), None) for k in (2, 3, 4, 8)]
+    return [dict(zip(("kind", "of", "found", "law"), row, strict=True)) for row in rows]
+
+
+KINDS: Final[Mapping[str, str]] = {
+    "period": "seconds per iteration, work + collective, by events",
+    "clock": "seconds per step of one second, on the virtual clock",
+    "stable": "largest stable step size times curvature, by bisection",
+    "gain": "times faster than K = 1, log-normal times of variation 1",
+}
 
 
 def deployed(rounds: int, seed: int) -> dict[str, dict[str, Any]]:
@@ -197,38 +177,27 @@ def study(found: Found) -> Studied:
     from fedcomp.timing.pipeline import Pipeline
 
     config, say = found.config, found.say
-    processes = int(config.settings["workers"])
     exact = say.cell("recursion", lambda: recursions(config.rounds // 10 + 4, config.seed))
-    law = say.cell("laws", lambda: laws(config.seed))
-    clock = say.cell("periods", lambda: periods(config.seed))
-
+    law: list[dict[str, Any]] = say.cell("laws", lambda: laws(config.seed))
     cells = [
-        {"rate": rate, "momentum": momentum, "delay": delay, "warmup": warmup, "code": code, "seed": seed}
+        {"rate": rate, "momentum": momentum, "delay": delay, "warmup": warmup, "seed": seed}
         for rate, momentum in GRID
-        for delay, warmup, code in COLUMNS.values()
+        for delay, warmup in COLUMNS.values()
         for seed in repetitions(config)
     ]
-    late = Sweep(delayed.train, cells, "delay", {"steps": config.rounds})(say, processes)
-
-    def median(rate: float, momentum: float, heading: str) -> float:
-        delay, warmup, code = COLUMNS[heading]
-        chosen = late.where(rate=rate, momentum=momentum, delay=delay, warmup=warmup, code=code).each("accuracy")
-        return float(sorted(chosen)[len(chosen) // 2])
-
-    target = float(config.settings["target"])
-    against = timed(paced, ROWS, config, say)
-    best, groups, sooner = against.best, against.groups, against.sooner
-    asked = bool(config.settings["deployment"])
-    skipped = {} if asked else dict.fromkeys(DEPLOYED, "set deployment=true")
+    late = found.sweep(delayed.train, cells, "delay", steps=config.rounds)
+    against = timed(paced, ROWS, found)
+    sooner, asynchronous = against.sooner, against.sooner[ASYNCHRONOUS]
+    skipped = dict.fromkeys((RATIO, OFF), "set deployment=true")
+    nothing = {"seconds": float("nan"), "off": float("nan")}
+    real: dict[str, dict[str, Any]] = {}
+    if config.settings["deployment"]:
+        skipped = {}
+        real = say.cell("deployment", lambda: deployed(int(config.settings["deployed_rounds"]), config.seed))
     if sooner[SYNCHRONOUS] == float("inf"):
         skipped[OVER] = "synchronous rounds do not reach the target"
-    nothing = {"seconds": float("nan"), "off": float("nan"), "line": [[0.0, float("nan")]], "steps": 0}
-    real: dict[str, dict[str, Any]] = (
-        say.cell("deployment", lambda: deployed(int(config.settings["deployed_rounds"]), config.seed))
-        if asked
-        else dict.fromkeys(("width 1", "width 2", ASYNCHRONOUS), nothing)
-    )
-    ratio = real["width 2"]["seconds"] / real["width 1"]["seconds"]
+    widths = {f"width {width}": real.get(f"width {width}", nothing) for width in (1, 2)}
+    ratio = widths["width 2"]["seconds"] / widths["width 1"]["seconds"]
 
     def by_law(row: str) -> float | None:
         """Return the seconds per round that the law has for a width, from what width one worked and waited."""
@@ -237,36 +206,40 @@ def study(found: Found) -> Studied:
         alone = real["width 1"]
         return round(Pipeline(alone["period"] - alone["idle"], alone["idle"], int(row[-1])).period, 2)
 
-    def lost(rate: float, momentum: float, heading: str = "one step", against: str = "no delay") -> float:
-        return median(rate, momentum, against) - median(rate, momentum, heading)
+    def lost(rate: float, momentum: float, heading: str = "no delay") -> float:
+        return median(late, rate, momentum, heading) - median(late, rate, momentum, "one step")
 
     wrong = min(exact["width 2 against no delay"], exact["averaged models against width 2"])
     hidden = (
         "In a real deployment two rounds in flight take {:.2f} of the time of one at a time, by hiding the server's "
+        "work and Flower's polling; "
     )
-    asynchronous = sooner[ASYNCHRONOUS]
     return Studied(
         {
-            "target, %": target,
-            "where": (hidden + "work and Flower's polling; ").format(ratio) if asked else "On the simulated clock ",
+            "target, %": against.target,
+            "where": hidden.format(ratio) if real else "On the simulated clock ",
             **{(row, "seconds to the target"): shown_seconds(sooner[row]) for row in ROWS},
             **{(f"width {w}", "relative distance from its recursion"): exact[f"width {w}"] for w in WIDTHS},
             "wrong recursions: times further from width 2, least": wrong / exact["width 2"],
-            "period, events against law: largest relative difference": law["off"],
+            "period, events against law: largest relative difference": max(
+                abs(each["found"] - each["law"]) / each["law"] for each in law if each["kind"] == "period"
+            ),
             **{
-                (f"width {width} by cohorts", "seconds per step on the clock, over the law's"): measured / wanted
-                for width, (measured, wanted) in clock.items()
+                (each["of"], "seconds per step on the clock, over the law's"): each["found"] / each["law"]
+                for each in law
+                if each["kind"] == "clock"
             },
             **{
-                (f"{delay} steps of delay", "largest stable step, by bisection over the formula, off 1 by"): abs(
-                    by / formula - 1
+                (each["of"], "largest stable step, by bisection over the formula, off 1 by"): abs(
+                    each["found"] / each["law"] - 1
                 )
-                for delay, (by, formula) in law["stable"].items()
+                for each in law
+                if each["kind"] == "stable"
             },
             ("step size .1", "points lost by one step of delay"): lost(0.1, 0.0),
             ("step size 1", "points lost by one step of delay"): lost(1.0, 0.0),
             ("step size 1", "of these, points that a warm-up of 40 steps brings back"): lost(
-                1.0, 0.0, against="one step, warm-up 40"
+                1.0, 0.0, "one step, warm-up 40"
             ),
             ("step size .3 and momentum .9", "points lost by one step of delay"): lost(0.3, 0.9),
             (PIPED, OVER): sooner[PIPED] / sooner[SYNCHRONOUS],
@@ -275,62 +248,37 @@ def study(found: Found) -> Studied:
                 sooner[PIPED] / asynchronous if asynchronous < float("inf") else 0.0
             ),
             ("width 2", RATIO): ratio,
-            **{(f"width {w}", OFF): real[f"width {w}"]["off"] for w in (1, 2)},
+            **{(width, OFF): row["off"] for width, row in widths.items()},
         },
         tables=[
             table(
                 "Test accuracy with gradients that are applied late, %",
                 {
                     "step size, momentum": lambda pair: f"{pair[0]:g}, {pair[1]:g}",
-                    **{heading: partial(_shown, median, heading) for heading in COLUMNS},
+                    **{heading: partial(_shown, late, heading) for heading in COLUMNS},
                 },
                 GRID,
                 f"{delayed.WORKERS} workers, a perceptron on digits, {config.rounds} steps, median over seeds; chance "
-                "is 10 %. In one process: nothing but the delay differs. Upper half: floats cut to 16 bits.",
+                "is 10 %. In one process: nothing but the delay differs.",
             ),
             table(
-                "Seconds per iteration by width, one processor and one link",
+                "The laws beside what they summarise",
                 {
-                    "work + collective": lambda item: item[0],
-                    **{f"K = {w}": partial(_at, i) for i, w in enumerate((1, 2, 3, 4))},
+                    "what": lambda each: KINDS[each["kind"]],
+                    "of": "of",
+                    "found": lambda each: round(each["found"], 3),
+                    "by the law": lambda each: each["law"] and round(each["law"], 3),
                 },
-                law["constant"].items(),
-                "By playing the events; the law is max(a, b, (a + b)/K).",
+                law,
+                "The period is max(a, b, (a + b)/K), the largest stable step 2 sin(pi / (2(2D + 1))). Of log-normal "
+                "work and collectives of equal mean there is no law: two in flight are enough for near-constant times "
+                "alone.",
             ),
-            table(
-                "Times faster than K = 1 where times vary",
-                {
-                    "coefficient of variation": lambda item: item[0],
-                    **{f"K = {w}": partial(_at, i) for i, w in enumerate((2, 3, 4, 8))},
-                },
-                law["gains"].items(),
-                "Log-normal work and collectives of equal mean, independent: two in flight are enough for "
-                "near-constant times alone.",
-            ),
-            table(
-                "Largest stable step size times curvature",
-                {
-                    "delay, steps": lambda item: item[0],
-                    "by bisection": partial(_at, 0, digits=3),
-                    "2 sin(pi / (2(2D + 1)))": partial(_at, 1, digits=3),
-                },
-                law["stable"].items(),
-            ),
-            table(
-                "Against the simulated clock",
-                {
-                    "row": lambda row: row,
-                    "step size": lambda row: best[row],
-                    f"seconds to {target:g} %, median": lambda row: shown_seconds(sooner[row]),
-                    "test, %": lambda row: round(mean(groups[row].each("settled")), 1),
-                    "steps of the model": lambda row: round(mean(groups[row].each("steps"))),
-                    "uplink, MB": lambda row: round(mean(groups[row].each("uplink")) / 1e6, 2),
-                },
-                ROWS,
+            against.table(
+                {"uplink, MB": lambda row: round(mean(against.groups[row].each("uplink")) / 1e6, 2)},
                 f"{config.clients} clients whose paces vary by {config.settings['variation']:g}, one second a message "
                 "on average; the server takes no time. Cohorts step more often, on fewer clients each. Asynchronous: "
-                "each update makes a step of 1/n at once. The step size is the one of the grid that is soonest at the "
-                "target on a validation split, for every row by itself.",
+                "each update makes a step of 1/n at once.",
             ),
             *(
                 [
@@ -353,28 +301,21 @@ def study(found: Found) -> Studied:
                         "updates, each a step of half the size, and so twice the server's work.",
                     )
                 ]
-                if asked
+                if real
                 else []
             ),
         ],
-        figures=[
-            curves(
-                "Test accuracy against the simulated clock",
-                [(row, record) for row, group in groups.items() for record in group[:1]],
-                lambda pair: [point[0] for point in pair[1].line],
-                lambda pair: [point[1] for point in pair[1].line],
-                lambda pair: pair[0],
-                x_label="simulated seconds, first seed",
-                y_label="test accuracy, %",
-            ),
-        ],
+        figures=[against.curve()],
         skipped=skipped,
     )
 
 
-def _shown(median: Any, heading: str, pair: tuple[float, float]) -> float:
-    return round(float(median(*pair, heading)), 1)
+def median(late: Records, rate: float, momentum: float, heading: str) -> float:
+    """Return the median accuracy over seeds of a training with late gradients."""
+    delay, warmup = COLUMNS[heading]
+    chosen = late.where(rate=rate, momentum=momentum, delay=delay, warmup=warmup).each("accuracy")
+    return float(sorted(chosen)[len(chosen) // 2])
 
 
-def _at(index: int, item: Any, digits: int = 2) -> float:
-    return round(float(item[1][index]), digits)
+def _shown(late: Records, heading: str, pair: tuple[float, float]) -> float:
+    return round(median(late, *pair, heading), 1)

@@ -15,12 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.experiments.averaging import GROWN
-from fedcomp.experiments.decentralised import GossipCell, GossipTraining
-from fedcomp.gossip.local import FlatObjective
+from fedcomp.experiments.decentralised import GossipTraining
 from fedcomp.gossip.sparse_push import SparsePush
 from fedcomp.gossip.steps import falling
 from fedcomp.gossip.vector import flatten, unflatten
-from fedcomp.layout import Layout
 from fedcomp.rng import Key
 
 Matrix = NDArray[np.float64]
@@ -28,24 +26,19 @@ Matrix = NDArray[np.float64]
 COMPRESSED: Final = ("models, error kept", "estimates of x", "estimates of z")
 """What :func:`averaged` compresses; the last one is Sparse-Push."""
 
-TRAINED: Final[Mapping[str, tuple[str, str]]] = {
-    "local": ("no messages at all", "no communication"),
-    "updates": (
-        "2 % of the updates, one hop",
-        "the largest entries of the update, with error feedback, go one hop; models are never mixed",
-    ),
-    "stateless": (
-        "2 % of the model, error feedback, no estimates",
-        "error feedback on the model itself, without estimates",
-    ),
-    "kept": ("2 %, 10 % of messages lost, shares kept", "Sparse-Push; a lost share stays with its sender"),
-    "naive debit": (
-        "2 %, 10 % of messages lost, shares given away",
-        "Sparse-Push; the sender gives its share away whether it arrives or not",
-    ),
+TRAINED: Final[Mapping[str, str]] = {
+    "local": "no messages at all",
+    # The largest entries of the update, with error feedback, go one hop; models are never mixed.
+    "updates": "2 % of the updates, one hop",
+    # Error feedback on the model itself.
+    "stateless": "2 % of the model, error feedback, no estimates",
+    # Sparse-Push; a lost share stays with its sender.
+    "kept": "2 %, 10 % of messages lost, shares kept",
+    # Sparse-Push; the sender gives its share away whether it arrives or not.
+    "naive debit": "2 %, 10 % of messages lost, shares given away",
 }
-"""Variants that :func:`trained` knows: what they are called in tables, where they are run with these shares and losses,
-and what they do. "kept" is the right one."""
+"""Variants that :func:`trained` knows, and what they are called where they are run with these shares and losses. "kept"
+is the right one."""
 
 
 def averaged(kind: str, matrices: Sequence[Matrix], values: Matrix, k: int, gamma: float, rounds: int) -> list[float]:
@@ -86,14 +79,14 @@ def averaged(kind: str, matrices: Sequence[Matrix], values: Matrix, k: int, gamm
     return errors
 
 
-def trained(variant: str, cell: GossipCell) -> dict[str, float]:
-    """Train a variant on the task, the graph and the batches of a cell of Sparse-Push.
+def trained(variant: str, plan: GossipTraining) -> dict[str, float]:
+    """Train a variant on the task, the graph and the batches of a training by Sparse-Push.
 
     Parameters
     ----------
     variant : str
         One of :data:`TRAINED`.
-    cell : GossipCell
+    plan : GossipTraining
         Its algorithm gives step size, momentum, density and consensus step, its ``drop`` the share of messages lost.
 
     Returns
@@ -102,11 +95,8 @@ def trained(variant: str, cell: GossipCell) -> dict[str, float]:
         ``accuracy`` and ``worst`` (mean and minimum over the nodes' models, test split), mean test ``loss`` (infinite
         when the models are not finite), and ``sum_w``, the sum of the push-sum weights.
     """
-    plan = cell.plan()
-    n, start = plan.topology.n, plan.objectives[0].start()
-    layout = Layout.of(start, plan.policy)
-    nodes = [FlatObjective(objective, layout) for objective in plan.objectives]
-    swarm = Swarm(variant, plan, flatten(start, layout))
+    n, layout, nodes = plan.topology.n, plan.layout, plan.nodes()
+    swarm = Swarm(variant, plan, flatten(plan.start, layout))
     with np.errstate(over="ignore", invalid="ignore"):
         for t in range(plan.iterations):
             # As on the nodes: float64 numerators, gradients at the float32 model.

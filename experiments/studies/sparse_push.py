@@ -5,23 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.experiments.decentralised import (
     Energy,
-    Evaluation,
-    GossipCell,
-    Trained,
+    GossipTraining,
     cost_table,
     honest_ratio,
     ratio,
+    run,
+    traffic_of,
 )
-from fedcomp.experiments.findings import Curves, Table, largest, mean
-from fedcomp.experiments.kit import Records, curves, table
+from fedcomp.experiments.findings import largest, mean
+from fedcomp.experiments.kit import Record, curves, table
 from fedcomp.experiments.options import Config
 from fedcomp.experiments.relayed import beside
 from fedcomp.experiments.studies.push_sum_variants import TRAINED, trained
 from fedcomp.experiments.tables import Found, Studied
+from fedcomp.gossip import get_algorithm
+from fedcomp.gossip.topology import topology_of
+from fedcomp.gossip.traffic import GossipTraffic
+from fedcomp.gossip.vector import GossipPolicy
+
+if TYPE_CHECKING:
+    from fedcomp.tasks.base import Task
 
 SGP: Final = "SGP"
 TWO: Final = "2 values"
@@ -54,15 +61,6 @@ DATA: Final[Mapping[str, int]] = {IID: 0, THREE_DIGITS: 3, TWO_DIGITS: 2}
 PIECES: Final = "2 sorted pieces per node"
 """Of equal size, which straddle digits in places (``pieces:2``): what the long rows are trained on."""
 
-LONGER: Final = 2
-"""How many times as many iterations long rows have."""
-
-LONG_SEEDS: Final = 3
-"""Trainings of a long row at least: which node gets which digits is a draw that decides over a point and more."""
-
-LOOKS: Final = 10
-"""Evaluations per training."""
-
 DROP: Final = 0.1
 """Share of instructions lost, or their answers, in rows with loss."""
 
@@ -81,28 +79,19 @@ class Setting:
     twice: bool = False
 
     @property
-    def place(self) -> str:
-        """Graph and nodes."""
-        return self.graph + ", twice the nodes" * self.twice
-
-    @property
-    def short(self) -> str:
-        """For a table that says the place elsewhere."""
-        return f"{self.data}, {self.level}" + ", twice as long" * self.long + ", with loss" * self.lossy
-
-    @property
     def label(self) -> str:
         """The row's name."""
-        return f"{self.place}, {self.short}"
+        place = self.graph + ", twice the nodes" * self.twice
+        return f"{place}, {self.data}, {self.level}" + ", twice as long" * self.long + ", with loss" * self.lossy
 
     def iterations(self, config: Config) -> int:
         """Return how many iterations have gradients."""
-        return config.rounds * (LONGER if self.long else 1)
+        return config.rounds * (2 if self.long else 1)
 
     def seeds(self, config: Config) -> range:
         """Return the seeds it is trained with."""
-        count = int(config.settings["seeds"])
-        return range(config.seed, config.seed + (max(count, LONG_SEEDS) if self.long else count))
+        # Which node gets which digits is a draw that decides over a point and more: three at least of a long row.
+        return range(config.seed, config.seed + max(int(config.settings["seeds"]), 3 if self.long else 1))
 
     def algorithm(self, config: Config) -> dict[str, Any]:
         """Return the configuration of the algorithm."""
@@ -118,36 +107,38 @@ class Setting:
         estimates = "broadcast" if self.graph == STATIC and not self.lossy else "edge"
         return {"name": "sparse-push", "density": density, "gamma": gamma, "estimates": estimates, **own}
 
-    def cell(self, config: Config, seed: int) -> GossipCell:
+    def task(self, config: Config, seed: int) -> Task:
+        """Return what a training learns; with few nodes each gets more digits, so that every digit has a place."""
+        from fedcomp.tasks import get_task
+
+        # Long rows draw their partition with the seed: who holds what is the draw that decides.
+        own = {"partition_seed": seed} if self.long else {}
+        partition = "pieces:2" if self.data == PIECES else "iid"
+        if DATA.get(self.data):
+            partition = f"shards:{max(DATA[self.data], math.ceil(10 / self.nodes(config)))}"
+        return get_task("digits", hidden=str(config.settings["task.hidden"]), partition=partition, **own)
+
+    def nodes(self, config: Config) -> int:
+        """Return how many there are."""
+        return config.clients * (2 if self.twice else 1)
+
+    def plan(self, config: Config, seed: int) -> GossipTraining:
         """Return one training. A closing phase follows; what the nodes hold before it is one of its points."""
-        nodes, iterations = config.clients * (2 if self.twice else 1), self.iterations(config)
-        return GossipCell(
-            self.algorithm(config),
-            self.graph,
-            nodes,
+        iterations = self.iterations(config)
+        return GossipTraining(
+            self.task(config, seed),
+            get_algorithm(self.algorithm(config)),
+            topology_of(self.graph, self.nodes(config), seed),
             iterations,
-            seed,
-            "digits",
-            {"hidden": str(config.settings["task.hidden"]), "partition": partition(self.data, nodes)}
-            # Long rows draw their partition with the seed: who holds what is the draw that decides.
-            | ({"partition_seed": seed} if self.long else {}),
-            {
-                "batch_size": config.settings["batch_size"],
-                "dense_below": 0,
-                # The baseline has whole models in every message and nothing to close.
-                "skew_rounds": 0 if self.level == SGP else "auto",
-                # A divisor, so that one evaluation falls on the last iteration.
-                "every": next(n for n in range(max(1, iterations // LOOKS), 0, -1) if iterations % n == 0),
-                "drop": DROP if self.lossy else 0.0,
-            },
+            seed=seed,
+            batch_size=int(config.settings["batch_size"]),
+            policy=GossipPolicy(dense_below=0),
+            # The baseline has whole models in every message and nothing to close.
+            skew_rounds=0 if self.level == SGP else "auto",
+            # Ten evaluations or more; a divisor, so that one of them falls on the last iteration.
+            every=next(n for n in range(max(1, iterations // 10), 0, -1) if iterations % n == 0),
+            drop=DROP if self.lossy else 0.0,
         )
-
-
-def partition(data: str, nodes: int) -> str:
-    """Return how the examples are dealt; with few nodes each gets more digits, so that every digit has a place."""
-    if data == PIECES:
-        return "pieces:2"
-    return f"shards:{max(DATA[data], math.ceil(10 / nodes))}" if DATA[data] else "iid"
 
 
 def settings_of(config: Config) -> list[Setting]:
@@ -178,88 +169,67 @@ def settings_of(config: Config) -> list[Setting]:
 
 def train(*, config: Config, seed: int, **row: Any) -> dict[str, Any]:
     """Train one row."""
-    return Setting(**row).cell(config, seed).run()
+    return run(Setting(**row).plan(config, seed))
 
 
 def variant(variant: str, data: str, *, config: Config) -> dict[str, float]:
     """Train an incorrect variant on the static graph."""
     # Everything but what is wrong is that of the right row: data, batches, step size.
-    cell = Setting(STATIC, data, "2 %").cell(config, config.seed)
-    return trained(
-        variant,
-        replace(
-            cell,
-            algorithm={**cell.algorithm, "gamma": 0.1 if variant == "stateless" else 0.05},
-            training={**cell.training, "drop": DROP if variant in LOSSY else 0.0},
-        ),
-    )
+    right = Setting(STATIC, data, "2 %", lossy=variant in LOSSY)
+    own = {**right.algorithm(config), "gamma": 0.1 if variant == "stateless" else 0.05}
+    return trained(variant, replace(right.plan(config, config.seed), algorithm=get_algorithm(own)))
 
 
 LOSSY: Final = ("kept", "naive debit")
 """Variants that are about lost messages: on unlike data only."""
 
-_BEFORE: Final = ("nodes, %", "worst node, %", "average model, %", "distance")
-_CLOSED: Final = ("closed: nodes, %", "closed: worst node, %", "closed: distance")
-_LOST: Final = (
-    "times smaller, before headers",
-    "times smaller, with headers",
-    "times fewer, whole run",
-    "points below SGP",
-    "points below SGP, closed",
-)
 
-
-def _before(runs: Sequence[Trained], iterations: int, name: str) -> float:
-    """Return what the nodes held after the last iteration with a gradient, mean over seeds."""
-    return mean(
-        # A run that diverged may have stopped before its last iteration.
-        math.nan if run.diverged else next(getattr(p, name) for p in run.points if p.iteration == iterations)
+def before(runs: Sequence[Record], iterations: int) -> float:
+    """Return the accuracy of the nodes in percent after the last iteration with a gradient, mean over seeds."""
+    # A run that diverged may have stopped before its last iteration.
+    return 100 * mean(
+        math.nan if run.diverged else next(p["accuracy"] for p in run.points if p["iteration"] == iterations)
         for run in runs
     )
 
 
-def _figures(setting: Setting, runs: Sequence[Trained], dense: Sequence[Trained], config: Config) -> dict[str, Any]:
-    """Return what a row came to; ``dense`` are the trainings of SGP on the same graph and data, without loss."""
-    end, nodes = setting.iterations(config), setting.cell(config, config.seed).nodes
-
-    def closed(name: str) -> float:
-        return mean(getattr(run, name) for run in runs)
-
-    known, sums = _before(dense, end, "accuracy"), [run.invariants.get("sum_w", math.nan) for run in runs]
-    before = (100 * _before(runs, end, name) for name in ("accuracy", "worst", "average"))
-    after = (100 * closed("accuracy"), 100 * closed("worst"), closed("consensus"))
-    lost = (
-        mean(ratio(run.traffic, dense[0].traffic) for run in runs),
-        mean(ratio(run.traffic, dense[0].traffic, headers=True) for run in runs),
-        mean(honest_ratio(run.traffic, dense[0].traffic) for run in runs),
-        100 * (known - _before(runs, end, "accuracy")),
-        100 * (known - closed("accuracy")),
-    )
+def _row(
+    setting: Setting, runs: Sequence[Record], dense: GossipTraffic, known: float, config: Config
+) -> dict[str, Any]:
+    """Return what a row came to; ``dense`` and ``known`` are traffic and accuracy of SGP on the same graph and data,
+    without loss."""
+    own, closed = before(runs, setting.iterations(config)), 100 * mean(run.accuracy for run in runs)
+    sent = [traffic_of(run) for run in runs]
+    sums = [run.invariants.get("sum_w", math.nan) for run in runs]
     return {
         "row": setting.label,
-        "data, messages": setting.short,
-        **dict(zip(_BEFORE, (*before, _before(runs, end, "consensus")), strict=True)),
+        "nodes, %": own,
         # SGP has no closing phase.
-        **dict(zip(_CLOSED, (None,) * 3 if setting.level == SGP else after, strict=True)),
+        "closed: nodes, %": None if setting.level == SGP else closed,
+        "times smaller, before headers": mean(ratio(each, dense) for each in sent),
+        "times smaller, with headers": mean(ratio(each, dense, headers=True) for each in sent),
+        "times fewer, whole run": mean(honest_ratio(each, dense) for each in sent),
+        "points below SGP": known - own,
+        "points below SGP, closed": known - closed,
         "sum of weights": mean(sums),
-        "error of the sum": largest(abs(each - nodes) for each in sums),
-        "instructions repeated": sum(run.events.get("repeated", 0) for run in runs),
-        **dict(zip(_LOST, lost, strict=True)),
+        "error of the sum": largest(abs(each - setting.nodes(config)) for each in sums),
     }
 
 
 def study(found: Found) -> Studied:
     """Train every row and every variant, and the systems that were run as messages once more without them."""
-    from fedcomp.tasks import get_task
-
     config, settings = found.config, settings_of(found.config)
     cells = [{**asdict(each), "seed": seed} for each in settings for seed in each.seeds(config)]
-    groups: dict[Setting, list[Trained]] = {}
+    groups: dict[Setting, list[Record]] = {}
     for record in found.sweep(train, cells, config=config):
-        groups.setdefault(record.read(Setting), []).append(record.read(Trained))
+        groups.setdefault(record.read(Setting), []).append(record)
     # The reference of a lossy row is SGP without loss: what is lost by losing messages is part of what it costs.
     dense = {each: groups[replace(each, level=SGP, lossy=False)] for each in groups}
-    rows = {each: _figures(each, runs, dense[each], config) for each, runs in groups.items()}
+    sent = {each: (traffic_of(runs[0]), traffic_of(dense[each][0])) for each, runs in groups.items()}
+    rows = {
+        each: _row(each, runs, sent[each][1], before(dense[each], each.iterations(config)), config)
+        for each, runs in groups.items()
+    }
     asked = [
         {"variant": name, "data": data}
         for name in TRAINED
@@ -274,7 +244,7 @@ def study(found: Found) -> Studied:
     right = rows[Setting(STATIC, THREE_DIGITS, SGP)]["nodes, %"]
     quantities: dict[Any, Any] = {(row["row"], name): row[name] for row in rows.values() for name in row}
     for each in variants.where(data=THREE_DIGITS):
-        label = TRAINED[each.variant][0]
+        label = TRAINED[each.variant]
         quantities[label, "points below SGP"] = right - 100 * each.accuracy
         quantities[label, "sum of weights"] = each.sum_w
         quantities[label, "error of the sum"] = abs(each.sum_w - config.clients)
@@ -282,85 +252,61 @@ def study(found: Found) -> Studied:
     for what, lossy in (("with loss", True), ("without loss", False)):
         errors = [row["error of the sum"] for each, row in rows.items() if each.lossy == lossy]
         quantities[f"all rows {what}: error of the sum of weights"] = largest(errors)
-    used = [each.cell(config, seed).options for each in settings for seed in each.seeds(config)]
+    tasks = [each.task(config, seed) for each in settings for seed in each.seeds(config)]
     return Studied(
         {**quantities, **differ},
         tables=[
-            _table(
+            table(
                 "Bytes and accuracy lost",
-                ("row", *_LOST),
-                [row for each, row in rows.items() if each.level != SGP],
-                _RATIOS,
-            ),
-            *(
-                _table(
-                    f"Accuracy, {place}",
-                    ("data, messages", *_BEFORE, *_CLOSED, "sum of weights", "instructions repeated"),
-                    [row for each, row in rows.items() if each.place == place],
-                    "Accuracy on held-out images, before and after the closing iterations, in which whole models "
-                    "are averaged. Distance: root mean square of the nodes' distances from their average, over its "
-                    "length.",
-                )
-                for place in dict.fromkeys(each.place for each in rows)
+                {name: name for name in next(iter(rows.values())) if name != "error of the sum"},
+                rows.values(),
+                "Accuracy on held-out images, before and after the closing iterations, in which whole models are "
+                "averaged. Ratios are against SGP on the same graph and data, without loss and without closing "
+                "iterations. The whole run counts headers, digests, the closing iterations and whole estimates. The "
+                "abstract of the paper has 466 times less at 1 point (ResNet-20 and VGG11 on CIFAR-10); what that "
+                "ratio counts is not known.",
             ),
             cost_table(
                 "Cost of a run",
                 "row",
-                {each.label: (runs[0].traffic, dense[each][0].traffic) for each, runs in groups.items()},
+                {each.label: traffic for each, traffic in sent.items()},
                 Energy.of(config.settings),
                 "Of the first seed. ",
             ),
-            _variants(variants),
+            table(
+                "Incorrect variants",
+                {
+                    "variant": lambda group: TRAINED[group[0].variant],
+                    f"{IID}, %": lambda group: 100 * group.one(data=IID).accuracy if len(group) > 1 else None,
+                    f"{THREE_DIGITS}, %": lambda group: 100 * group.one(data=THREE_DIGITS).accuracy,
+                    "sum of weights": lambda group: group.one(data=THREE_DIGITS).sum_w,
+                },
+                variants.groups("variant").values(),
+                "Static exponential graph, before any closing phase. Models that agree do not show that mass is being "
+                "lost; the sum of the weights does.",
+            ),
             relayed,
         ],
-        figures=[_curves(data, groups, config) for data in (IID, THREE_DIGITS)],
+        figures=[
+            curves(
+                f"Accuracy of the nodes against edge bytes, {data}",
+                [
+                    (each.level, point)
+                    for each in groups
+                    if each == Setting(STATIC, data, each.level) and not groups[each][0].diverged
+                    for point in groups[each][0].points[1:]
+                ],
+                lambda place: place[1]["edge_bytes"],
+                lambda place: 100 * place[1]["accuracy"],
+                lambda place: place[0],
+                x_label="bytes of all messages so far",
+                y_label="nodes, %",
+                log_x=True,
+                x_bytes=True,
+                caption=f"{config.clients} nodes, {STATIC}. The last points are those of the closing iterations.",
+            )
+            for data in (IID, THREE_DIGITS)
+        ],
         # One record for each partition, whichever seeds drew it.
-        tasks=[get_task("digits", **o).record() for o in {o["partition"]: dict(o) for o in used}.values()],
-    )
-
-
-_RATIOS: Final = (
-    "Against SGP on the same graph and data, without loss and without closing iterations. The whole run counts "
-    "headers, digests, the closing iterations and whole estimates. The abstract of the paper has 466 times less at 1 "
-    "point (ResNet-20 and VGG11 on CIFAR-10); what that ratio counts is not known."
-)
-
-
-def _table(title: str, names: Sequence[str], rows: Any, caption: str) -> Table:
-    return table(title, {name: name for name in names}, rows, caption)
-
-
-def _variants(records: Records) -> Table:
-    columns: dict[str, Any] = {
-        "variant": lambda group: TRAINED[group[0].variant][0],
-        f"{IID}, %": lambda group: 100 * group.one(data=IID).accuracy if len(group) > 1 else None,
-        f"{THREE_DIGITS}, %": lambda group: 100 * group.one(data=THREE_DIGITS).accuracy,
-        "sum of weights": lambda group: group.one(data=THREE_DIGITS).sum_w,
-        "what it does": lambda group: TRAINED[group[0].variant][1],
-    }
-    return table(
-        "Incorrect variants",
-        columns,
-        records.groups("variant").values(),
-        "Static exponential graph, before any closing phase. Models that agree do not show that mass is being lost; "
-        "the sum of the weights does.",
-    )
-
-
-def _curves(data: str, groups: Mapping[Setting, Sequence[Trained]], config: Config) -> Curves:
-    def points(setting: Setting) -> list[Evaluation]:
-        run = groups[setting][0]
-        return [p for p in run.points if p.iteration and not run.diverged]
-
-    return curves(
-        f"Accuracy of the nodes against edge bytes, {data}",
-        [each for each in groups if each == Setting(STATIC, data, each.level)],
-        lambda each: [p.edge_bytes for p in points(each)],
-        lambda each: [100 * p.accuracy for p in points(each)],
-        lambda each: each.level,
-        x_label="bytes of all messages so far",
-        y_label="nodes, %",
-        log_x=True,
-        x_bytes=True,
-        caption=f"{config.clients} nodes, {STATIC}. The last points are those of the closing iterations.",
+        tasks=[task.record() for task in {task.options["partition"]: task for task in tasks}.values()],
     )

@@ -6,16 +6,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedcomp.experiments.findings import Table, mean
-from fedcomp.experiments.kit import Record, Records, Sweep, curves, table
-from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.findings import mean
+from fedcomp.experiments.kit import Record, Records, curves, table
+from fedcomp.experiments.spec import RunResult, parse_settings
 from fedcomp.experiments.tables import Found, Studied, Training
 
 SETTLED: Final = 2
 """First round that counts: in the one before, clients and server introduce themselves."""
-
-CHECKED: Final = {"share": 12, "mask": 6}
-"""Clients of the runs whose sums are compared with integers added without any code, by mode."""
 
 _LINES: Final = {
     "coded sum": "coded",
@@ -37,19 +34,17 @@ def study(found: Found) -> Studied:
     federations = Records(federation(n, results) for n in sizes)
     few, *_, many = federations
     less, *_, more = [record for record in federations if record.masked is not None]
-    modes = [{"mode": mode, "clients": clients} for mode, clients in CHECKED.items()]
     training = Training.of(found.experiment, found.config)
-    exact = Sweep(exact_rounds, modes, "integers beside the code", {"training": training})(found.say)
+    modes = [{"mode": mode, "clients": clients} for mode, clients in (("share", 12), ("mask", 6))]
+    exact = found.sweep(exact_rounds, modes, "integers beside the code", training=training)
     hub, direct = (results[f"coded sum{through}, 10 clients"] for through in (" through the server", ""))
     # GF(65521) takes two bytes a symbol; all coordinates are sent.
     vector = 2.0 * sum(array.size for array in results[f"coded sum, {few.clients} clients"].arrays.values())
-    points = [
-        Record({"line": line, "clients": record.clients, "kB": record[name] / 1000.0})
-        for line, name in _LINES.items()
-        for record in federations
-        if record[name] is not None
-    ]
     grows = f"server receives, {many.clients} clients over {few.clients}"
+
+    def kilo(name: str) -> Any:
+        return lambda record: None if record[name] is None else record[name] / 1000.0
+
     return Studied(
         {
             ("coded sum", grows): many.coded / few.coded,
@@ -68,14 +63,33 @@ def study(found: Found) -> Studied:
             "clients missing": max(federations.each("missing")),
             "difference of accuracy": max(abs(record.accuracy) for record in federations),
         },
-        tables=[_received(federations), _exact(exact)],
+        tables=[
+            table(
+                "Bytes a round",
+                {
+                    "clients": lambda record: str(record.clients),
+                    "K": lambda record: 3 * record.clients // 5,
+                    "T": lambda record: record.clients // 5,
+                    "coded sum: server receives, kB": kilo("coded"),
+                    "coded sum: on the wire, kB": kilo("coded_wire"),
+                    "8-bit uploads: server receives, kB": kilo("plain"),
+                    "8-bit uploads: on the wire, kB": kilo("plain_wire"),
+                    "LightSecAgg: server receives, kB": kilo("masked"),
+                    "coded sum: one client to others, kB": kilo("between"),
+                },
+                federations,
+                f"Means over the rounds from {SETTLED} on. On the wire includes the framing of every message: a coded "
+                "round has three answers per client, of about a kilobyte each.",
+            )
+        ],
         figures=[
             curves(
                 "What the server receives against the number of clients",
-                points,
-                "clients",
-                "kB",
-                "line",
+                [(line, record) for line, name in _LINES.items() for record in federations if record[name] is not None],
+                lambda point: point[1].clients,
+                lambda point: point[1][_LINES[point[0]]] / 1000.0,
+                lambda point: point[0],
+                x_label="clients",
                 y_label="kB of payload a round",
                 log_x=True,
                 log_y=True,
@@ -109,120 +123,49 @@ def per_round(result: RunResult, name: str) -> float:
     return mean(getattr(record, name) for record in result.rounds if record.round >= SETTLED)
 
 
-def _received(federations: Records) -> Table:
-    def kilo(name: str) -> Any:
-        return lambda record: None if record[name] is None else record[name] / 1000.0
+def exact_rounds(mode: str, clients: int, *, training: Training) -> dict[str, float]:
+    """Return the ``share`` of rounds whose model is the last one plus the mean of all clients' integers, bit for bit.
 
-    columns: dict[str, Any] = {
-        "clients": lambda record: str(record.clients),
-        "K": lambda record: 3 * record.clients // 5,
-        "T": lambda record: record.clients // 5,
-        "coded sum: server receives, kB": kilo("coded"),
-        "coded sum: on the wire, kB": kilo("coded_wire"),
-        "8-bit uploads: server receives, kB": kilo("plain"),
-        "8-bit uploads: on the wire, kB": kilo("plain_wire"),
-        "LightSecAgg: server receives, kB": kilo("masked"),
-        "coded sum: one client to others, kB": kilo("between"),
-    }
-    return table(
-        "Bytes a round",
-        columns,
-        federations,
-        f"Means over the rounds from {SETTLED} on. On the wire includes the framing of every message: a coded round "
-        "has three answers per client, of about a kilobyte each.",
-    )
-
-
-def _exact(exact: Records) -> Table:
-    return table(
-        "Rounds whose model is that of integers added without a code, bit for bit",
-        {"mode": "mode", "clients": "clients", "share of the rounds": "share"},
-        exact,
-        "Weighted by the number of examples, over GF(2^31 - 1).",
-    )
-
-
-def exact_rounds(mode: str, clients: int, *, training: Training) -> dict[str, Any]:
-    """Run a federation whose frames are kept, and compare every round's model with the sum of the integers in them.
-
-    Returns
-    -------
-    dict
-        ``share`` of the rounds in which they are equal, bit for bit.
+    The row's program runs in memory. Frames are taken from the clients, who let nobody have a single one, and their
+    integers are added as Python's, without field or bound.
     """
-    from flwr.clientapp import ClientApp
-
-    from fedcomp.clients import app as generic  # brings torch and Flower
-    from fedcomp.clients.client import client
-    from fedcomp.clients.half import ClientHalf
-    from fedcomp.experiments.serve import serve
-    from fedcomp.experiments.spec import parse_settings
-    from fedcomp.flower.grid import InProcessGrid
+    from fedcomp.codecs import fixed_point_of
+    from fedcomp.experiments.central import Clients
+    from fedcomp.experiments.systems import get_system
+    from fedcomp.local import Local
+    from fedcomp.tasks import get_task
 
     rounds = int(training.config.settings["exact_rounds"])
-    witness = Witness()
-    # Inside the half that encodes and shares: of what leaves the client single updates are not to be had.
-    app = client(ClientApp(), ClientHalf("witness", witness, inside=("compression",)), only=["compression"])
-    app.train()(generic.train)
-    app.query()(generic.query)
-    # Weighted, and with unequal clients: equal weights could hide a wrong one.
-    own: dict[str, Any] = {"task.partition": "dirichlet:0.5", "weighted": True, "mode": mode}
-    own |= {"evaluate_every": rounds, "rounds": rounds, "clients": clients, **parse_settings(shape(clients))}
-    spec = training.spec(next(label for label in training.rows if label.startswith("coded sum")), **own)
-    with InProcessGrid(app, clients, seed=spec.seed) as grid:
-        result = serve(spec, grid)
-    # The model after the last round begins no round that the witness could see.
-    witness.models[rounds + 1] = result.arrays
-    return {"share": witness.exact(spec, rounds) / rounds}
-
-
-class Witness:
-    """A half beside the app that keeps what every client trained, and the model each round begins with."""
-
-    def __init__(self) -> None:
-        self.trained: dict[int, dict[int, tuple[dict[str, Any], int]]] = {}
-        self.models: dict[int, dict[str, Any]] = {}
-
-    def __call__(self, msg: Any, context: Any, call_next: Any) -> Any:
-        from fedcomp.flower.records import to_arrays
-
-        if msg.metadata.message_type != "train":
-            return call_next(msg, context)
-        number = int(msg.content.config_records["config"]["server-round"])
-        self.models[number] = to_arrays(next(iter(msg.content.array_records.values())))
-        reply = call_next(msg, context)
-        if not reply.has_error():
-            after = to_arrays(next(iter(reply.content.array_records.values())))
-            weight = next(iter(reply.content.metric_records.values()))["num-examples"]
-            self.trained.setdefault(number, {})[int(context.node_config["partition-id"])] = after, int(weight)
-        return reply
-
-    def exact(self, spec: RunSpec, rounds: int) -> int:
-        """Return in how many rounds the next model is the last one plus the mean of all clients' integers."""
-        from fedcomp.codecs import fixed_point_of
-        from fedcomp.experiments.systems import get_system
-        from fedcomp.layout import Layout, Update
-        from fedcomp.rng import Key
-
-        strategy: Any = get_system(spec.system).build(get_system(spec.system).resolve(spec.settings), spec.seed)
-        sends, codec = strategy.system.codec, fixed_point_of(strategy.system.codec)
-        memories: dict[int, Any] = {}
-        count = 0
-        for number in range(1, rounds + 1):
-            before, after = self.models[number], self.models[number + 1]
-            layout = Layout.of(before, strategy.policy)
-            # Divided and rounded once, as the server does; added as Python's integers, without field or bound.
-            total = np.zeros(layout.size, object)
-            for node, (made, weight) in self.trained[number].items():
-                update = Update(layout.difference(made, before), layout)
-                memory = memories[node] if node in memories else sends.init(layout)
-                frame, memories[node] = sends.encode(update, memory, Key(spec.seed, "uplink", number, node))
-                # Decoded values are whole steps of the grid, up to the rounding of float32.
-                steps = np.rint(codec.decode(frame, layout).astype(np.float64) / codec.step)
-                total += steps.astype(np.int64).astype(object) * weight
-            weights = sum(weight for _, weight in self.trained[number].values())
-            mean_update = np.array([float(t) * (codec.step / weights) for t in total]).astype(np.float32)
-            expected = layout.unflatten(layout.flatten(before) + mean_update)
-            # Bytes and not values: -0.0 equals 0.0.
-            count += all(expected[name].tobytes() == after[name].tobytes() for name in after)
-        return count
+    spec = training.spec(
+        next(label for label in training.rows if label.startswith("coded sum")),
+        # Weighted, and with unequal clients: equal weights could hide a wrong one.
+        **{"weighted": True, "mode": mode, **parse_settings(shape(clients))},
+    )
+    task = get_task(spec.task, partition="dirichlet:0.5", hidden=str(spec.settings["task.hidden"]))
+    learning = {"lr": spec.settings["lr"], "max_steps": spec.settings["max_steps"]}
+    row = get_system(spec.system)
+    strategy: Any = row.build(row.resolve(spec.settings), spec.seed)
+    members = Clients(task, clients, spec.seed, learning, dense=strategy.policy)
+    sizes, layout, codec = list(map(len, members.data)), members.layout, fixed_point_of(strategy.system.codec)
+    local = Local(
+        strategy.system,
+        layout,
+        members.vector,
+        lambda number, node, start: members.train(number, node, start),
+        lambda node: float(sizes[node]),
+        clients,
+        spec.seed,
+    )
+    exact = 0
+    for number in range(1, rounds + 1):
+        before, total = local.model, np.zeros(layout.size, object)
+        local.step(number)
+        for node, weight in enumerate(sizes):
+            # Decoded values are whole steps of the grid, up to the rounding of float32.
+            steps = np.rint(codec.decode(local.clients[node].pending, layout).astype(np.float64) / codec.step)
+            total += steps.astype(np.int64).astype(object) * weight
+        # Divided and rounded once, as the server does.
+        change = np.array([float(t) * (codec.step / sum(sizes)) for t in total]).astype(np.float32)
+        # Bytes and not values: -0.0 equals 0.0.
+        exact += (before + change).tobytes() == local.model.tobytes()
+    return {"share": exact / rounds}

@@ -35,10 +35,6 @@ from fedcomp.flower.payload import PayloadError
 from fedcomp.params import shown
 from fedcomp.rules import REQUIRED, Rule, rules_of
 
-MOST_VALUES: Final = 1 << 28
-"""Most numbers that the fields of one message may have its reader hold at once: a gigabyte of float32. Fields that
-multiply are bounded by their product."""
-
 # Without spaces: documents are sent with every message. By whether keys are sorted; json.dumps() would make an encoder
 # for each text.
 _COMPACT: Final = {sort: json.JSONEncoder(separators=(",", ":"), sort_keys=sort).encode for sort in (False, True)}

@@ -39,6 +39,7 @@ __all__ = [
     "decode_rows",
     "encode_rows",
     "entropy_bits",
+    "expected_rows",
     "longest_rows",
     "pass_probability",
     "repeated_votes",
@@ -473,10 +474,11 @@ def encode_rows(votes: NDArray[Any]) -> bytes:
 
 def longest_rows(rows: int, d: int, k: int) -> int:
     """Return a number of bytes that no frame of :func:`encode_rows` exceeds, with ``k`` votes a row at most."""
-    return wire.longest((_expected_rows(rows, d, k),))
+    return wire.longest((expected_rows(rows, d, k),))
 
 
-def _expected_rows(rows: int, d: int, k: int) -> Expected:
+def expected_rows(rows: int, d: int, k: int) -> Expected:
+    """Return what a frame of :func:`encode_rows` has to hold, with ``k`` votes a row at most."""
     most = min(k, d)
     allowed = _PLAIN if 2 * most > d else wire.PLAIN
     return Expected(
@@ -484,7 +486,7 @@ def _expected_rows(rows: int, d: int, k: int) -> Expected:
     )
 
 
-def decode_rows(data: bytes, rows: int, d: int, k: int) -> VoteArray:
+def decode_rows(data: bytes | Bundle, rows: int, d: int, k: int) -> VoteArray:
     """Return the votes of :func:`encode_rows`, int8 of shape (rows, d), after checking all that bounds them.
 
     Raises
@@ -492,8 +494,8 @@ def decode_rows(data: bytes, rows: int, d: int, k: int) -> VoteArray:
     fedcomp.wire.WireError
         When the frame is damaged, of another shape or form, or a row holds more than ``k`` votes.
     """
-    most, expected = min(k, d), _expected_rows(rows, d, k)
-    bundle = wire.decode(data, (expected,), Limits.for_schema((expected,)))
+    most, expected = min(k, d), expected_rows(rows, d, k)
+    bundle = data if isinstance(data, Bundle) else wire.decode(data, (expected,), Limits.for_schema((expected,)))
     _check_order(bundle)
     tensor = bundle[0]
     require_values(tensor, UnitSign, sparse=True)

@@ -15,6 +15,7 @@ SYSTEMS: Final[dict[str, str | type[System]]] = {
     "coded-relay": "coded.relay:CodedRelay",
     "coded-sum": "coded.sums:CodedSum",
     "conditional": "conditional:ConditionalRounds",
+    "datalens": "private.datalens:Teachers",
     "factors": "factors:FactorSharing",
     "forward": "forward:Forward",
     "gossip": "gossip:Gossip",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from fedcomp.flower.datalens import SENDS
 from fedcomp.rules import (
     AboveZero,
     BelowOne,
@@ -18,6 +17,7 @@ from fedcomp.rules import (
     Real,
     Switch,
 )
+from fedcomp.systems.private.datalens import SENDS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,6 +90,9 @@ class PrivateStrategy(NoClientEvaluation, Private, Strategy, Stateful):
     taken: who is refused for what others sent would break the bound on its influence. False where clients bound and
     noise their updates themselves: the promise is kept by then, but nothing here stops one that does not."""
 
+    generator: Any = None
+    """What the system that clients take part in is brought on the server: :attr:`fedcomp.program.Now.data`."""
+
     encoding: Codec = Identity()
     """What is used as the codec where clients answer with whole models."""
 
@@ -353,6 +356,9 @@ class Alone(Server):
     def _ask(self, server_round: int, arrays: ArrayRecord, messages: Sequence[Message]) -> tuple[Running, Now]:
         self._asked = super()._ask(server_round, arrays, messages)
         return self._asked
+
+    def _now(self, x: Running, *args: Any, **more: Any) -> Now:
+        return super()._now(x, *args, data=self._rule.strategy.generator, **more)
 
     def _message(self, x: Running, now: Now, ask: Ask, sequence: int) -> SentMessage:
         if not self._bare:

@@ -34,7 +34,7 @@ from fedcomp.strategies.parts import (
     make_inner,
     uplink,
 )
-from fedcomp.strategies.private.datalens import DataLens, StudentTrainer
+from fedcomp.strategies.private.datalens import DataLens, Generating
 from fedcomp.strategies.private.distributed_dp import DistributedDp
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import local_dp
@@ -156,7 +156,7 @@ def _datalens(settings: Settings, seed: int) -> Strategy:
         "a round is one step of a generator; use generator_lr, teacher_lr, teacher_steps, batch, and more rounds",
     )
 
-    def student(config: Mapping[str, Any]) -> StudentTrainer:
+    def student(config: Mapping[str, Any]) -> Generating:
         # Here, since it brings torch.
         from fedcomp.tasks import get_task
         from fedcomp.tasks.gan import Adam

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datalens_toy
 import numpy as np
 import pytest
-from datalens_toy import IMAGES, PIXELS
-from datalens_toy import ensemble as toy_teachers
-from datalens_toy import model as generator
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from private_runs import server
@@ -27,10 +25,8 @@ from fedcomp.codecs import Codec, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, FedcompError, LayoutError, NonFiniteUpdate, StateError
 from fedcomp.flower import asks as heads
-from fedcomp.flower import datalens
 from fedcomp.flower.asks import AskHead
-from fedcomp.flower.datalens import TrainingRequest
-from fedcomp.flower.payload import PayloadError, take_frame
+from fedcomp.flower.payload import FRAME, PayloadError
 from fedcomp.flower.privacy import PRIVATE
 from fedcomp.flower.protocol import RESYNC
 from fedcomp.privacy.accounting import Unaccountable
@@ -40,6 +36,7 @@ from fedcomp.privacy.local import LocalPolicy, Privatise
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
 from fedcomp.systems.pair import Pair
+from fedcomp.systems.private.datalens import Teachers
 from fedcomp.systems.private.local import Local
 from fedcomp.systems.private.lsg import LowRank
 from fedcomp.systems.private.record import DpSgdPlan, Records
@@ -86,7 +83,6 @@ def answer(msg: Message, arrays: dict[str, np.ndarray]) -> Message:
 FAILURES = (raise_value, raise_own, raise_ours, return_error, return_another)
 
 LOCAL = chain(Privatise(1.0, 2.0), TopK(density=0.5))
-REQUEST = TrainingRequest("s", 1, 77, IMAGES, PIXELS, 2, 4, 0.0, True, 2, 3, 30, 0.001, 0.5, 5)
 POLICY = LocalPolicy(noise_multiplier=2.0, releases=3)
 
 PATHS: dict[str, tuple[list[Any], Codec | None, bool]] = {
@@ -164,27 +160,26 @@ def test_a9_what_the_pair_refuses_before_the_app_keeps_its_words() -> None:
 
 
 def test_a9_teachers_tell_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    def reading(msg: Message, context: Context, request: TrainingRequest) -> Any:
+    def reading(msg: Message, context: Context, request: Teachers) -> Any:
         raise ValueError(WORDS)
 
-    def learning(msg: Message, context: Context, request: TrainingRequest) -> Any:
-        own = toy_teachers(msg, context, request)
+    def learning(msg: Message, context: Context, request: Teachers) -> Any:
+        own = datalens_toy.ensemble(msg, context, request)
         own.teachers.learn = lambda *given: raise_own(msg)  # type: ignore[method-assign]
         return own
 
     for own in (reading, learning):
-        content = RecordDict({datalens.MODEL: generator()})
-        REQUEST.put(content)
         context = node()
         with server(), caplog.at_level(logging.ERROR, "flwr.fedcomp"):
-            reply = with_halves([datalens_teachers(own)])(Message(content, 2, datalens.TYPE), context)
+            app = with_halves([datalens_teachers(own), compression()])
+            reply = app(datalens_toy.asking(datalens_toy.system()), context)
         assert (reply.error.code, reply.error.reason) == (2, STAYS)
         assert not context.state, "the node is as it was"
         assert "4711" in caplog.text
         caplog.clear()
     with server():
-        honest = with_halves([datalens_teachers(toy_teachers)])(Message(content, 2, datalens.TYPE), node())
-    assert take_frame(honest.content, datalens.VOTES) is not None
+        honest = datalens_toy.client()(datalens_toy.asking(datalens_toy.system()), node())
+    assert heads.data_in(honest.content, FRAME)["values"]
 
 
 OF_SETTINGS = (ConfigError, BudgetExceeded, PrivacyLedgerError, StateError, LayoutError, PayloadError)
@@ -205,11 +200,9 @@ def with_record_level_privacy(act: Callable[[Message], Message]) -> Message:
 
 
 def among_teachers(act: Callable[[Message], Message]) -> Message:
-    content = RecordDict({datalens.MODEL: generator()})
-    REQUEST.put(content)
+    halves = [datalens_teachers(lambda msg, context, request: act(msg)), compression()]  # type: ignore[arg-type, return-value]
     with server():
-        message = Message(content, 2, datalens.TYPE)
-        return with_halves([datalens_teachers(lambda msg, context, request: act(msg))])(message, node())  # type: ignore[arg-type, return-value]
+        return with_halves(halves)(datalens_toy.asking(datalens_toy.system()), node())
 
 
 @pytest.mark.parametrize("send", [with_record_level_privacy, among_teachers])
@@ -217,8 +210,6 @@ def among_teachers(act: Callable[[Message], Message]) -> Message:
 def test_a9_errors_of_settings_are_told_and_those_with_figures_of_the_data_are_not(
     send: Callable[[Callable[[Message], Message]], Message], kind: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before, every error about privacy was told, and what cannot be bounded is told with its norm."""
-
     def act(msg: Message) -> Message:
         raise kind("a rounding of a vector of norm 4711 steps met no bound")
 

@@ -13,6 +13,7 @@ from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Claim, Findings, Say
 from fedcomp.experiments.report import rerun, summarise
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.experiments.tables import findings as find
 from fedcomp.experiments.tables import specs_of
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -99,7 +100,7 @@ def make(
     config = TINY.configure(rounds=rounds)
     specs = specs_of(TINY, config)
     found = results(specs)
-    told = TINY.measure(config, found, Say()) if rounds else Findings()
+    told = find(TINY, config, found, Say()) if rounds else Findings()
     measured = replace(findings or Findings(), claims=told.claims if claims is None else claims, answer=told.answer)
     summary = summarise(TINY, config, specs, found, measured, facts())
     return summary, {label: result.rounds for label, result in found.items()}

@@ -7,7 +7,7 @@ import pytest
 
 from fedcomp.experiments import slept
 from fedcomp.experiments.catalog import get_experiment
-from fedcomp.experiments.paced import Pace, evenness, seconds_to
+from fedcomp.experiments.paced import Pace, seconds_to
 from fedcomp.experiments.studies.asynchronous import ROWS, SINGLE, SYNCHRONOUS, paced
 from fedcomp.flower.faults import Delivery
 
@@ -35,12 +35,6 @@ def test_seconds_to_a_target_are_those_of_a_running_mean() -> None:
     assert slept.seconds_below([[1.0, 3.0], [2.0, 1.0]], 1.0) == 2.0
 
 
-def test_evenness_is_jains_index() -> None:
-    assert evenness([3, 3, 3]) == 1.0
-    assert evenness([9, 0, 0]) == pytest.approx(1 / 3)
-    assert evenness([0, 0]) == 0.0
-
-
 @pytest.mark.long
 def test_rows_train_and_count_whose_updates_they_used() -> None:
     """Small ones, for three simulated seconds; a buffered row must not wait for the slowest of four."""
@@ -49,6 +43,8 @@ def test_rows_train_and_count_whose_updates_they_used() -> None:
     for row in ROWS:
         found = paced(row, 0.3, 5, config=made)
         assert sum(found["shares"]) == pytest.approx(1.0)
+        # Jain's index.
+        assert found["even"] == pytest.approx(1 / (4 * sum(share**2 for share in found["shares"])))
         assert found["line"][-1][0] >= 3.0
         assert found["uplink"] > 0
         steps[row] = found["steps"]

@@ -27,12 +27,11 @@ def test_names_questions_and_baselines(experiment: Experiment) -> None:
     assert experiment.notes
     config = experiment.configure()
     specs = specs_of(experiment, config)
-    if experiment.measure is None:
-        rows = rows_of(experiment, config)
-        assert experiment.baseline in ["", *rows]
-        # A study names what its quantities are of; a run refuses a claim about what was not measured.
-        if experiment.study is None and not callable(experiment.claims):
-            assert {line.row for line in read_claims(experiment.claims)} <= {"", *rows}
+    rows = rows_of(experiment, config)
+    assert experiment.baseline in ["", *rows]
+    # A study names what its quantities are of; a run refuses a claim about what was not measured.
+    if experiment.study is None and not callable(experiment.claims):
+        assert {line.row for line in read_claims(experiment.claims)} <= {"", *rows}
     assert experiment.changed(config) == []
     assert Config.from_json(config.to_json()) == config
     assert all(spec.rounds > 0 for spec in specs)
@@ -47,10 +46,6 @@ def test_every_row_can_run_and_every_setting_reaches_a_row(experiment: Experimen
     from fedcomp.experiments.systems import check
 
     config = experiment.configure()
-    if experiment.measure is not None:
-        for spec in specs_of(experiment, config):
-            check(spec)
-        return
     settings = Read(config.settings)
     training = Training.of(experiment, replace(config, settings=settings))
     specs = [training.spec(label) for label in training.rows]
@@ -58,7 +53,7 @@ def test_every_row_can_run_and_every_setting_reaches_a_row(experiment: Experimen
         # What is tried here only is no system that anybody could name.
         if spec.system not in experiment.rivals:
             check(spec)
-    own = {(spec.system, spec.task, spec.clients, str(sorted(spec.settings.items()))) for spec in specs}
+    own = {(spec.system, spec.task, spec.clients, spec.seed, str(sorted(spec.settings.items()))) for spec in specs}
     assert len(own) == len(specs)
     read = settings.read | {key for spec in specs for key in spec.settings} | {"seeds", "workers"}
     # What a study reads is seen when it studies.
@@ -125,21 +120,3 @@ def test_an_options_own_check_becomes_one_line() -> None:
 
     with pytest.raises(ConfigError, match=r"^link cannot be 'x': no such thing$"):
         Option("", TEXT, "", check=check).parse("link", "x")
-
-
-def test_a_spec_takes_prefixes_names_and_fixed_settings() -> None:
-    config = Config("e", "inprocess", 3, 2, 1, {"task.model": "mlp", "task.hidden": "8", "lr": 0.5, "lrx": 1})
-    spec = config.spec("topk", "row", "digits", take=("task.", "lr"), feedback=True, **{"codec.density": 0.5})
-    assert dict(spec.settings) == {
-        "task.model": "mlp",
-        "task.hidden": "8",
-        "lr": 0.5,
-        "feedback": True,
-        "codec.density": 0.5,
-    }
-
-
-def test_two_rows_of_one_label_are_refused() -> None:
-    twice = Experiment(**{**vars(TINY), "rows": lambda config: [*TINY.rows(config), *TINY.rows(config)]})
-    with pytest.raises(ConfigError, match="'dense'"):
-        specs_of(twice, twice.configure())

@@ -14,10 +14,10 @@ from fedcomp.codecs import Identity, TopK, get_codec
 from fedcomp.codecs.scalecom import ScaleCom
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
-from fedcomp.experiments.catalog.sparsifiers import Oracle
 from fedcomp.experiments.central import Cost, Plan, Sending, measured, overlap, program_of, simulate, sum_frame
 from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.studies.sparsifiers import Oracle
 from fedcomp.layout import Layout, Update
 from fedcomp.program import System
 from fedcomp.rng import Key

@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-import fedcomp.experiments.catalog.compressors as module
+import fedcomp.experiments.studies.compressors as module
 from fedcomp.codecs import get_codec, known
-from fedcomp.experiments.catalog.compressors import (
+from fedcomp.experiments.catalog.compressors import EXPERIMENT
+from fedcomp.experiments.findings import Say
+from fedcomp.experiments.kit import Record
+from fedcomp.experiments.studies.compressors import (
     BLOCKS,
     BUDGETS,
     DEFAULT_BUDGETS,
     ELSEWHERE,
-    EXPERIMENT,
     FEDAVG,
     MODELS,
     OWN,
@@ -37,9 +39,8 @@ from fedcomp.experiments.catalog.compressors import (
     train,
     tune,
 )
-from fedcomp.experiments.findings import Say
-from fedcomp.experiments.kit import Record
 from fedcomp.experiments.systems import SYSTEMS
+from fedcomp.experiments.tables import findings as measure
 
 RANDOM = "random-k + EF"
 NATURAL = "natural compression"
@@ -238,7 +239,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few")
 def test_a_run_that_was_interrupted_ends_as_one_that_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
     whole: dict[str, Any] = {}
-    findings = EXPERIMENT.measure(config(), {}, Say(keep=whole.__setitem__))
+    findings = measure(EXPERIMENT, config(), {}, Say(keep=whole.__setitem__))
     kept: dict[str, Any] = {}
     count = 0
 
@@ -251,11 +252,11 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(monkeypatch: pytest
 
     monkeypatch.setattr(module, "train", dying)
     with pytest.raises(KeyboardInterrupt):
-        EXPERIMENT.measure(config(), {}, Say(keep=kept.__setitem__))
+        measure(EXPERIMENT, config(), {}, Say(keep=kept.__setitem__))
     assert 0 < len(kept) < len(whole)
     monkeypatch.setattr(module, "train", train)
     before = dict(kept)
-    resumed = EXPERIMENT.measure(config(), {}, Say(kept=kept, keep=kept.__setitem__))
+    resumed = measure(EXPERIMENT, config(), {}, Say(kept=kept, keep=kept.__setitem__))
     assert kept == whole
     assert all(kept[name] is before[name] for name in before)
     assert resumed.to_json() == findings.to_json()
@@ -284,7 +285,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, Mapping[str,
     monkeypatch.setattr(module, "cost", lambda *a, **o: {"times": 2.0})
     wrong = {"model bytes": more.get("differ", 0), "frame bytes": 0}
     monkeypatch.setattr(module, "check", lambda *a, **o: wrong)
-    return EXPERIMENT.measure(config(), {}, Say())
+    return measure(EXPERIMENT, config(), {}, Say())
 
 
 def failed(findings: Any, *, gate: bool) -> list[str]:
@@ -357,7 +358,7 @@ def test_a_short_run_on_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REPETITIONS", 1)
     monkeypatch.setattr(module, "LOOKED", 2)
     asked = EXPERIMENT.configure(assignments=("seeds=1", "workers=1"), rounds=1, clients=2)
-    findings = EXPERIMENT.measure(asked, {}, Say())
+    findings = measure(EXPERIMENT, asked, {}, Say())
     exact = [claim for claim in findings.claims if claim.op == "<=" and claim.bound == 0.0 and claim.gate]
     assert len(exact) == 7
     assert [(claim.name, claim.value) for claim in exact if not claim.ok] == []

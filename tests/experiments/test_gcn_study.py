@@ -74,7 +74,7 @@ def test_rows_are_among_the_trainings_and_long_ones_have_all_seeds() -> None:
 
 
 def test_every_seed_has_a_drawn_graph_of_its_own() -> None:
-    spec = dataclasses.replace(gcn.cross_spec(CONFIG, gcn.LOCAL, {"sampler": "local"}), rounds=1)
+    spec = dataclasses.replace(gcn.spec(CONFIG, gcn.CROSS, gcn.LOCAL, {"sampler": "local"}), rounds=1)
     found = [train(gcn.LOCAL, seed, {gcn.LOCAL: spec})["task"] for seed in (3, 4)]
     assert [task["options"]["graph_seed"] for task in found] == [3, 4]
 

@@ -50,7 +50,7 @@ def test_nobodys_text_breaks_out_of_its_place() -> None:
         question=HOSTILE,
         notes=HOSTILE,
         baseline=HOSTILE,
-        rows=lambda config: [config.spec("fedavg", HOSTILE, "digits"), config.spec("topk", HOSTILE + "2", "digits")],
+        rows={HOSTILE: "fedavg", HOSTILE + "2": "topk"},
     )
     config = hostile.configure(assignments=[f"link={HOSTILE}"])
     specs = specs_of(hostile, config)

@@ -212,7 +212,7 @@ def test_a_budget_is_an_epsilon(budget, said, tmp_path, capsys):
 
 
 def test_a_budget_without_a_private_row_is_refused(tmp_path, capsys):
-    public = dataclasses.replace(EXPERIMENT, rows=lambda config: EXPERIMENT.rows(config)[:1])
+    public = dataclasses.replace(EXPERIMENT, rows={"FedAvg": EXPERIMENT.rows["FedAvg"]})
     setup = RunnerSetup(catalog={"guarded": public})
     assert main(["guarded", "--budget", "1", "--out", str(tmp_path)], setup=setup) == 2
     assert "has nothing that a budget could end" in capsys.readouterr().err
@@ -220,11 +220,8 @@ def test_a_budget_without_a_private_row_is_refused(tmp_path, capsys):
 
 def test_a_rows_own_smaller_budget_stays():
     config = EXPERIMENT.configure(budget=3.0)
-    tight = dataclasses.replace(
-        EXPERIMENT, rows=lambda c: [dataclasses.replace(EXPERIMENT.rows(c)[1], settings={"budget": 1.0})]
-    )
-    loose = dataclasses.replace(
-        EXPERIMENT, rows=lambda c: [dataclasses.replace(EXPERIMENT.rows(c)[1], settings={"budget": 8.0})]
+    tight, loose = (
+        dataclasses.replace(EXPERIMENT, rows={"DP-FedAvg": f"dp-fedavg budget={own}"}) for own in (1.0, 8.0)
     )
     assert [specs_of(e, config)[0].settings["budget"] for e in (tight, loose)] == [1.0, 3.0]
 

@@ -10,19 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import flwr
 import pytest
-from fake_engine import CATALOG, MEASURED, TINY, FakeEngine
+from fake_engine import CATALOG, MEASURED, TINY, FakeEngine, measure
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.experiment import Experiment
-from fedcomp.experiments.findings import Claim, Findings, Say
-from fedcomp.experiments.options import Config
+from fedcomp.experiments.experiment import Experiment, Studied
+from fedcomp.experiments.findings import Say
 from fedcomp.experiments.run import RunnerSetup, main
-from fedcomp.experiments.spec import RunResult
+from fedcomp.experiments.tables import Found
 
 ROOT = Path(__file__).parents[2]
 
@@ -274,8 +272,10 @@ def test_e2_a_user_is_told_how_long_it_takes(call: Caller) -> None:
 
 @pytest.mark.slow
 def test_a_claim_that_measured_nothing_fails_and_is_null_in_json(call: Caller) -> None:
-    nan = Claim("nothing there", float("nan"), ">=", 0.0, "test")
-    experiment = Experiment(**{**vars(TINY), "measure": lambda config, results, say: Findings(claims=[nan])})
+    def study(found: Found) -> Studied:
+        return Studied({"nothing there": float("nan")})
+
+    experiment = dataclasses.replace(TINY, study=study, claims="| nothing there | >= 0.0 | gate: test", answer="")
     assert call("tiny", "--json", experiment=experiment) == 1
     assert json.loads(call.stdout)["claims"][0]["value"] is None
 
@@ -334,7 +334,7 @@ def test_resume_refuses_another_configuration(call: Caller) -> None:
         assert call(*arguments, "--resume", "last", engine=engine) == 2
         assert word in call.stderr
         assert call.stderr.count("\n") == 1
-    other = Experiment(**{**vars(TINY), "rows": lambda config: TINY.rows(config)[:1]})
+    other = dataclasses.replace(TINY, rows={"dense": TINY.rows["dense"]})
     assert call("--resume", "last", engine=engine, experiment=other) == 2
     assert "another version" in call.stderr
     # Saying again what was said before is no change.
@@ -377,22 +377,21 @@ def test_an_experiment_may_only_measure(call: Caller) -> None:
 def test_rows_come_before_the_measurement(call: Caller) -> None:
     seen: list[object] = []
 
-    def look(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
-        seen.append(sorted(results))
-        both = TINY.measure(config, results, say), MEASURED.measure(config, results, say)
-        return Findings(claims=[claim for found in both for claim in found.claims])
+    def look(found: Found) -> Studied:
+        seen.append(sorted(found.results))
+        return measure(found)
 
-    both = dataclasses.replace(TINY, measure=look)
+    both = dataclasses.replace(TINY, study=look, claims=MEASURED.claims, answer="")
     assert call("tiny", "--json", experiment=both) == 0
     assert seen == [["dense", "sparse"]]
     assert [claim["name"] for claim in json.loads(call.stdout)["claims"]][-1] == "the last loss"
 
 
 def test_an_experiment_without_rounds_is_measured_all_the_same(call: Caller) -> None:
-    def look(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
-        return Findings(claims=[Claim("the last loss", 3.0, "<=", 1.0, "test")])
+    def look(found: Found) -> Studied:
+        return Studied({"the last loss": 3.0})
 
-    assert call("measured", experiment=dataclasses.replace(MEASURED, rounds=0, measure=look)) == 1
+    assert call("measured", experiment=dataclasses.replace(MEASURED, rounds=0, study=look)) == 1
 
 
 @pytest.mark.slow
@@ -402,16 +401,16 @@ def test_an_interrupted_measurement_keeps_its_finished_cells(call: Caller) -> No
     made: list[str] = []
 
     def interrupted(at: int) -> Experiment:
-        def look(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+        def look(found: Found) -> Studied:
             def tell(text: str) -> None:
                 if text == f"cell {at}":
                     raise KeyboardInterrupt
                 made.append(text)
 
-            kept = Say(tell, say._kept, say._keep)
-            return MEASURED.measure(config, results, kept)
+            found.say = Say(tell, found.say._kept, found.say._keep)
+            return measure(found)
 
-        return dataclasses.replace(MEASURED, measure=look)
+        return dataclasses.replace(MEASURED, study=look)
 
     assert call("measured", "--json", experiment=interrupted(0)) == 130
     assert "nothing to keep" in call.stderr
@@ -426,11 +425,11 @@ def test_an_interrupted_measurement_keeps_its_finished_cells(call: Caller) -> No
 
 
 def test_a_measurement_that_breaks_is_a_broken_run(call: Caller) -> None:
-    def look(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
-        say.cell("first", lambda: 1)
+    def look(found: Found) -> Studied:
+        found.say.cell("first", lambda: 1)
         raise RuntimeError("no ground\nunder it")
 
-    assert call("measured", experiment=dataclasses.replace(MEASURED, measure=look)) == 3
+    assert call("measured", experiment=dataclasses.replace(MEASURED, study=look)) == 3
     assert call.stderr.splitlines()[-1].startswith("error: the run broke: RuntimeError: no ground under it")
     (folder,) = call.folders
     assert "Traceback" in (folder / "error.txt").read_text()

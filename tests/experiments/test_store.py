@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import math
@@ -14,7 +15,6 @@ from fake_engine import TINY, FakeEngine
 
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.experiments import store
-from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.options import Option
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.experiments.store import JsonLines, RunFolder, finite, to_json_text, write_text
@@ -133,7 +133,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
 
 def test_a_run_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
     options = {"workers": Option(1, Int(), "", neutral=True), "lr": Option(0.1, Real(), "")}
-    experiment = Experiment(**{**vars(TINY), "options": options})
+    experiment = dataclasses.replace(TINY, options=options, rows={"dense": "fedavg"})
     config = experiment.configure()
     folder = RunFolder.create(tmp_path, config, specs_of(experiment, config))
     folder.require_same(experiment, experiment.configure(assignments=["workers=8"]), folder.specs)

@@ -9,7 +9,8 @@ import pytest
 from gossip_problems import problem, ring_weights, run
 
 from fedcomp.errors import ConfigError, FedcompError, NonFiniteUpdate
-from fedcomp.experiments.decentralised import GossipCell
+from fedcomp.experiments.decentralised import GossipTraining, train
+from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, State
 from fedcomp.gossip.choco import CHOCO
 from fedcomp.gossip.compressor import get_compressor
@@ -19,6 +20,7 @@ from fedcomp.gossip.errors import Diverged, Saturated
 from fedcomp.gossip.topology import Complete, DirectedRing, Ring
 from fedcomp.gossip.tuning import DivergenceWatch, safe_gamma, tune_gamma
 from fedcomp.rng import Key
+from fedcomp.tasks import get_task
 
 SPARSE = {"id": "topk", "density": 0.05}
 
@@ -158,9 +160,8 @@ def test_c1_figures_of_most_nodes_that_are_not_finite_end_the_run_at_once(value:
 def digits(gamma: float, compressor: dict[str, object], iterations: int) -> str:
     """Return why CHOCO on eight nodes with three digits each was ended; empty when it was not."""
     own = {"name": "choco", "gamma": gamma, "compressor": compressor, "lr": 0.05, "momentum": 0.9}
-    task = {"hidden": "32", "partition": "shards:3"}
-    cell = GossipCell(own, "ring", 8, iterations, 0, "digits", task, {"batch_size": 32})
-    return str(cell.run()["diverged"])
+    task = get_task("digits", hidden="32", partition="shards:3")
+    return str(train(GossipTraining(task, get_algorithm(own), Ring(8), iterations)).diverged)
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from fedcomp.rng import Key
 SIZES = [1 << m for m in (0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 12, 13, 14, 15, 16, 17, 18)]
 # More than one block of the compiled kernel: up to eight, up to 64, and beyond.
 SIZES += [pytest.param(1 << m, marks=pytest.mark.slow) for m in (19, 22)]
-SIZES += [pytest.param(1 << m, marks=pytest.mark.long) for m in (20, 21, 23, 24, 25)]
+SIZES += [pytest.param(1 << 25, marks=pytest.mark.long)]
 
 
 def _words(size: int, seed: int = 3) -> np.ndarray:

@@ -121,7 +121,9 @@ def test_a7_teachers_votes_are_equally_long_whatever_they_hold() -> None:
 
     for pad, distinct in ((True, 1), (False, 2)):
         strategy = datalens_toy.strategy(clients=NODES, pad=pad)
-        (payload, wire), _ = lengths(strategy, with_halves([datalens_teachers(ensemble)]), datalens_toy.model())
+        (payload, wire), _ = lengths(
+            strategy, with_halves([datalens_teachers(ensemble), compression()]), datalens_toy.model()
+        )
         assert min(len(payload), len(wire)) >= distinct
         assert pad == (len(payload) == 1 == len(wire))
         assert pad == (LENGTHS not in strategy.statement().to_json()["not_covered"])

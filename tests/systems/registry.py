@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+from datalens_toy import PIXELS, ToyEnsemble, ToyStudent, ToyTeachers
 from graph_toys import toy_parts
 from numpy.typing import NDArray
 from toys import Passing
@@ -60,6 +61,7 @@ from fedcomp.systems.graphs.system import Graphs
 from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
+from fedcomp.systems.private.datalens import Teachers
 from fedcomp.systems.private.distributed import NoisySum
 from fedcomp.systems.private.local import Local
 from fedcomp.systems.private.lsg import LowRank
@@ -112,6 +114,8 @@ class Entry:
         Whether what clients say and send holds numbers drawn of the operating system.
     another : bool
         Whether another entry stands for it in the tests of every day, or it is too dear for these.
+    brought : object, optional
+        What the server's app brings (:attr:`fedcomp.program.Now.data`).
     sums : bool
         Whether its steps are sums of what clients send, by their weights.
     """
@@ -130,6 +134,7 @@ class Entry:
     posts: bool = False
     secret: bool = False
     another: bool = False
+    brought: Any = None
     sums: bool = True
 
     def arrays(self, dtype: str = "float32") -> dict[str, NDArray[Any]]:
@@ -313,6 +318,12 @@ def noised(me: Me, plan: DpSgdPlan, learn: Callable[[], Update]) -> tuple[Update
     """Train on records that need no noise, and pay for it from what the node keeps."""
     total = int(me.kept.get("spent", b"0")) + plan.steps
     return learn(), Account(f"ledger {me.node}", plan.steps, total), {"spent": b"%d" % total}
+
+
+def teaching(me: Me, asked: Teachers) -> tuple[ToyEnsemble, Mapping[str, NDArray[Any]]]:
+    """Return a node's teachers, and the generator's arrays."""
+    arrays = me.layout.unflatten(me.start) if asked.send == "generator" else {}
+    return ToyEnsemble(ToyTeachers(me.node, asked.teachers), ToyStudent()), arrays
 
 
 PLAN: Final = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
@@ -502,6 +513,23 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     ),
     "record-dp": Entry(Records(PLAN, ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), data=noised),
     "record-dp-whole": Entry(Records(PLAN), reference=plain_averaging, frozen=ROUNDED, data=noised, another=True),
+    "datalens": Entry(
+        Teachers(k=4, images=3, stochastic=True, eta=0.01),
+        shapes={"row": (PIXELS,)},
+        frozen=None,
+        data=teaching,
+        brought=ToyStudent(),
+        sums=False,
+    ),
+    "datalens-images": Entry(
+        Teachers(k=4, images=3, teachers=2, send="images"),
+        shapes={"row": (PIXELS,)},
+        frozen=None,
+        data=teaching,
+        brought=ToyStudent(),
+        sums=False,
+        another=True,
+    ),
     "local-dp": Entry(
         Local(chain(Privatise(1e5, 1e-6, insecure_deterministic=True), ErrorFeedback(TopK(0.05)))), frozen=None
     ),

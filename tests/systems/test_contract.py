@@ -131,6 +131,7 @@ def local(entry: Entry, rule: Rule | None = None, dtype: str = "float32", **opti
     given = {"train": train, "weight": lambda node: node + 1.0, "nodes": NODES, "rule": rule or Mean()}
     brought = data if callable(entry.data) else entry.data
     alike = {} if brought is None else dict.fromkeys(range(NODES), brought)
+    given["brought"] = entry.brought
     given |= {"data": brought if isinstance(brought, Mapping) else alike} | options
     # Made anew: what a system kept in itself would not survive a restart.
     driver = Books(altered(entry.system), layout, layout.flatten(arrays), **given)

@@ -1,0 +1,719 @@
+"""Every codec of the package on four models, each with a setting and a step size of its own, at equal uplink bytes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final
+
+from fedcomp.errors import ConfigError, nearest
+from fedcomp.experiments.experiment import Studied
+from fedcomp.experiments.findings import Curves, Series, Table, largest, mean, spread
+from fedcomp.experiments.kit import Record, Records, Sweep, repetitions, table
+from fedcomp.experiments.options import Config
+from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.tables import TUNING_SEED, Found
+
+if TYPE_CHECKING:
+    # Listing the experiments needs no torch: it is imported when one is run.
+    from fedcomp.experiments.central import Plan
+    from fedcomp.layout import Update
+    from fedcomp.program import System
+    from fedcomp.tasks.base import Task
+
+FEDAVG: Final = "FedAvg"
+MOMENTUM: Final = "FedAvg, momentum 0.9"
+HALF: Final = "FedAvg, fp16"
+TOPK: Final = "top-k, q8 + EF"
+BLOCKS: Final = "levels per block + EF"
+POWER: Final = "PowerSGD"
+RIVALS: Final = (FEDAVG, HALF, TOPK, BLOCKS)
+"""What a sceptic would use instead of anything else: drawn in every figure."""
+
+BUDGETS: Final = ("1/100", "1/24", "1/13", "1/7")
+"""Uplink bytes as fractions of FedAvg's, ascending. A hundredth; one, two and four bits per weight, beside which
+biases that travel whole have room."""
+
+DEFAULT_BUDGETS: Final = BUDGETS[:2]
+"""Those of a run that is not ``full``."""
+
+OVER: Final = "largest uplink over its budget"
+DIFFER: Final = "bytes that differ with messages and without, all models"
+LEAST: Final = f"least test loss at {DEFAULT_BUDGETS[1]} over FedAvg's, with momentum where that is less"
+POWERS_LOSS: Final = f"test loss of {POWER} at {DEFAULT_BUDGETS[1]} over that of {TOPK}"
+
+OWN: Final = "its own"
+"""The budget of a row that no budget is large enough for: it has what its cheapest setting takes."""
+
+POWERS: Final = (-1, 0, 1)
+REACH: Final = 3
+"""Step sizes are 3^k times the model's usual one: for these k, and beyond them, to ±REACH, as long as the best is at an
+end of those tried."""
+
+LAST: Final = 5
+"""Rounds over which losses and accuracies are the mean: a single one is a matter of its last batches."""
+
+LOOKED: Final = 6
+SENDERS: Final = 2
+"""Settings and times are measured on so many rounds of FedAvg, spread over a training, an even number, since PowerSGD's
+sides take turns; and on the updates of so many clients."""
+
+REPETITIONS: Final = 3
+
+CHECKED: Final = ("fedavg", "topk", "power-sgd")
+CHECK_ROUNDS: Final = 3
+"""Systems that are also run with messages, on every model, and for how long."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model and how clients train it: a few steps of SGD a round.
+
+    Attributes
+    ----------
+    task : str
+    options : mapping
+        Of the task.
+    lr : float
+        The usual step size, the middle of the grid.
+    batch_size, steps : int
+        Examples of a step, steps of a client in a round.
+    """
+
+    task: str
+    options: Mapping[str, Any]
+    lr: float
+    batch_size: int
+    steps: int = 2
+
+    def training(self, lr: float) -> dict[str, Any]:
+        """Return how a client trains with a step size."""
+        return {"lr": lr, "batch_size": self.batch_size, "max_steps": self.steps}
+
+
+_TEXT: Final = {"seq_len": 16}
+
+MODELS: Final[Mapping[str, Trained]] = {
+    "MLP": Trained("digits", {}, 0.3, 16),
+    "CNN": Trained("mnist", {}, 0.1, 8, 3),
+    "LSTM": Trained("tiny-shakespeare", {"hidden": 96, **_TEXT}, 10.0, 16),
+    "transformer": Trained("tiny-shakespeare", {"model": "transformer", "hidden": 48, "layers": 2, **_TEXT}, 1.0, 8),
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A codec and its knob.
+
+    Attributes
+    ----------
+    codec : callable
+        From a setting and the clients' step size to the codec's configuration.
+    settings : sequence
+        What the knob can be set to, in ascending order of bytes; one entry where there is none.
+    steady : bool
+        Whether a frame's length follows from the setting, up to what indices and entropy coding take; else from the
+        data, which change during a training.
+    """
+
+    codec: Callable[[Any, float], dict[str, Any]]
+    settings: Sequence[Any] = ("",)
+    steady: bool = True
+
+
+def _geometric(first: float, last: float, ratio: float) -> tuple[float, ...]:
+    count = 0
+    while first * ratio ** (count + 1) < last:
+        count += 1
+    return (*(float(f"{first * ratio**i:.3g}") for i in range(count + 1)), last)
+
+
+DENSITIES: Final = _geometric(1e-4, 1.0, 1.05)
+# Of values in two bits and fewer all take fewer bytes than these with their positions: other rows send all.
+HALVES: Final = tuple(density for density in DENSITIES if density <= 0.4)
+RANKS: Final = tuple(range(1, 65))
+LEVELS: Final = (1, 2, 3, 4, 5, 7, 10, 15, 22, 31, 44, 63, 90, 127)
+
+
+def _feedback(codec: dict[str, Any]) -> dict[str, Any]:
+    return {"id": "feedback", "codec": codec}
+
+
+def _with_density(codec_id: str, density: float, **options: Any) -> dict[str, Any]:
+    return {"id": codec_id, "density": density, **options}
+
+
+def _sparse(codec_id: str, settings: Sequence[float] = DENSITIES, **options: Any) -> Contender:
+    """A codec with a density, with error feedback; values in 8 bits unless the options say otherwise."""
+    return Contender(lambda d, lr: _feedback(_with_density(codec_id, d, **{"values": "q8", **options})), settings)
+
+
+def _transformed(transform: Mapping[str, Any]) -> Contender:
+    topk = {"values": "q8", "scope": "layer"}
+    return Contender(
+        lambda d, lr: _feedback(
+            {"id": "domain", "transform": dict(transform), "codec": _with_density("topk", d, **topk)}
+        ),
+        DENSITIES,
+    )
+
+
+def _plain(codec_id: str, knob: str = "", settings: Sequence[Any] = ("",), **options: Any) -> Contender:
+    """A codec without error feedback: unbiased ones, and those with a memory of their own."""
+    return Contender(lambda s, lr: {"id": codec_id, **({knob: s} if knob else {}), **options}, settings)
+
+
+ROWS: Final[Mapping[str, Contender]] = {
+    FEDAVG: _plain("identity"),
+    # Nothing is left out and remembered: the clients' momentum alone, which is the server's.
+    MOMENTUM: _plain("feedback", codec={"id": "identity"}, momentum=0.9),
+    HALF: _plain("randomk", density=1.0, values="fp16"),
+    # All coordinates in levels of the largest of every 256, down to signs with one magnitude: "random" of all is all.
+    BLOCKS: Contender(
+        lambda values, lr: _feedback(_with_density("randomk", 1.0, values=values, scope="layer")),
+        ("sign", "q2", "q4", "q8"),
+    ),
+    TOPK: _sparse("topk"),
+    "top-k + EF": _sparse("topk", values="float32"),
+    "top-k, q2 + EF": _sparse("topk", HALVES, values="q2"),
+    "random-k + EF": _sparse("randomk"),
+    "random block + EF": _sparse("randomblock"),
+    "chunk top-1 + EF": _sparse("chunk"),
+    "chunk top-k + EF": _sparse("chunk-topk"),
+    # A level is in units of the update, which are the step size's.
+    "threshold + EF": Contender(
+        lambda level, lr: _feedback({"id": "threshold", "level": level * lr, "values": "q8"}),
+        _geometric(1e-4, 10.0, 1.1)[::-1],
+        steady=False,
+    ),
+    "SIDCo + EF": Contender(lambda d, lr: _feedback(_with_density("sidco", d, values="q8")), DENSITIES, steady=False),
+    "key regions + EF": Contender(
+        # The ratio of the two densities is the codec's own.
+        lambda d, lr: _feedback({"id": "keyregion", "key_density": d, "sparse_density": d / 20, "values": "q8"}),
+        DENSITIES,
+        steady=False,
+    ),
+    "AdaComp": Contender(
+        lambda b, lr: {"id": "adacomp", "bin": b, "conv_bin": max(1, b // 10), "rest": "q8"},
+        tuple(dict.fromkeys(int(b) for b in _geometric(2, 16_383, 1.1)))[::-1],
+        steady=False,
+    ),
+    "top-k, momentum 0.9 + EF": Contender(
+        lambda d, lr: {**_feedback(_with_density("topk", d, values="q8")), "momentum": 0.9, "masking": False}, DENSITIES
+    ),
+    "DGC": _plain("dgc", "density", DENSITIES, warmup=0, values="q8"),
+    "ScaleCom": _plain("scalecom", "density", DENSITIES, values="q8"),
+    "STC + EF": Contender(lambda d, lr: _feedback(_with_density("stc", d, rest="q8")), HALVES),
+    "EF-signSGD": Contender(lambda s, lr: _feedback({"id": "scaledsign"})),
+    "norm-scaled signs + EF": Contender(lambda s, lr: _feedback({"id": "normsign"})),
+    # Every weight moves by this much in every round: the clients' step size itself would be far too long.
+    "signSGD, majority vote": Contender(lambda s, lr: {"id": "signsgd", "step": 0.01 * lr}),
+    "TernGrad": _plain("terngrad"),
+    "natural compression": _plain("natural"),
+    "QSGD": _plain("qsgd", "levels", LEVELS),
+    "dithering": _plain("dithering", "bits", tuple(range(1, 9))),
+    "EDEN": _plain("eden", "bits", (1, 2, 3, 4)),
+    "fixed point + EF": Contender(
+        lambda d, lr: _feedback({"id": "fixedpoint", "codec": _with_density("randomk", d), "clip": 0.5}), DENSITIES
+    ),
+    "rotation, top-k + EF": _transformed({"id": "rotation"}),
+    "DCT, top-k + EF": _transformed({"id": "dct", "chunk": 256}),
+    "FFT, top-k + EF": _sparse("fft", values="range8", order="HWDF"),
+    "low rank + EF": Contender(lambda rank, lr: _feedback({"id": "low-rank", "rank": rank}), RANKS),
+    POWER: _plain("power-sgd", "rank", RANKS),
+    "PowerSGD, two exchanges": _plain("power-sgd", "rank", RANKS, form="two-exchange"),
+}
+"""The table's rows by label, in order. A codec that is added to the package gets one here."""
+
+ELSEWHERE: Final[Mapping[str, str]] = {
+    "chain": "puts clipping or noise before another codec and sends what that one sends",
+    "topagg": "votes that only a private strategy turns into a step, see the experiment 'topagg'",
+    "gradiveq": "samples dense rounds: with four of 24 no cycle gets below a sixth of FedAvg's bytes, more than any "
+    "budget; see the experiment 'gradiveq'",
+    "lgc": "trains its autoencoder on hundreds of rounds before it sends latents: 24 rounds are over by then; see the "
+    "experiment 'lgc'",
+    "factors": "for one batch a round, of which few outer products are all there is; the changes of whole epochs it "
+    "reduces as 'low-rank' does, with more iterations",
+    "modular": "the integers of fixed point, with room for sums of them on the way: the same updates in more bits",
+    "projection": "its error is that of random-k with as many values, (n - 1)/m against n/k - 1, for many times the "
+    "computing; it is for what few numbers can be measured, see the experiment 'forward'",
+    "replay": "a downlink of 'projection', whose frames it repeats",
+    "bounded": "clips and rounds what a private sum adds up, see the experiment 'topagg'",
+}
+"""Registered codecs without a row, and why."""
+
+
+def models_of(text: str) -> tuple[str, ...]:
+    """Return the models that a text names, separated by commas; raise :class:`ConfigError` where there is none."""
+    names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    for name in names:
+        if name not in MODELS:
+            raise ConfigError(f"no model {name!r}{nearest(name, MODELS)}")
+    return names
+
+
+@functools.cache
+def task_of(model: str, *, tuning: bool = False) -> Task:
+    """Return a model's task; with a part of its training examples in place of the test split if ``tuning``."""
+    from fedcomp.tasks import get_task
+
+    task = get_task(MODELS[model].task, **MODELS[model].options)
+    return task.validating() if tuning else task
+
+
+def plan_of(model: str, lr: float, seed: int, config: Config, *, tuning: bool = False) -> Plan:
+    """Return the training of a model with a step size; on the validation split, with other draws, if ``tuning``."""
+    from fedcomp.experiments.central import Plan
+
+    task, drawn = task_of(model, tuning=tuning), seed + tuning * TUNING_SEED
+    return Plan(task, config.clients, config.rounds, drawn, MODELS[model].training(lr), last=LAST, held_out=True)
+
+
+def system_for(row: str, setting: Any, lr: float) -> System:
+    """Return what a row's clients send, and how."""
+    from fedcomp.codecs import get_codec
+    from fedcomp.experiments.central import program_of
+
+    return program_of(get_codec(ROWS[row].codec(setting, lr)))
+
+
+def train(
+    model: str, row: str, budget: str, setting: Any, lr: float, seed: int, *, config: Config, tuning: bool = False
+) -> dict[str, Any]:
+    """Train one cell and return loss and accuracy on the test split, on the validation split if ``tuning``, and bytes.
+
+    Both are means over the last rounds; the loss is infinite when the training diverged. ``budget`` names the cell and
+    decides nothing.
+    """
+    from fedcomp.experiments.central import simulate
+    from fedcomp.flower.logs import quiet
+
+    with quiet():
+        out = simulate(plan_of(model, lr, seed, config, tuning=tuning), system_for(row, setting, lr))
+    sent = {"uplink": out.uplink, "downlink": out.downlink, "rounds": len(out.exchanges)}
+    if out.diverged is not None:
+        return {"loss": math.inf, "accuracy": math.nan, **sent}
+    # Without the initial model, which is a point, too.
+    last = out.points[1:][-LAST:]
+    return {"loss": mean(p.loss for p in last), "accuracy": mean(p.accuracy for p in last), **sent}
+
+
+def tune(model: str, row: str, budget: str, setting: Any, *, config: Config) -> dict[str, Any]:
+    """Choose a cell's step size by the loss on the validation split, and say what was tried."""
+    losses: dict[int, float] = {}
+
+    def at(power: int) -> float:
+        if power not in losses:
+            lr = step_size(model, power)
+            found = train(model, row, budget, setting, lr, config.seed, config=config, tuning=True)
+            losses[power] = found["loss"]
+        return losses[power]
+
+    best = min(POWERS, key=at)
+    # An end that does best is no optimum: the next one is tried, under the same rule for all rows.
+    while best in (min(losses), max(losses)) and abs(best) < REACH:
+        at(best + (1 if best == max(losses) else -1))
+        best = min(losses, key=at)
+    tried = [(step_size(model, power), losses[power]) for power in sorted(losses)]
+    return {"lr": step_size(model, best), "end": best in (min(losses), max(losses)), "tried": tried}
+
+
+def step_size(model: str, power: int) -> float:
+    """Return 3^power times a model's usual step size."""
+    return float(f"{MODELS[model].lr * 3.0**power:.3g}")
+
+
+@functools.cache
+def captured(model: str, clients: int, rounds: int, seed: int) -> list[list[Update]]:
+    """Return what some clients send in some rounds of FedAvg, which trains on what tuning trains on."""
+    import numpy as np
+
+    from fedcomp.experiments.central import Clients
+    from fedcomp.layout import Update
+
+    training = MODELS[model].training(MODELS[model].lr)
+    everybody = Clients(task_of(model, tuning=True), clients, seed + TUNING_SEED, training)
+    # The middles of equal parts of the training; one that is shorter than they are many has rounds that count twice.
+    looked = [1 + (2 * part + 1) * rounds // (2 * LOOKED) for part in range(LOOKED)]
+    found, vector = {}, everybody.vector
+    for number in range(1, max(looked) + 1):
+        updates = [everybody.update(i, number, vector) for i in range(clients)]
+        found[number] = [Update(update.vector.copy(), update.layout) for update in updates[:SENDERS]]
+        vector = vector + np.mean([update.vector for update in updates], axis=0, dtype=np.float32)
+    return [found[number] for number in looked]
+
+
+def exchanged(system: System, rounds: Sequence[Sequence[Update]], seed: int) -> tuple[int, float]:
+    """Return bytes of the uplink and processor time of a system whose clients send these updates, round by round."""
+    from fedcomp.experiments.central import Sending
+
+    sending = Sending(system, rounds[0][0].layout, len(rounds[0]), seed + TUNING_SEED)
+    sent, seconds = 0, 0.0
+    for number, updates in enumerate(rounds, start=1):
+        _, cost = sending.send(number, [update.vector for update in updates])
+        sent, seconds = sent + cost.uplink, seconds + cost.seconds
+    return sent, seconds
+
+
+def fit(model: str, row: str, *, config: Config) -> dict[str, Any]:
+    """Find a row's settings by the bytes of frames: for every budget the largest that keeps it, None where none does.
+
+    ``least`` is its cheapest setting. Beside every setting stand its bytes as a share of FedAvg's.
+    """
+    rounds, lr = captured(model, config.clients, config.rounds, config.seed), MODELS[model].lr
+    settings = ROWS[row].settings
+    dense, _ = exchanged(system_for(FEDAVG, "", lr), rounds, config.seed)
+
+    @functools.cache
+    def share(place: int) -> float:
+        return exchanged(system_for(row, settings[place], lr), rounds, config.seed)[0] / dense
+
+    found: dict[str, Any] = {"least": (settings[0], share(0))}
+    for budget in BUDGETS:
+        low, high = -1, len(settings) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if share(middle) <= float(Fraction(budget)) else (low, middle - 1)
+        found[budget] = (settings[low], share(low)) if low >= 0 else None
+    return found
+
+
+def cost(model: str, row: str, budget: str, setting: Any, *, config: Config) -> dict[str, Any]:
+    """Return the processor time of encoding, decoding and adding up, in multiples of FedAvg's."""
+    rounds, lr = captured(model, config.clients, config.rounds, config.seed), MODELS[model].lr
+    ratios = []
+    for repetition in range(-1, REPETITIONS):
+        # In turn, so that load that comes and goes meets both.
+        pair = system_for(row, setting, lr), system_for(FEDAVG, "", lr)
+        own, dense = (exchanged(system, rounds, config.seed)[1] for system in pair)
+        if repetition >= 0:  # the first one warms caches
+            ratios.append(own / dense)
+    return {"times": median(ratios)}
+
+
+def check(model: str, system: str, *, config: Config) -> dict[str, Any]:
+    """Run a system with messages and without; return how many bytes of models, and of frames, differ."""
+    from fedcomp.experiments.central import Plan, simulate
+    from fedcomp.experiments.engines import inprocess
+    from fedcomp.experiments.findings import different_bytes
+    from fedcomp.flower.logs import quiet
+
+    learner, rounds = MODELS[model], min(CHECK_ROUNDS, config.rounds)
+    settings: dict[str, Any] = {**learner.training(learner.lr), "evaluate_every": rounds}
+    settings |= {f"task.{name}": value for name, value in learner.options.items()}
+    spec = RunSpec(system, system, learner.task, config.engine, rounds, config.clients, config.seed, settings)
+    with quiet():
+        sent, out = inprocess.run(spec), simulate(*Plan.of(spec))
+    # FedAvg's tensors travel as .npy files, which are no frames.
+    frames = 0 if system == "fedavg" else abs(sent.uplink_payload_bytes - out.uplink)
+    return {"model bytes": different_bytes(sent.arrays, out.arrays), "frame bytes": frames}
+
+
+def cells(fits: Iterable[Record], budgets: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the cells of the table: each row at every budget for which it has a setting of its own.
+
+    A setting stands at the smallest budget that it keeps. A row that keeps none of ``budgets`` is trained at the
+    smallest of all that it does keep, or else with its cheapest setting, so that no row is without a cell.
+    """
+    made: list[dict[str, Any]] = []
+    for found in fits:
+        kept = [(budget, found[budget]) for budget in BUDGETS if found[budget] is not None]
+        asked = [(budget, pair) for budget, pair in kept if budget in budgets]
+        chosen: dict[Any, str] = {}
+        for budget, (setting, _) in asked or kept[:1] or [(OWN, found["least"])]:
+            chosen.setdefault(setting, budget)
+        made += [
+            {"model": found.model, "row": found.row, "budget": budget, "setting": setting}
+            for setting, budget in chosen.items()
+        ]
+    return made
+
+
+def left_out(fits: Iterable[Record], made: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return, for each row of a model, why it has no cell at a budget, empty where it has one."""
+    there = {(cell["model"], cell["row"], cell["budget"]) for cell in made}
+    found = []
+    for fitted in fits:
+        reasons = {}
+        for budget in BUDGETS:
+            own = {cell["setting"] for cell in made if (cell["model"], cell["row"]) == (fitted.model, fitted.row)}
+            if (fitted.model, fitted.row, budget) in there:
+                reasons[budget] = ""
+            elif fitted[budget] is None:
+                reasons[budget] = f"takes 1/{1 / fitted.least[1]:.3g} at least"
+            elif fitted[budget][0] in own:
+                reasons[budget] = f"no setting beyond 1/{1 / fitted[budget][1]:.3g}"
+            else:
+                reasons[budget] = "only with full=true"
+        found.append({"model": fitted.model, "row": fitted.row, **reasons})
+    return found
+
+
+@dataclass(frozen=True)
+class Result:
+    """One cell of the table with all its seeds."""
+
+    model: str
+    row: str
+    budget: str
+    setting: Any
+    tuned: Record
+    times: float
+    dense: float
+    """Bytes of a reply of FedAvg."""
+    clients: int
+    runs: Records
+
+    @property
+    def name(self) -> str:
+        """Row and budget."""
+        return self.row if self.budget == OWN else f"{self.row}, {self.budget}"
+
+    @property
+    def loss(self) -> float:
+        """Mean over the seeds, NaN when one diverged."""
+        return mean(self.runs.each("loss"))
+
+    @property
+    def uplink(self) -> float:
+        """Bytes of a reply, mean over seeds, clients and rounds made."""
+        return mean(run.uplink / (run.rounds * self.clients) for run in self.runs if run.rounds)
+
+    @property
+    def downlink(self) -> float:
+        """Bytes to a client in a round, mean likewise."""
+        return mean(run.downlink / (run.rounds * self.clients) for run in self.runs if run.rounds)
+
+    @property
+    def share(self) -> float:
+        """Bytes as a share of FedAvg's."""
+        return self.uplink / self.dense
+
+
+def front(places: Iterable[Result], by: Callable[[Result], float]) -> list[Result]:
+    """Return those that no other beats in both loss and ``by``, in ascending order of ``by``."""
+    found: list[Result] = []
+    for place in sorted(filter(_converged, places), key=lambda p: (by(p), p.loss)):
+        if not found or place.loss < found[-1].loss:
+            found.append(place)
+    return found
+
+
+def _converged(place: Result) -> bool:
+    return math.isfinite(place.loss)
+
+
+def _uplink(place: Result) -> float:
+    return place.uplink
+
+
+def _times(place: Result) -> float:
+    return place.times
+
+
+def study(found: Found) -> Studied:
+    """Find settings by bytes and step sizes on a validation split, train every cell, and compare."""
+    config, sweep = found.config, functools.partial(found.sweep, config=found.config)
+    models = models_of(str(config.settings["models"]))
+    budgets = BUDGETS if config.settings["full"] else DEFAULT_BUDGETS
+    fits = sweep(fit, {"model": models, "row": list(ROWS)}, "settings")
+    made = cells(fits, budgets)
+    tuned = sweep(tune, made, "tuning")
+    asked = [{**c, "lr": t.lr, "seed": s} for c, t in zip(made, tuned, strict=True) for s in repetitions(config)]
+    groups: dict[Any, Records] = sweep(train, asked).groups("model", "row", "budget")
+    # One after the other: what runs beside a measurement takes its caches.
+    costs = Sweep(cost, made, "time", {"config": config})(found.say)
+    checks = sweep(check, {"model": models, "system": CHECKED}, "with messages")
+    repeated = next(c for c in asked if c["row"] == TOPK)
+    again = found.say.cell("a training again", lambda: train(**repeated, config=config))
+    same = groups[repeated["model"], TOPK, repeated["budget"]].one(seed=repeated["seed"])
+    by_model: dict[str, list[Result]] = {model: [] for model in models}
+    for cell, chosen, taken in zip(made, tuned, costs, strict=True):
+        model, row, budget = (str(cell[axis]) for axis in ("model", "row", "budget"))
+        whole = groups[model, FEDAVG, OWN]
+        dense = mean(run.uplink / (run.rounds * config.clients) for run in whole)
+        runs = groups[model, row, budget]
+        place = Result(model, row, budget, cell["setting"], chosen, taken.times, dense, config.clients, runs)
+        by_model[model].append(place)
+    return Studied(
+        quantities={
+            "figures of a training that is made again that differ": sum(same[name] != again[name] for name in again),
+            "the least of every model": _answer(by_model),
+            **_of_all(by_model, checks),
+            **_of_models(by_model),
+        },
+        tables=[
+            _best(by_model, budgets),
+            *(_table(model, places) for model, places in by_model.items()),
+            _fronts(by_model),
+            _missing(left_out(fits, made)),
+        ],
+        figures=[figure for model, places in by_model.items() for figure in _figures(model, places)],
+        tasks=[task_of(model).record() for model in models],
+    )
+
+
+def _at(places: Iterable[Result], row: str, budget: str) -> Result | None:
+    return next((p for p in places if (p.row, p.budget) == (row, budget)), None)
+
+
+def _least(places: Iterable[Result], budget: str) -> list[Result]:
+    """Return what keeps a budget, the least loss first."""
+    limit = float(Fraction(budget))
+    # What indices take changes during a training: a cell that was fitted to a budget belongs to it.
+    kept = (p for p in filter(_converged, places) if p.budget == budget or p.share <= limit)
+    return sorted(kept, key=lambda p: p.loss)
+
+
+def _table(model: str, places: Sequence[Result]) -> Table:
+    fronts = {"bytes": front(places, _uplink), "time": front(places, _times)}
+    columns: dict[str, Any] = {
+        "row": lambda p: p.row,
+        "budget": lambda p: p.budget,
+        "setting": lambda p: str(p.setting),
+        "step size": lambda p: p.tuned.lr,
+        "test loss": lambda p: round(p.loss, 3),
+        "±": lambda p: round(spread(p.runs.each("loss")), 3),
+        "accuracy, %": lambda p: round(100 * mean(p.runs.each("accuracy")), 1),
+        "± points": lambda p: round(100 * spread(p.runs.each("accuracy")), 1),
+        "uplink, bytes": lambda p: _whole(p.uplink),
+        "times fewer": lambda p: round(1 / p.share, 1),
+        "downlink, bytes": lambda p: _whole(p.downlink),
+        "time, FedAvg's": lambda p: round(p.times, 1),
+        "Pareto set by": lambda p: ", ".join(name for name, found in fronts.items() if p in found),
+    }
+    return table(
+        f"{model}: every codec at every budget",
+        columns,
+        places,
+        f"Means over the last {LAST} rounds and all seeds, ± half the range over seeds; a cell without a loss "
+        "diverged. Uplink: bytes of frames per client and round. Downlink: of the frames that would carry the mean to "
+        "a client. Time: processor time of encoding, decoding and adding up, in multiples of FedAvg's.",
+    )
+
+
+def _whole(value: float) -> int | None:
+    return round(value) if math.isfinite(value) else None
+
+
+def _best(by_model: Mapping[str, Sequence[Result]], budgets: Sequence[str]) -> Table:
+    def loss(place: Result | None) -> float | None:
+        return None if place is None else round(place.loss, 3)
+
+    rows = []
+    for model, places in by_model.items():
+        for budget in reversed(budgets):
+            kept = _least(places, budget)
+            names = [p.row for p in kept[:3]] + [""] * 3
+            first = kept[0] if kept else None
+            dense, faster = (_at(places, row, OWN) for row in (FEDAVG, MOMENTUM))
+            rival = _at(places, TOPK, budget)
+            rows.append([f"{model}, {budget}", loss(dense), loss(faster), loss(rival), loss(first), *names[:3]])
+    columns = ("model, budget", FEDAVG, MOMENTUM, TOPK, "least loss", "by", "second", "third")
+    return Table(
+        "Least test loss within a budget",
+        columns,
+        rows,
+        "Means over seeds. The least of many is lower than it will be again: differences below the ± of the tables "
+        "below decide nothing.",
+    )
+
+
+def _fronts(by_model: Mapping[str, Sequence[Result]]) -> Table:
+    rows = [
+        [f"{model}, by {name}", "; ".join(f"{p.name}: {p.loss:.3f}" for p in front(places, by))]
+        for name, by in (("uplink bytes", _uplink), ("time", _times))
+        for model, places in by_model.items()
+    ]
+    caption = "What no other cell beats in both, in ascending order of bytes or time, with its test loss."
+    return Table("Pareto sets of test loss and bytes, and of test loss and time", ("set", "cells"), rows, caption)
+
+
+def _missing(reasons: Sequence[Mapping[str, str]]) -> Table:
+    columns = {name: name for name in ("model", "row", *BUDGETS)}
+    caption = "Shares are of FedAvg's uplink bytes. A row with a cell at a budget has nothing in its column."
+    return table("Rows without a cell at a budget, and why", columns, reasons, caption)
+
+
+def _figures(model: str, places: Sequence[Result]) -> list[Curves]:
+    axes: tuple[tuple[str, Callable[[Result], float], str, bool], ...] = (
+        ("uplink bytes", _uplink, "uplink, bytes per reply", True),
+        ("time", _times, "encoding and decoding, in multiples of FedAvg's time", False),
+    )
+    made = []
+    for name, by, label, in_bytes in axes:
+        best = front(places, by)
+        rows = [row for row in ROWS if row in {*RIVALS, *(p.row for p in best)}]
+        lines = [("Pareto set", best)]
+        lines += [(row, sorted((p for p in places if p.row == row), key=by)) for row in rows]
+        made.append(
+            Curves(
+                f"{model}: test loss against {name}",
+                label,
+                "test loss",
+                [Series(row, [by(p) for p in line], [p.loss for p in line]) for row, line in lines],
+                log_x=True,
+                x_bytes=in_bytes,
+                caption="One point per budget. Rows in the Pareto set, and simple rivals; all rows are in the table.",
+            )
+        )
+    return made
+
+
+def _of_all(by_model: Mapping[str, Sequence[Result]], checks: Records) -> dict[Any, float]:
+    """Return what is claimed of all models together."""
+    every = [p for places in by_model.values() for p in places]
+    # A training that diverged in its first round sent nothing.
+    fitted = [p for p in every if p.budget != OWN and math.isfinite(p.share)]
+
+    def over(steady: bool) -> float:
+        return largest(p.share / Fraction(p.budget) for p in fitted if ROWS[p.row].steady is steady)
+
+    few, beaten = DEFAULT_BUDGETS[0], set(ROWS)
+    for places in by_model.values():
+        rival = _at(places, TOPK, few)
+        beaten &= {p.row for p in _least(places, few) if rival is not None and p.loss < rival.loss}
+    return {
+        "rows without a cell on some model": sum(
+            not any(p.row == row for p in places) for row in ROWS for places in by_model.values()
+        ),
+        f"{OVER}, codecs whose setting decides the length": over(True),
+        f"{OVER}, codecs whose setting decides the length, as was aimed at": over(True),
+        f"{OVER}, codecs whose data decide the length": over(False),
+        **{
+            (system, f"{kind} {DIFFER}"): sum(checks.where(system=system).each(f"{kind} bytes"))
+            for system in CHECKED
+            for kind in ("model", "frame")
+        },
+        f"rows with less test loss than {TOPK} at {few} on every model": len(beaten),
+        "cells whose best step size is at an end of those tried": sum(p.tuned.end for p in every),
+        "cells of which a training diverged": sum(not _converged(p) for p in every),
+    }
+
+
+def _of_models(by_model: Mapping[str, Sequence[Result]]) -> dict[Any, float]:
+    """Return what is claimed of each model."""
+    some, found = DEFAULT_BUDGETS[1], {}
+    for model, places in by_model.items():
+        rival, power = _at(places, TOPK, some), _at(places, POWER, some)
+        best = _least(places, some)
+        # Some rows have momentum: beside FedAvg without it they would only show what that is worth.
+        dense = [place.loss for row in (FEDAVG, MOMENTUM) if (place := _at(places, row, OWN)) is not None]
+        found[model, LEAST] = best[0].loss / min(dense) if best else math.nan
+        if power is not None and rival is not None:
+            found[model, POWERS_LOSS] = power.loss / rival.loss
+    return found
+
+
+def _answer(by_model: Mapping[str, Sequence[Result]]) -> str:
+    said = []
+    for model, places in by_model.items():
+        dense = _at(places, FEDAVG, OWN)
+        kept = [(budget, found[0]) for budget in DEFAULT_BUDGETS if (found := _least(places, budget))]
+        best = ", ".join(f"{place.loss:.2f} at {budget} ({place.row})" for budget, place in kept)
+        said.append(f"{model} {best}, against {dense.loss:.2f} of FedAvg" if dense is not None else model)
+    return "; ".join(said)
