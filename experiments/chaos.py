@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -198,22 +198,19 @@ def judge(seen: Evidence, *, tolerance: float = 1e-4) -> Verdict:
     tolerance : float
         Of sums, relative to the sum of their terms' sizes: frames and memories are float32.
     """
-    twice = [
-        f"update {sequence} of node {node} is in the model {times} times"
-        for (node, sequence), times in sorted(Counter(seen.used).items())
-        if times > 1
-    ]
     known = {(line.node, line.sequence) for line in seen.made}
+    times = sorted(Counter(seen.used).items())
+    twice = [f"update {i} of node {node} is in the model {n} times" for (node, i), n in times if n > 1]
     twice += [
-        f"update {sequence} of node {node} is in the model, and the node never made it"
-        for node, sequence in sorted(set(seen.used) - known)
+        f"update {i} of node {node} is in the model, and the node never made it"
+        for node, i in sorted(set(seen.used) - known)
     ]
     twice += _moved_otherwise(seen, tolerance)
     mass, abandoned, lost = list[str](), list[tuple[int, int]](), dict[int, float]()
     for node in sorted({line.node for line in seen.made}):
-        lost[node], found = _balanced(node, seen, tolerance)
+        lost[node], found, said = _balanced(node, seen, tolerance)
         if lost[node] > tolerance:
-            mass.append(f"node {node}: updates, frames and memory do not add up; {_defect(node, seen)}")
+            mass.append(f"node {node}: updates, frames and memory do not add up; {said}")
         else:
             abandoned += [(node, line.sequence) for line in found]
     unfinished = [] if seen.finished >= seen.rounds else [f"{seen.finished} of {seen.rounds} rounds are in the model"]
@@ -221,35 +218,34 @@ def judge(seen: Evidence, *, tolerance: float = 1e-4) -> Verdict:
     return Verdict(tuple(twice), tuple(mass), tuple(unfinished), tuple(left), tuple(abandoned), lost)
 
 
-def _sums(node: int, seen: Evidence) -> tuple[NDArray[np.float64], float, list[Made]]:
-    """Return what is missing of a node's mass when nothing was abandoned, its scale, and what may have been."""
-    zero = np.zeros(PROJECTIONS)
+def _sum(vectors: Iterable[Sequence[float] | NDArray[np.float64]]) -> NDArray[np.float64]:
+    return sum((np.asarray(each, np.float64) for each in vectors), np.zeros(PROJECTIONS))
+
+
+def _balanced(node: int, seen: Evidence, tolerance: float) -> tuple[float, tuple[Made, ...], str]:
+    """Return the share of a node's mass without a place, the fewest excused updates by which it is that small, and in
+    words what is missing when nothing is excused."""
     lines = [line for line in seen.made if line.node == node]
-    times = Counter(seen.used)
-    # Of a message that came again the last answer is the one that left: a stored reply is no new line.
-    last = {line.sequence: line for line in lines}
-    made = sum((np.array(line.update) for line in lines), zero)
-    frames = [times[node, sequence] * np.array(line.frame) for sequence, line in last.items()]
-    owed = np.array(seen.owed.get(node, tuple(zero)))
-    scale = float(sum(np.abs(np.array(line.update)).max() for line in lines)) + float(np.abs(owed).max())
     excused = [line for line in lines if (node, line.sequence) in set(seen.hit)]
-    return made - sum(frames, zero) - owed, scale, excused
-
-
-def _balanced(node: int, seen: Evidence, tolerance: float) -> tuple[float, list[Made]]:
-    """Return the share of a node's mass without a place, and the fewest excused updates by which it is that small."""
-    missing, scale, excused = _sums(node, seen)
     if len(excused) > MAX_EXCUSED:
         raise ConfigError(f"node {node} was hit during {len(excused)} messages; more than {MAX_EXCUSED} prove nothing")
-    best, least = list[Made](), np.inf
-    for chosen in _subsets(excused):
-        rest = missing - sum((np.array(line.update) for line in chosen), np.zeros(PROJECTIONS))
-        share = float(np.abs(rest).max()) / max(scale, 1e-12)
-        if share < least:
-            best, least = list(chosen), share
+    times = Counter(seen.used)
+    # Of a message that came again the last answer is the one that left: a stored reply is no new line.
+    last = {line.sequence: np.array(line.frame) for line in lines}
+    used = _sum(times[node, sequence] * frame for sequence, frame in last.items())
+    owed = _sum([seen.owed[node]] if node in seen.owed else [])
+    missing = _sum(line.update for line in lines) - used - owed
+    scale = float(sum(np.abs(line.update).max() for line in lines)) + float(np.abs(owed).max())
+    best, least = tuple[Made, ...](), np.inf
+    for size in range(len(excused) + 1):
+        for chosen in itertools.combinations(excused, size):
+            rest = np.abs(missing - _sum(line.update for line in chosen))
+            if (share := float(rest.max()) / max(scale, 1e-12)) < least:
+                best, least = chosen, share
         if least <= tolerance:
             break
-    return least, best
+    said = f"{np.abs(missing).max():.3g} of {scale:.3g} without a place, {len(excused)} updates excused"
+    return least, best, said
 
 
 def _moved_otherwise(seen: Evidence, tolerance: float) -> list[str]:
@@ -265,17 +261,8 @@ def _moved_otherwise(seen: Evidence, tolerance: float) -> list[str]:
         if pair in frames:
             rounds.setdefault(pair[1], []).append(frames[pair])
     means = [np.mean(each, axis=0) for each in rounds.values()]
-    missing = np.array(seen.moved) - sum(means, np.zeros(PROJECTIONS))
+    missing = np.abs(np.array(seen.moved) - _sum(means)).max()
     scale = float(sum(np.abs(each).max() for each in means)) + float(np.abs(seen.moved).max())
-    if np.abs(missing).max() <= tolerance * max(scale, 1e-12):
+    if missing <= tolerance * max(scale, 1e-12):
         return []
-    return [f"the model is not what its updates make of it: {np.abs(missing).max():.3g} of {scale:.3g} differ"]
-
-
-def _subsets(lines: Sequence[Made]) -> Iterator[tuple[Made, ...]]:
-    return itertools.chain.from_iterable(itertools.combinations(lines, size) for size in range(len(lines) + 1))
-
-
-def _defect(node: int, seen: Evidence) -> str:
-    missing, scale, excused = _sums(node, seen)
-    return f"{np.abs(missing).max():.3g} of {scale:.3g} without a place, {len(excused)} updates excused"
+    return [f"the model is not what its updates make of it: {missing:.3g} of {scale:.3g} differ"]

@@ -8,24 +8,19 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from fedcomp import params
-from fedcomp.errors import FedcompError
+from fedcomp.experiments.links import MadeError, command
 
 if TYPE_CHECKING:
     from typing import Self
 
 _BALLAST: Final = ".ballast"
 _PIECE: Final = 4096
-
-
-class DiskError(FedcompError, RuntimeError):
-    """A small disk could not be made."""
 
 
 class SmallDisk:
@@ -40,7 +35,7 @@ class SmallDisk:
 
     Raises
     ------
-    DiskError
+    MadeError
         When it cannot be mounted; :func:`unavailable` says why beforehand.
 
     Examples
@@ -62,14 +57,14 @@ class SmallDisk:
 
     def __enter__(self) -> Self:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _run("mount", "-t", "tmpfs", "-o", f"size={self.size},mode=0700", "fedcomp", str(self.path))
+        command("mount", "-t", "tmpfs", "-o", f"size={self.size},mode=0700", "fedcomp", str(self.path))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # Lazily: whoever still has a file open there must not keep it mounted for ever.
-        _run("umount", "--lazy", str(self.path))
+        command("umount", "--lazy", str(self.path))
 
     def fill(self) -> None:
         """Leave no byte free."""
@@ -95,15 +90,5 @@ def unavailable() -> str:
     try:
         with tempfile.TemporaryDirectory() as folder, SmallDisk(Path(folder), 1 << 16):
             return ""
-    except DiskError as error:
+    except MadeError as error:
         return f"small disks cannot be made here: {error}"
-
-
-def _run(*command: str) -> None:
-    # In a session of its own: Ctrl-C in a terminal must not end the command that cleans up.
-    done = subprocess.run(
-        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, start_new_session=True, check=False
-    )
-    if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise DiskError(f"'{' '.join(command)}' failed with status {done.returncode}: {said}")

@@ -36,9 +36,9 @@ from fedcomp.experiments.chaos import (
 from fedcomp.experiments.engines.guarded import GuardedDeployment
 from fedcomp.experiments.engines.processes import DeploymentError, sigterm_raises
 from fedcomp.experiments.engines.superlink import TASK_POLL
-from fedcomp.experiments.journal import APP, CHECKPOINT, JOURNAL, ROUNDS, Asked, Ended, Kept, Line, read_journal
+from fedcomp.experiments.journal import APP, CHECKPOINT, JOURNAL, ROUNDS, Asked, Ended, Kept, Line, read_lines
 from fedcomp.experiments.links import SlowLinks
-from fedcomp.plain import fields_of, from_fields
+from fedcomp.plain import fields_of
 
 RATE: Final = 1e8
 """Bits per second of each link: no limit to a model of a few kilobytes."""
@@ -144,9 +144,7 @@ class Faulted:
             time.sleep(1.0)
 
     def _ended(self) -> list[Ended]:
-        path = Path(self.asked.out) / ROUNDS
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        return [from_fields(Ended, json.loads(line), "a round") for line in text[: text.rfind("\n") + 1].splitlines()]
+        return read_lines(Path(self.asked.out) / ROUNDS, Ended)
 
     def _act(self, ended: Sequence[Ended]) -> None:
         """Do what is due: in an earlier round, or at this part of a usual one."""
@@ -233,7 +231,6 @@ def faulted(
     deadline: float,
     pause: float,
     state: bool,
-    keep: bool = False,
 ) -> dict[str, Any]:
     """Train while faults are done; return what was seen and the judgement, as JSON-able fields.
 
@@ -260,14 +257,13 @@ def faulted(
         SlowLinks(nodes, RATE) as network,
         GuardedDeployment(
             network,
-            states=states_of(folder) if state else None,
+            states=Path(folder) / "states" if state else None,
             disk=DISK_BYTES if state else None,
-            data=journals_of(folder),
+            data=Path(folder),
             # A message is looked for once a second, as Flower does: the twenty times of other deployments on this
             # machine would take a processor. And what a killed node leaves in its folder for temporary files goes.
             settings={TASK_POLL: "1", "TMPDIR": folder},
             preload=("fedcomp.experiments.journal",),
-            keep=keep,
         ) as deployment,
     ):
         out = deployment.home("out")
@@ -280,9 +276,9 @@ def faulted(
         if not (out / CHECKPOINT).exists():
             raise DeploymentError(f"no round ended:\n{deployment.logs()}")
         kept = Kept.load(out, seed)
-        lines = {node: read_journal(journals_of(folder) / f"node-{node}" / JOURNAL) for node in range(nodes)}
+        lines = {node: read_lines(Path(folder) / f"node-{node}" / JOURNAL, Line) for node in range(nodes)}
         owed = {
-            node: kept.owed(states_of(folder) / str(node), node, seed)
+            node: kept.owed(Path(folder) / "states" / str(node), node, seed)
             if state
             else remembered(lines[node], faulty.done, kept)
             for node in lines
@@ -312,18 +308,6 @@ def faulted(
         "used": len(seen.used),
         "seconds": time.monotonic() - began,
     }
-
-
-def states_of(folder: str) -> Path:
-    """Return where the state folders are."""
-    return Path(folder) / "states"
-
-
-def journals_of(folder: str) -> Path:
-    """Return where the journals are, made on first use."""
-    path = Path(folder) / "journals"
-    path.mkdir(exist_ok=True)
-    return path
 
 
 def hits(lines: dict[int, list[Line]], done: Sequence[Done], pause: float) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -62,6 +62,8 @@ CHECKPOINT, ROUNDS = "checkpoint", "rounds.jsonl"
 
 JOURNAL: Final = "journal.jsonl"
 """What a client writes, in the folder that its node names as its data."""
+
+T = TypeVar("T")
 
 _trained: ContextVar[dict[str, NDArray[Any]] | None] = ContextVar("journal-trained", default=None)
 """Where the handler puts the model it has trained; the half around it makes the update of it."""
@@ -181,13 +183,9 @@ def _journal(msg: Message, context: Context, call_next: CallNext) -> Message:
 
 def _append(path: Path, line: Line) -> None:
     # At once and flushed: a line that is cut off belongs to an update of which nothing was kept or sent.
-    data = json.dumps(fields_of(line)).encode() + b"\n"
-    journal = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        os.write(journal, data)
-        os.fsync(journal)
-    finally:
-        os.close(journal)
+    with path.open("ab", buffering=0) as file:
+        file.write(json.dumps(fields_of(line)).encode() + b"\n")
+        os.fsync(file.fileno())
 
 
 _app = ClientApp()
@@ -329,25 +327,16 @@ def ended_of(ours: Compressed, number: int) -> Ended:
         return sorted(claims[node] for node in nodes)
 
     used = [node for node, peer in ours.roster.peers.items() if peer.consumed == sequence]
-    return Ended(
-        number,
-        sequence,
-        named(used),
-        named(report.fresh),
-        named(report.rolled_back),
-        sorted(report.refused.values()),
-        report.lost,
-        {str(claims[node]): ours.roster.peers[node].generation for node in used},
-        time.time(),
-    )
+    memories = {str(claims[node]): ours.roster.peers[node].generation for node in used}
+    refused = sorted(report.refused.values())
+    lists = named(used), named(report.fresh), named(report.rolled_back)
+    return Ended(number, sequence, *lists, refused, report.lost, memories, time.time())
 
 
-def read_journal(path: Path) -> list[Line]:
-    """Return the whole lines of a journal; of one that is cut off nothing was kept or sent."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    return [from_fields(Line, json.loads(line), "a line") for line in text[: text.rfind("\n") + 1].splitlines()]
+def read_lines(path: Path, kind: type[T]) -> list[T]:
+    """Return the whole lines of a file of :class:`Line` or :class:`Ended`: what is cut off was not kept or sent."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [from_fields(kind, json.loads(line), "a line") for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 @dataclass(frozen=True)

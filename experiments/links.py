@@ -51,8 +51,8 @@ _PATH: Final = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin",
 _numbers = itertools.count()
 
 
-class LinkError(FedcompError, RuntimeError):
-    """A namespace, an interface or a token bucket could not be made or read."""
+class MadeError(FedcompError, RuntimeError):
+    """A namespace, an interface, a token bucket or a small disk could not be made or read."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class SlowLinks:
     ------
     ConfigError
         When a number is out of range.
-    LinkError
+    MadeError
         When the links cannot be made; :func:`unavailable` says why beforehand.
 
     Examples
@@ -183,20 +183,19 @@ class SlowLinks:
 
     def pull(self, node: int) -> None:
         """Take the cable out of ``node``: what is under way is lost, and the node notices as much as a device would."""
-        self._require(node)
-        _ip("-n", self.name(HUB), "link", "set", "dev", f"port{node}", "down")
+        self._set(node, "down")
 
     def plug(self, node: int) -> None:
         """Put the cable back."""
-        self._require(node)
-        _ip("-n", self.name(HUB), "link", "set", "dev", f"port{node}", "up")
+        self._set(node, "up")
+
+    def _set(self, node: int, state: str) -> None:
+        params.integer("node", node, low=0, high=self.nodes - 1)
+        _ip("-n", self.name(HUB), "link", "set", "dev", f"port{node}", state)
 
     def counters(self) -> dict[int, Counted]:
         """Return what crossed each link so far, by node."""
         return counted(self.name(HUB))
-
-    def _require(self, node: int) -> None:
-        params.integer("node", node, low=0, high=self.nodes - 1)
 
 
 def counted(hub: str) -> dict[int, Counted]:
@@ -215,7 +214,7 @@ def bucket(place: str, device: str, rate: float) -> None:
     burst = max(FRAME + 86, int(rate / 8 * 0.01))
     queue = max(QUEUED_FRAMES * FRAME, int(rate / 8 * QUEUED_SECONDS))
     shape = ["tbf", "rate", f"{rate:.0f}bit", "burst", str(burst), "limit", str(queue)]
-    _run([_program("tc"), "-n", place, "qdisc", "replace", "dev", device, "root", *shape])
+    command(_program("tc"), "-n", place, "qdisc", "replace", "dev", device, "root", *shape)
 
 
 def unavailable() -> str:
@@ -230,7 +229,7 @@ def unavailable() -> str:
     try:
         with SlowLinks(1, 1e6):
             return ""
-    except LinkError as error:
+    except MadeError as error:
         return f"slow links cannot be made here: {error}"
 
 
@@ -248,20 +247,27 @@ def _program(name: str) -> str:
 
 
 def _ip(*arguments: str, check: bool = True) -> str:
-    return _run([_program("ip"), *arguments], check=check)
+    return command(_program("ip"), *arguments, check=check)
 
 
-def _run(command: Sequence[str], *, check: bool = True) -> str:
+def command(*words: str, check: bool = True) -> str:
+    """Run a command of the system; return what it printed.
+
+    Raises
+    ------
+    MadeError
+        When it cannot be started; with ``check``, when it fails.
+    """
     try:
         # In a session of its own: Ctrl-C in a terminal must not end the command that cleans up.
         done = subprocess.run(
-            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, start_new_session=True, check=False
+            words, capture_output=True, text=True, stdin=subprocess.DEVNULL, start_new_session=True, check=False
         )
     except OSError as error:
-        raise LinkError(f"{command[0]} cannot be started: {error}") from error
+        raise MadeError(f"{words[0]} cannot be started: {error}") from error
     if check and done.returncode:
         said = " ".join((done.stderr or done.stdout).split())
-        raise LinkError(f"'{' '.join(command)}' failed with status {done.returncode}: {said}")
+        raise MadeError(f"'{' '.join(words)}' failed with status {done.returncode}: {said}")
     return done.stdout
 
 

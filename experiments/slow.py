@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from fedcomp.clients.compressed import compression
 from fedcomp.experiments.delayed import Weights, accuracy, gradient, perceptron
+from fedcomp.experiments.files import replacing
 from fedcomp.experiments.links import HUB, Counted, SlowLinks, counted, projected
 from fedcomp.flower._private import build_bundle
 from fedcomp.flower.metered import MeteredGrid
@@ -45,39 +46,20 @@ BATCH: Final = 32
 FILE: Final = "slow.json"
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """What travels.
-
-    Attributes
-    ----------
-    up, down : mapping, optional
-        Codecs; None for whole models.
-    first_at_nodes : bool
-        Whether the nodes make the first model, which all other rows send whole.
-    """
-
-    up: Mapping[str, Any] | None = None
-    down: Mapping[str, Any] | None = None
-    first_at_nodes: bool = False
-
-    def strategy(self, inner: Strategy) -> Strategy:
-        """Return ``inner`` with these codecs."""
-        if self.up is None:
-            return inner
-        down = None if self.down is None else dict(self.down)
-        return Compressed(inner, dict(self.up), down, first_model_at_nodes=self.first_at_nodes)
+def _compressed(up: Mapping[str, Any], **more: Any) -> Callable[[Strategy], Strategy]:
+    return partial(Compressed, codec=dict(up), **more)
 
 
 _EDEN: Final = {"id": "eden", "bits": 1, "scale": "least"}
 
-ROWS: Final[Mapping[str, Traffic]] = {
-    "FedAvg": Traffic(),
-    "top-k up": Traffic({"id": "topk", "density": 0.01}),
-    "top-k both ways": Traffic({"id": "topk", "density": 0.01}, {"id": "topk", "density": 0.02}),
-    "EDEN both ways": Traffic(_EDEN, _EDEN),
-    "EDEN, first model at nodes": Traffic(_EDEN, _EDEN, first_at_nodes=True),
+ROWS: Final[Mapping[str, Callable[[Strategy], Strategy]]] = {
+    "FedAvg": lambda inner: inner,
+    "top-k up": _compressed({"id": "topk", "density": 0.01}),
+    "top-k both ways": _compressed({"id": "topk", "density": 0.01}, downlink={"id": "topk", "density": 0.02}),
+    "EDEN both ways": _compressed(_EDEN, downlink=_EDEN),
+    "EDEN, first model at nodes": _compressed(_EDEN, downlink=_EDEN, first_model_at_nodes=True),
 }
+"""What travels: from a strategy to the one with its codecs. All but the last send the first model whole."""
 
 
 def first_model(msg: Message, context: Context) -> ArrayRecord:
@@ -129,13 +111,12 @@ class Training:
     @property
     def config(self) -> ConfigRecord:
         """What clients are told."""
-        told = {"seed": self.seed, "hidden": self.hidden, "lr": self.rate, "steps": self.steps, "tuning": self.tuning}
-        return ConfigRecord({**told})
+        return ConfigRecord({name: getattr(self, name) for name in ("seed", "hidden", "rate", "steps", "tuning")})
 
     def strategy(self) -> Strategy:
         """Return a new strategy."""
         inner = FedAvg(min_train_nodes=NODES, min_available_nodes=NODES, fraction_evaluate=0.0)
-        return ROWS[self.row].strategy(inner)
+        return ROWS[self.row](inner)
 
     def accuracy(self, arrays: ArrayRecord) -> float:
         """Return the percentage of the test or validation split that a model recognises."""
@@ -169,7 +150,7 @@ def train(msg: Message, context: Context) -> Message:
     x, y = examples(bool(config["tuning"]))[0]
     mine = np.flatnonzero(iid(len(y), NODES, Key(seed, "slow/split")) == partition)
     weights = [record[each].numpy().copy() for each in NAMES]
-    descend(weights, x, y, mine, float(str(config["lr"])), steps, Key(seed, "slow/batch", number, partition))
+    descend(weights, x, y, mine, float(str(config["rate"])), steps, Key(seed, "slow/batch", number, partition))
     arrays = ArrayRecord({each: Array(value) for each, value in zip(NAMES, weights, strict=True)})
     metrics = MetricRecord({"num-examples": len(mine)})
     return Message(RecordDict({name: arrays, "metrics": metrics}), reply_to=msg)
@@ -186,8 +167,8 @@ def descend(
                 value -= np.float32(rate) * change
 
 
-class Reached(Exception):
-    """Ends a training at its target."""
+class Over(Exception):
+    """Ends a training at its target, and a deployment whose time limit is over."""
 
 
 def trained(training: Training, grid: Grid, finished: Callable[[float, MeteredGrid], object]) -> None:
@@ -199,7 +180,7 @@ def trained(training: Training, grid: Grid, finished: Callable[[float, MeteredGr
         reached = training.accuracy(arrays) if outcome.arrays is not None else float("nan")
         finished(reached, metered)
         if reached >= training.target:
-            raise Reached
+            raise Over
 
     try:
         fit(
@@ -211,7 +192,7 @@ def trained(training: Training, grid: Grid, finished: Callable[[float, MeteredGr
             train_config=training.config,
             on_round=note,
         )
-    except Reached:
+    except Over:
         return
 
 
@@ -238,8 +219,8 @@ def main(grid: Grid, context: Context) -> None:
 
     def keep() -> None:
         # Whoever reads it while it is written must find a whole one.
-        out.with_suffix(".new").write_text(json.dumps(found), encoding="utf-8")
-        out.with_suffix(".new").replace(out)
+        with replacing(out) as file:
+            file.write(json.dumps(found).encode())
 
     def finished(reached: float, metered: MeteredGrid) -> None:
         up, down = (metered.ledger.total("wire", direction=way) for way in ("up", "down"))
@@ -250,10 +231,6 @@ def main(grid: Grid, context: Context) -> None:
 
     keep()
     trained(Training(**asked["training"]), grid, finished)
-
-
-class TimeIsUp(Exception):
-    """Ends a deployment whose time limit is over."""
 
 
 def linked(
@@ -309,14 +286,14 @@ def linked(
             found = read(out)
             hopeless = needed is not None and projected(found["line"], needed) > limit
             if hopeless or (found["began"] and time.time() - found["began"] > limit):
-                raise TimeIsUp
+                raise Over
 
         error = ""
         try:
             log = deployment.run_app({"asked": str(file)}, limit=limit + 300.0, project=APP, watch=watch)
             if deployment.runs()[0]["status"] != "finished:completed":
                 raise DeploymentError(f"the server app failed; it said last:\n{log[-3000:]}")
-        except TimeIsUp:
+        except Over:
             error = f"not in {limit:g} s"
         except DeploymentError as failed:
             # What becomes of Flower's own nodes on such a link is what was asked; ours have to bear it.
@@ -330,7 +307,8 @@ def linked(
             "seconds": seconds,
             "everything": asdict(total(links.counters()) - before),
             "quiet": asdict(quiet),
-            "bundle": NODES * bundle(),
+            # Each node is sent it once.
+            "bundle": NODES * len(build_bundle(APP)),
             "error": error,
         }
 
@@ -345,8 +323,3 @@ def read(out: Path) -> dict[str, Any]:
     nothing: dict[str, Any] = {"began": 0.0, "line": [], "up": 0, "down": 0, "messages": 0}
     nothing["interface"] = asdict(Counted())
     return {**nothing, **json.loads(out.read_text(encoding="utf-8"))} if out.exists() else nothing
-
-
-def bundle() -> int:
-    """Return the bytes of the app's bundle, which each node is sent once in a run."""
-    return len(build_bundle(APP))

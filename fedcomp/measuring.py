@@ -11,6 +11,7 @@ import math
 import operator
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -159,14 +160,11 @@ class Times:
 
     def ratio(self, of: str | Sequence[str], to: str | Sequence[str]) -> float:
         """Return the median over repetitions of one method's time, or the sum of several, over another's."""
-        sums = (
-            [
-                sum(each)
-                for each in zip(*(self.seconds[n] for n in ([part] if isinstance(part, str) else part)), strict=True)
-            ]
-            for part in (of, to)
-        )
-        return median(a / b for a, b in zip(*sums, strict=True))
+        return median(a / b for a, b in zip(self._sums(of), self._sums(to), strict=True))
+
+    def _sums(self, methods: str | Sequence[str]) -> list[float]:
+        names = [methods] if isinstance(methods, str) else methods
+        return [sum(each) for each in zip(*(self.seconds[name] for name in names), strict=True)]
 
 
 def _seconds(call: Callable[[], object] | Prepared, count: int) -> float:
@@ -183,6 +181,25 @@ def _seconds(call: Callable[[], object] | Prepared, count: int) -> float:
     for _ in range(count):
         call()
     return (time.thread_time() - start) / count
+
+
+class Traced(NamedTuple):
+    """A call's result, the bytes that it allocated at its peak, and those it kept, as Python and numpy count them."""
+
+    result: Any
+    peak: int
+    kept: int
+
+
+def traced(call: Callable[[], Any]) -> Traced:
+    """Call and count memory, which takes time: a traced call is not timed."""
+    tracemalloc.start()
+    try:
+        result = call()
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return Traced(result, peak, kept)
 
 
 class Found:
@@ -253,8 +270,8 @@ class Bound:
             return float(of / to[0] if to else of)
         if not isinstance(self.value, str):
             return self.value(found)
-        of, _, to = self.value.partition(" / ")
-        return found.times.ratio(of, to) if to else found.times.multiple(of)
+        method, _, other = self.value.partition(" / ")
+        return found.times.ratio(method, other) if other else found.times.multiple(method)
 
 
 @dataclass(frozen=True)

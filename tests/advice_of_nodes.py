@@ -145,7 +145,6 @@ COMMAND = (
         ["--superlink", "http://10.0.0.1:8000"],
         ["--superlink", "10.0.0.1:8000"],
     ),
-    option("it left a process that never connected again; use --give-up S", ["--max-wait", "9"], ["--give-up", "9"]),
     option(
         "--privacy-ledger FILE, or --state-dir DIR",
         ["--privacy-budget", "1.5"],

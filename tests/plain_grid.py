@@ -11,6 +11,13 @@ from flwr.serverapp import Grid
 from fedcomp.flower.grid import InProcessGrid
 
 
+class Blind(InProcessGrid):
+    """Knows no more of its nodes than a deployment does: what they say."""
+
+    def partition_of(self, node_id: int) -> None:
+        return None
+
+
 class PlainGrid(Grid):
     """Hands everything on to an engine, and knows nothing of partitions."""
 

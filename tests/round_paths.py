@@ -72,6 +72,16 @@ class Stepping(FedAvg):
         return super().aggregate_train(server_round, kept)
 
 
+class Personal(FedAvg):
+    """Sends every other node a model of its own."""
+
+    def configure_train(self, server_round: int, arrays: ArrayRecord, config: Any, grid: Any) -> Any:
+        messages = list(super().configure_train(server_round, arrays, config, grid))
+        for message in messages[::2]:
+            message.content["arrays"] = ArrayRecord({k: Array(v.numpy() + 1) for k, v in arrays.items()})
+        return messages
+
+
 def quiet(kind: type[FedAvg] = FedAvg, **options: Any) -> FedAvg:
     """Return one of Flower's strategies that trains on everybody and evaluates nowhere."""
     return kind(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0, **options)

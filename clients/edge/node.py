@@ -19,7 +19,7 @@ from fedcomp.clients.edge import node_config, own_user
 from fedcomp.clients.edge.events import EventLog
 from fedcomp.clients.edge.options import NodeOptions, parse
 from fedcomp.clients.edge.preflight import port_is_free, preflight
-from fedcomp.clients.edge.supervisor import CONFIGURATION, SUPERNODE, Service, Supervisor
+from fedcomp.clients.edge.supervisor import CONFIGURATION, SUPERNODE, NodeSupervisor, Service
 from fedcomp.errors import ConfigError
 from fedcomp.flower.offline import OFFLINE_ENVIRONMENT, without_proxy
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 # What a killed node leaves here, its next start replaces.
                 secret = options.home / f"secret-{options.port}"
-            return Supervisor(options, services(options, secret, log), log).run()
+            return NodeSupervisor(options, services(options, secret, log), log).run()
         except ConfigError as error:
             log("configuration", str(error), level="error")
             return CONFIGURATION
@@ -221,14 +221,19 @@ def _node_config(options: NodeOptions) -> str:
 
 
 def environment(options: NodeOptions) -> dict[str, str]:
-    """Return the environment of the node's processes: what the user has set wins over the offline defaults."""
+    """Return the environment of the node's processes."""
+    return {**flower_environment(options.home), **({} if options.link is None else options.link.environment)}
+
+
+def flower_environment(home: Path | None) -> dict[str, str]:
+    """Return the environment of a Flower process whose home is ``home``: what the user has set wins over the offline
+    defaults."""
     env = {**OFFLINE_ENVIRONMENT, **os.environ, **without_proxy(os.environ)}
-    env |= {} if options.link is None else options.link.environment
-    # SuperNode starts its helpers by name; they must come from the same environment.
+    # Flower's programs start each other by name; they must find the ones of this very environment.
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
     # Lines are read while they are printed.
     env["PYTHONUNBUFFERED"] = "1"
-    return env if options.home is None else {**env, "FLWR_HOME": str(options.home)}
+    return env if home is None else {**env, "FLWR_HOME": str(home)}
 
 
 def program(name: str) -> str:

@@ -91,7 +91,7 @@ def parse(argv: Sequence[str] | None = None) -> NodeOptions:
     _check(parser, args)
     _check_peer(parser, args)
     args.peer_announce = args.peer_announce or args.peer
-    del args.insecure, args.max_wait
+    del args.insecure
     return NodeOptions(**vars(args))
 
 
@@ -130,8 +130,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--give-up", type=float, metavar="S", help="end with status 75 after S seconds without the SuperLink")
     add("--heartbeat", type=_path, metavar="F", help="write the node's condition to this file")
     add("--log-format", choices=("text", "json"), default="text", help="default: %(default)s")
-    # An option that is known only to say what took its place.
-    add("--max-wait", help=argparse.SUPPRESS)
     add = parser.add_argument_group("apps", "how messages of the apps are handled").add_argument
     add("--allow-bundles", type=_path, metavar="F", help="run only bundles whose SHA-256 is in this file, one a line")
     add("--preload", type=_modules, metavar="M,M", help="modules that are imported once; default: torch and ours")
@@ -175,8 +173,6 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--partition is {args.partition}; with --of {args.of} it must be 0 to {args.of - 1}")
     if not 0 < args.port < 65536:
         parser.error(f"--port is {args.port}; expected 1 to 65535")
-    if args.max_wait is not None:
-        parser.error("--max-wait is gone: it left a process that never connected again; use --give-up S")
     if args.give_up is not None and not 0.0 < args.give_up < math.inf:
         parser.error(f"--give-up is {args.give_up:g}; expected a positive number of seconds")
     if args.privacy_budget is not None and not 0.0 < args.privacy_budget < math.inf:

@@ -85,7 +85,7 @@ def tls(options: NodeOptions) -> Finding:
             return WRONG, "the SuperLink speaks TLS: give --root-certificates, not --insecure"
         return OK, "none, as --insecure asks for: whoever is on the way reads and changes everything"
     try:
-        answer = probe.ask(options.address, probe.verifying(options.root_certificates))
+        answer = probe.ask(options.address, ssl.create_default_context(cafile=str(options.root_certificates)))
     except ssl.SSLCertVerificationError as error:
         dates = "expired" in error.verify_message or "not yet valid" in error.verify_message
         remedy = "set this clock or renew it" if dates else "give the CA of the SuperLink as --root-certificates"

@@ -13,7 +13,6 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from typing import Any, Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -117,17 +116,6 @@ def uplink(address: tuple[str, int], context: ssl.SSLContext | None) -> float | 
     """
     short, long = (ask(address, context, padding=padding, timeout=20.0).seconds for padding in (0, _PADDING))
     return _PADDING * 8 / (long - short) if long - short > 0.002 else None
-
-
-def verifying(trusted: Path) -> ssl.SSLContext:
-    """Return a context that accepts what the certificates in ``trusted`` verify.
-
-    Raises
-    ------
-    OSError
-        When the file holds no certificate.
-    """
-    return ssl.create_default_context(cafile=str(trusted))
 
 
 def unverified() -> ssl.SSLContext:

@@ -68,10 +68,16 @@ class Child:
         The signal that it gets when the supervisor is gone; 0 for one that leaves when its pipe is closed.
     nice : int
         By how much it gives way to others.
+    cwd : Path or None
     """
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], orphaned: int = signal.SIGKILL, nice: int = 0
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        orphaned: int = signal.SIGKILL,
+        nice: int = 0,
+        cwd: Path | None = None,
     ) -> None:
         self._process = subprocess.Popen(
             tied(command, orphaned, nice),
@@ -79,6 +85,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=dict(env),
+            cwd=cwd,
             start_new_session=True,
         )
         assert self._process.stdout is not None

@@ -82,8 +82,7 @@ CASES: Final = (
 
 @dataclass(frozen=True)
 class Row:
-    """What a case costs by each accountant: epsilon at :data:`DELTA`, in the order of :data:`COLUMNS`, None where it
-    does not know the event."""
+    """What a case costs by each of :data:`COLUMNS`: epsilon at :data:`DELTA`, None of events that one does not know."""
 
     case: Case
     epsilons: tuple[float | None, ...]

@@ -57,7 +57,7 @@ class NoClip(GridGaussian):
 def using(variant: type[GridGaussian], strategy: Any = DpFedAvg) -> Any:
     """Return a strategy with another mechanism."""
 
-    class Using(strategy):  # type: ignore[misc]  # any of them
+    class Using(strategy):
         def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
             return changed(super().mechanism(layout, server_round), variant)
 
@@ -146,7 +146,7 @@ class _FromReplies(DpFedAvg):
         self._read = [reply for reply in replies if not reply.has_error()]
         return super().aggregate_train(server_round, self._read)
 
-    def said(self, name: str) -> list[Any]:
+    def reported(self, name: str) -> list[Any]:
         """Return a metric of every reply."""
         return [r.content.metric_records["metrics"][name] for r in getattr(self, "_read", ())]
 
@@ -155,7 +155,7 @@ class WeightedByExamples(_FromReplies):
     """Weighs every clipped update by the number of examples its client reports."""
 
     def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
-        counts = self.said("num-examples")
+        counts = self.reported("num-examples")
         # In the order of the replies, in which contributions are asked for.
         self._weights = iter([count * len(counts) / sum(counts) for count in counts])
         # A weighted contribution is longer than the clip norm on purpose, so that the mechanism must not clip it once
@@ -191,7 +191,7 @@ class MetricLeak(_FromReplies):
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
         arrays, _ = super().aggregate_train(server_round, replies)
-        return arrays, MetricRecord({"loss": math.fsum(self.said("loss")) / len(self._read)})
+        return arrays, MetricRecord({"loss": math.fsum(self.reported("loss")) / len(self._read)})
 
 
 # Sensitivity.

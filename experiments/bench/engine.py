@@ -2,8 +2,8 @@
 client-round costs beside training, with many clients (:mod:`fedcomp.experiments.bench.many`).
 
 Every measurement is a process of its own, started in the same way, so that imports and Ray's start-up and shutdown
-count on both sides. Both engines run the same ClientApp (adds one to a float32 model of 1 MB), the same FedAvg and
-the same round loop; only the in-process engine meters its traffic, which is in its disfavour.
+count on both sides. Both engines run the same ClientApp (next to no work on a float32 model of 1 MB), the same FedAvg
+and the same round loop; only the in-process engine meters its traffic, which is in its disfavour.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,11 +26,10 @@ from fedcomp.errors import why_missing
 from fedcomp.experiments.bench import many
 from fedcomp.experiments.bench.readpass import BenchError
 from fedcomp.flower.offline import go_offline
-from fedcomp.measuring import Bound, Case, Found, Row
+from fedcomp.measuring import Bound, Case, Found, Row, traced
 
 if TYPE_CHECKING:
-    from flwr.app import ArrayRecord, Context, Message
-    from flwr.clientapp import ClientApp
+    from flwr.app import Context
     from flwr.serverapp import Grid
 
 ROOT: Final = Path(__file__).parents[2]
@@ -158,7 +156,7 @@ def worker(module: str, name: str, target: str, **options: Any) -> None:
 
 def run_engine(engine: str, nodes: int, rounds: int) -> dict[str, Any]:
     """Run FedAvg for ``rounds`` rounds; return the seconds each took, and the engine's from start to shutdown."""
-    app, strategy, arrays = _adding_app(), _fedavg(nodes), _model()
+    app, strategy, arrays = many.app([]), _fedavg(nodes), many.model(ELEMENTS)
     marks: list[float] = []
     start = time.perf_counter()
 
@@ -184,7 +182,7 @@ def run_engine(engine: str, nodes: int, rounds: int) -> dict[str, Any]:
         def main(grid: Grid, context: Context) -> None:
             serve(grid)
 
-        resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+        resources: Any = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
         run_simulation(server, app, num_supernodes=nodes, backend_config=resources)
     # An engine that loses rounds would look fast.
     if len(marks) != rounds + 1:
@@ -207,21 +205,18 @@ def aggregation_memory(nodes: int, elements: int = ELEMENTS) -> dict[str, Any]:
     from fedcomp.flower.payload import payload_bytes
     from fedcomp.strategies.compressed import Compressed
 
-    server, arrays = Compressed(_fedavg(nodes), TopK(density=0.01)), _model(elements)
-    with InProcessGrid(_adding_app([compression()]), nodes) as inner:
+    server, arrays = Compressed(_fedavg(nodes), TopK(density=0.01)), many.model(elements)
+    with InProcessGrid(many.app([compression()]), nodes) as inner:
         grid = MeteredGrid(inner)
         for server_round in (1, 2):
             replies = grid.send_and_receive(list(server.configure_train(server_round, arrays, ConfigRecord(), grid)))
-            if server_round == 2:
-                # The first aggregation warmed caches and compiled kernels; this one is measured.
-                tracemalloc.start()
-            arrays, _ = server.aggregate_train(server_round, replies)
-            if arrays is None:
+            # The first aggregation warms caches and compiles kernels; the second is measured.
+            done = traced(partial(server.aggregate_train, server_round, replies))
+            if done.result[0] is None:
                 raise BenchError(f"nothing was aggregated from {nodes} clients")
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
+            arrays = done.result[0]
     frames = sum(payload_bytes(reply) for reply in replies)
-    sizes = {"model_mb": 4 * elements / 1e6, "replies_mb": frames / 1e6, PEAK: peak / 1e6}
+    sizes = {"model_mb": 4 * elements / 1e6, "replies_mb": frames / 1e6, PEAK: done.peak / 1e6}
     return {"clients": nodes, **sizes}
 
 
@@ -229,32 +224,3 @@ def _fedavg(nodes: int) -> Any:
     from flwr.serverapp.strategy import FedAvg
 
     return FedAvg(fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes)
-
-
-def _model(elements: int = ELEMENTS) -> ArrayRecord:
-    from flwr.app import Array, ArrayRecord
-
-    from fedcomp.rng import Key
-
-    # Random content: equal chunks would be sent once only.
-    return ArrayRecord({"weight": Array(Key(0, "bench-model").uniform(elements).astype(np.float32))})
-
-
-def _adding_app(mods: list[Any] | None = None) -> ClientApp:
-    """Return the client that does next to nothing: adds a constant to the model."""
-    from flwr.clientapp import ClientApp
-
-    app = ClientApp(mods=mods or [])
-    app.train()(_add)
-    return app
-
-
-def _add(message: Message, context: Context) -> Message:
-    from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
-
-    model = message.content["arrays"]["weight"].numpy()  # type: ignore[union-attr]
-    # A difference that a codec has to send: an unchanged model would compress to nothing.
-    model += np.float32(0.5)
-    content = RecordDict({"arrays": ArrayRecord({"weight": Array(model)})})
-    content["metrics"] = MetricRecord({"num-examples": 1})
-    return Message(content, reply_to=message)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from fedcomp.graphs.base import GraphError, Ids
 from fedcomp.graphs.ids import decode_ids, encode_ids
 from fedcomp.graphs.rowcodecs import ROW_CODECS, RowCodec, codec_of
-from fedcomp.measuring import Times
+from fedcomp.measuring import Case, Row, Times
 from fedcomp.rng import Key
 from fedcomp.wire import available_backends
 
@@ -130,46 +131,31 @@ def _others(ids: Ids, rows: Floats) -> list[Way]:
     return found
 
 
-def tables() -> dict[str, Any]:
-    """Return the tables of Cora's features: all rows, and as many as one step may fetch.
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield Cora's features, as zeros and ones and divided by their sum, and ids: of all rows, and of as many as one
+    step may fetch."""
+    from fedcomp.tasks import get_task
 
-    Returns
-    -------
-    dict
-        ``source`` of the data, ``non_zeros`` per row, ``rows``: per number of rows and normalisation the lines of
-        :func:`row_table`, ``ids``: per number of rows those of :func:`id_table`.
-    """
-    from fedcomp.tasks.graph import GraphTask
-    from fedcomp.tasks.registry import get_task
-
-    rows, ids, features = {}, {}, {}
-    for kind in ("binary", "rows"):
-        loaded = get_task("cora", features=kind)
-        assert isinstance(loaded, GraphTask)
-        features[kind] = loaded.graph.features
-    nodes = features["binary"].shape[0]
-    for count in (nodes, 128, 20):
+    tasks: dict[str, Any] = {kind: get_task("cora", features=kind) for kind in ("binary", "rows")}
+    features = {kind: task.graph.features for kind, task in tasks.items()}
+    nodes, repeats = len(features["binary"]), 1 if quick else 5
+    about = (
+        f"{tasks['rows'].record()['data']['note']}; {np.count_nonzero(features['binary']) / nodes:.1f} non-zeros a row"
+    )
+    for count in (128, 20) if quick else (nodes, 128, 20):
         some = np.sort(np.argsort(Key(0, "bench/rows").bits(nodes), kind="stable")[:count])
-        ids[count] = id_table(some)
         for kind, values in features.items():
-            rows[count, kind] = row_table(some, values[some])
-    non_zeros = np.count_nonzero(features["binary"]) / nodes
-    return {"source": loaded.record()["data"]["note"], "non_zeros": non_zeros, "rows": rows, "ids": ids}
+            head: Row = {"rows": count, "features": kind}
+            yield Case(f"{about}: {count} rows, {kind}", partial(_under, head, row_table, some, values[some], repeats))
+        yield Case(f"{count} ids", partial(_under, {"ids": count}, id_table, some, repeats))
 
 
-def main() -> None:
-    """Print them."""
-    found = tables()
-    print(f"{found['source']}; {found['non_zeros']:.1f} non-zeros per row")
-    for (count, kind), lines in found["rows"].items():
-        print(f"\n{count} rows, features={kind}")
-        print(f"{'':22}{'bytes':>10}{'per row':>9}{'encode us':>11}{'decode us':>11}  error")
-        for line in lines:
-            head = f"{line['what']:22}{line['bytes']:10d}{line['per_row']:9.1f}"
-            print(f"{head}{line['encode_us']:11.2f}{line['decode_us']:11.2f}  {line['error']:.1e} {line['chosen']}")
-    for count, lines in found["ids"].items():
-        print(f"\n{count} ids: " + ", ".join(f"{line['what']} {line['per_id']:.2f} bytes each" for line in lines))
+def _under(head: Row, table: Callable[..., list[dict[str, Any]]], *given: Any) -> list[Row]:
+    *values, repeats, _ = given
+    return [{**head, **line} for line in table(*values, repeats=repeats)]
 
 
 if __name__ == "__main__":
-    main()
+    from fedcomp.experiments.bench.__main__ import main
+
+    sys.exit(main(["graph_rows", *sys.argv[1:]]))

@@ -9,16 +9,17 @@ they say more about the machine.
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fedcomp.measuring import Bound, Case, Row
+from fedcomp.measuring import Bound, Calls, Case, Prepared, Row, Times, traced
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
@@ -51,14 +52,14 @@ def cases(quick: bool) -> Iterator[Case]:
         yield Case(f"a graph of {nodes} nodes, {parts} parts", partial(_graph, nodes, parts, steps, 0))
     few, many = sizes[0], sizes[-1]
 
-    def growth(what: str, parts: Row, column: str, *, gate: bool = True) -> Bound:
+    def growth(what: str, parts: Mapping[int, int], column: str, *, gate: bool = True) -> Bound:
         # Room for caches, and for fewer neighbours that sampled rows share.
         unit, limit = ("memory", 1.2) if column.endswith("kb") else ("time", 1.5)
         of, to = ({"nodes": nodes, **({"parts": parts[nodes]} if parts else {})} for nodes in (many, few))
         name = f"{unit} of {what}: {many} nodes / {few}"
         return Bound(name, (column, of, to), f"<= {limit}", GOAL, gate)
 
-    eight, alike, whole = {few: PARTS, many: PARTS}, {few: PARTS, many: many // owned}, {}
+    eight, alike = {few: PARTS, many: PARTS}, {few: PARTS, many: many // owned}
     yield Case(
         bounds=[
             growth(f"a step, {PARTS} parts", eight, "step_ms"),
@@ -66,8 +67,8 @@ def cases(quick: bool) -> Iterator[Case]:
             growth(f"a step, parts of {owned} nodes", alike, "step_kb"),
             # In a larger part fewer of the sampled rows share neighbours, until none do: a goal beside it.
             growth(f"a step, {PARTS} parts", eight, "step_kb", gate=False),
-            growth(f"a round of {PARTS} clients", whole, "round_ms"),
-            growth(f"a round of {PARTS} clients", whole, "round_kb"),
+            growth(f"a round of {PARTS} clients", {}, "round_ms"),
+            growth(f"a round of {PARTS} clients", {}, "round_kb"),
         ]
     )
 
@@ -87,7 +88,7 @@ def _graph(nodes: int, parts: int, steps: int, rounds: int, _: Any) -> list[Row]
         "owned": len(part.ids),
         "build_s": time.perf_counter() - begin,
     }
-    rows = [{**about, **_step(task, part, steps)}]
+    rows: list[Row] = [{**about, **_step(task, part, steps)}]
     if rounds:
         rows += [{"nodes": nodes, **_samplers(task, part, steps)}, {"nodes": nodes, **_round(task, rounds)}]
     return rows
@@ -104,46 +105,38 @@ def _step(task: GraphTask, part: Any, steps: int) -> dict[str, float]:
     from fedcomp.tasks.base import single_thread
     from fedcomp.tasks.sgd import Sgd
 
-    model = task.model(0)
+    model, numbers = task.model(0), itertools.count()
     descent = Sgd(model.parameters(), lr=0.1)
-    seconds: dict[str, list[float]] = {"plan": [], "gather": [], "train": []}
-    peaks = []
+    held: dict[str, Any] = {}
 
-    def one(number: int, *, traced: bool = False) -> None:
-        # Once before the clock runs: its remote rows have to be at hand, and the timed plan is the same.
-        plan = _plan(part, number)
-        rows = (plan.remote, task.graph.features[plan.remote])
-        if traced:
-            tracemalloc.start()
-        marks = [time.process_time()]
-        plan = _plan(part, number)
-        marks.append(time.process_time())
-        x = gather(part, plan, [rows])
-        operators = operators_of(plan, x.dtype)
-        labels = torch.from_numpy(part.labels[part.positions(plan.batch)])
-        marks.append(time.process_time())
+    def ready() -> int:
+        # The remote rows have to be at hand; the timed plan is the same.
+        number = next(numbers)
+        remote = _plan(part, number).remote
+        held["rows"] = (remote, task.graph.features[remote])
+        return number
+
+    def plan(number: int) -> None:
+        held["plan"] = _plan(part, number)
+
+    def gathered() -> None:
+        made = held["plan"]
+        x = gather(part, made, [held["rows"]])
+        held["x"] = x, operators_of(made, x.dtype), torch.from_numpy(part.labels[part.positions(made.batch)])
+
+    def train() -> None:
+        x, operators, labels = held["x"]
         descent.step(task.objective(model, model(x, operators), labels))
-        marks.append(time.process_time())
-        if traced:
-            peaks.append(tracemalloc.get_traced_memory()[1])
-            tracemalloc.stop()
-        else:
-            # Traced steps are slow, so that they give memory and no time.
-            for name, before, after in zip(seconds, marks, marks[1:], strict=False):
-                seconds[name].append(after - before)
 
     with single_thread():
-        one(0)
-        # The first step compiles and allocates.
-        for name in seconds:
-            seconds[name].clear()
-        for number in range(1, steps + 1):
-            one(number)
-        for number in range(1, min(steps, 5) + 1):
-            one(number, traced=True)
-    times = {f"{name}_ms": 1e3 * median(found) for name, found in seconds.items()}
+        times = Times({"plan": Prepared(ready, plan), "gather": gathered, "train": train}, steps)
+        peaks = []
+        for _ in range(min(steps, 5)):
+            number = ready()
+            peaks.append(traced(lambda n=number: (plan(n), gathered(), train())).peak)  # type: ignore[misc,func-returns-value]
+    taken = {f"{name}_ms": 1e3 * times.median(name) for name in times.seconds}
     candidates = sum(layer.candidates for layer in _plan(part, 1).layers)
-    return {"candidates": candidates, "step_ms": sum(times.values()), **times, "step_kb": max(peaks) / 1e3}
+    return {"candidates": candidates, "step_ms": sum(taken.values()), **taken, "step_kb": max(peaks) / 1e3}
 
 
 def _plan(part: Any, number: int) -> StepPlan:
@@ -161,12 +154,15 @@ def _samplers(task: GraphTask, part: Any, steps: int) -> dict[str, float]:
 
     adjacency = task.adjacency
     matrix = csr_matrix((adjacency.values, adjacency.columns, adjacency.indptr), (task.nodes, task.nodes))
-    batches = [_plan(part, number).batch for number in range(1, steps + 1)]
-    ours = _time([partial(_plan, part, number) for number in range(1, steps + 1)])
-    key = Key(0, "bench-graphs/ladies")
-    theirs = _time(
-        [partial(ladies, matrix, batch, KEPT, 2, key.at(round=i).generator()) for i, batch in enumerate(batches)]
-    )
+    key, numbers = Key(0, "bench-graphs/ladies"), itertools.count(1)
+    batches = iter([(i, _plan(part, i).batch) for i in range(steps + 1)])
+
+    def reference(given: tuple[int, Ids]) -> object:
+        return ladies(matrix, given[1], KEPT, 2, key.at(round=given[0]).generator())
+
+    calls: Calls = {"ours": lambda: _plan(part, next(numbers)), "theirs": Prepared(lambda: next(batches), reference)}
+    times = Times(calls, steps)
+    ours, theirs = times.median("ours"), times.median("theirs")
     return {"sampler_ms": 1e3 * ours, "scipy_ladies_ms": 1e3 * theirs, "times_faster": theirs / ours}
 
 
@@ -185,17 +181,6 @@ def ladies(matrix: Any, batch: Ids, n: int, layers: int, rng: np.random.Generato
         operators.append(chosen[:, kept].multiply(1.0 / (n * p[kept])).tocsr())
         rows = kept
     return operators[::-1]
-
-
-def _time(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the median processor time of the calls in seconds, after one that warms up."""
-    calls[0]()
-    seconds = []
-    for call in calls:
-        begin = time.process_time()
-        call()
-        seconds.append(time.process_time() - begin)
-    return median(seconds)
 
 
 def _round(task: GraphTask, rounds: int) -> dict[str, float]:

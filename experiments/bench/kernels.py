@@ -192,7 +192,10 @@ def low_rank(vector: Vector) -> Made:
             fixed.conclude(total)
 
         to_bytes = partial(fixed.encode, update, {}, _TURN)
-        calls = {"PowerSGD, rank 4, to bytes": to_bytes, "PowerSGD, rank 4, sum to matrix": back}
+        calls: dict[str, Callable[[], object]] = {
+            "PowerSGD, rank 4, to bytes": to_bytes,
+            "PowerSGD, rank 4, sum to matrix": back,
+        }
         yield f"PowerSGD, {side} x {side}", update.vector, calls
 
 

@@ -98,14 +98,14 @@ def rounds_of_many(clients: int, sampled: int, rounds: int) -> dict[str, Any]:
     def note(_round: int, _arrays: ArrayRecord, _outcome: object) -> None:
         seconds.append(time.process_time())
 
-    with InProcessGrid(_app(), clients) as inner, quiet():
+    with InProcessGrid(_compressed(), clients) as inner, quiet():
         query = ConfigRecord({"x": 1})
         grid = Cohorts(MeteredGrid(inner), clients=clients, seed=0, train=sampled / clients, evaluate=0.0, query=query)
         began = time.process_time()
         grid.prepare()
         called = time.process_time() - began
         # One round more, whose end is the start of the measurement.
-        fit(_strategy("float32"), grid, _model(), rounds + 1, on_round=note)
+        fit(_strategy("float32"), grid, model(), rounds + 1, on_round=note)
     each = median(b - a for a, b in itertools.pairwise(seconds)) / sampled
     return {
         "client_round_ms": 1e3 * each,
@@ -123,8 +123,8 @@ def remembered(memory: str, files: bool, clients: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as scratch:
         states = Path(scratch) if files else None
-        with InProcessGrid(_app(), clients, states=states) as inner, quiet():
-            fit(_strategy(memory), MeteredGrid(inner), _model(), 2)
+        with InProcessGrid(_compressed(), clients, states=states) as inner, quiet():
+            fit(_strategy(memory), MeteredGrid(inner), model(), 2)
             nodes = [inner.node(partition) for partition in range(clients)]
             whole, held = (sum(map(len, each)) for each in ([n.stored() for n in nodes], [n.state for n in nodes]))
     return {"state_kb": whole / clients / 1e3, "of_it_in_memory_kb": held / clients / 1e3}
@@ -181,22 +181,29 @@ def _strategy(memory: str) -> Any:
     return Compressed(FedAvg(fraction_evaluate=0.0), ErrorFeedback(TopK(DENSITY), memory=memory))
 
 
-def _model() -> ArrayRecord:
+def model(elements: int = ELEMENTS) -> ArrayRecord:
+    """Return a model of one float32 tensor."""
     from fedcomp.flower.records import to_record
     from fedcomp.rng import Key
 
-    return to_record({"weight": Key(0, "bench-model").uniform(ELEMENTS).astype(np.float32)})
+    # Random content: equal chunks would be sent once only.
+    return to_record({"weight": Key(0, "bench-model").uniform(elements).astype(np.float32)})
 
 
-def _app() -> ClientApp:
+def app(mods: list[Any]) -> ClientApp:
+    """Return the client that does next to nothing, and says which partition it has."""
     from flwr.clientapp import ClientApp
 
+    found = ClientApp(mods=mods)
+    found.train()(_step)
+    found.query()(_who)
+    return found
+
+
+def _compressed() -> ClientApp:
     from fedcomp.clients.compressed import compression
 
-    app = ClientApp(mods=[compression()])
-    app.train()(_step)
-    app.query()(_who)
-    return app
+    return app([compression()])
 
 
 def _who(message: Message, context: Context) -> Message:

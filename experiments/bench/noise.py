@@ -6,7 +6,7 @@ randomness from ChaCha20 under a key of the operating system.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
 
@@ -31,7 +31,7 @@ def cases(quick: bool) -> Iterator[Case]:
     """Yield every sampler at every deviation."""
     size, entropy = 10_000 if quick else 1_000_000, SystemEntropy()
     for sigma in SIGMAS:
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             PLAIN: partial(np.random.default_rng().standard_normal, size),
             "gaussian (float, insecure)": partial(gaussian, sigma, size, entropy),
             EXACT: partial(discrete_gaussian, sigma, size, entropy),

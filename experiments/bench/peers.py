@@ -118,28 +118,25 @@ def listed(select: Callable[[Vector, int], Positions], dtype: str, *, ordered: b
     return Method(encode, decode, needs)
 
 
-def through_zlib(inner: Method) -> Method:
-    """Return ``inner``, its bytes compressed by zlib at its usual level."""
-    return Method(
-        lambda values: zlib.compress(inner.encode(values)), lambda data, n: inner.decode(zlib.decompress(data), n)
-    )
-
-
-def through_zstd(inner: Method) -> Method:
-    """Return ``inner``, its bytes compressed by zstd at its usual level."""
+def through(library: str, inner: Method) -> Method:
+    """Return ``inner``, its bytes compressed by zlib or zstandard at its usual level."""
 
     def encode(values: Vector) -> bytes:
-        import zstandard
-
-        packed: bytes = zstandard.ZstdCompressor().compress(inner.encode(values))
+        data = inner.encode(values)
+        packed: bytes = zlib.compress(data) if library == "zlib" else _zstandard().ZstdCompressor().compress(data)
         return packed
 
     def decode(data: bytes, n: int) -> Vector:
-        import zstandard
+        plain = zlib.decompress(data) if library == "zlib" else _zstandard().ZstdDecompressor().decompress(data)
+        return inner.decode(plain, n)
 
-        return inner.decode(zstandard.ZstdDecompressor().decompress(data), n)
+    return Method(encode, decode, "" if library == "zlib" else library)
 
-    return Method(encode, decode, "zstandard")
+
+def _zstandard() -> Any:
+    import zstandard
+
+    return zstandard
 
 
 def half() -> Method:
@@ -172,33 +169,37 @@ def bytes_of_levels(levels: int) -> Method:
 def uniform_levels() -> Method:
     """Return 256 equal steps over six standard deviations around the mean, each decoded to the mean of its values."""
 
-    def encode(values: Vector) -> bytes:
+    def coded(values: Vector) -> NDArray[Any]:
         step = 6.0 * float(values.std(ddof=1)) / _LEVELS or 1.0
-        coded = np.clip(np.rint((values - values.mean()) / step) + _LEVELS // 2, 0, _LEVELS - 1).astype(np.uint8)
-        return _codebook(values, coded).tobytes() + coded.tobytes()
+        return np.clip(np.rint((values - values.mean()) / step) + _LEVELS // 2, 0, _LEVELS - 1)
 
-    return Method(encode, _by_codebook)
+    return _by_codebook(coded)
 
 
 def quantile_levels() -> Method:
     """Return 256 levels with equally many values in each, decoded to their mean."""
 
-    def encode(values: Vector) -> bytes:
+    def coded(values: Vector) -> NDArray[Any]:
         borders = np.quantile(values, np.linspace(0, 1, _LEVELS + 1))[1:-1]
-        coded = np.searchsorted(borders.astype(np.float32), values).astype(np.uint8)
-        return _codebook(values, coded).tobytes() + coded.tobytes()
+        return np.searchsorted(borders.astype(np.float32), values)
 
-    return Method(encode, _by_codebook)
-
-
-def _codebook(values: Vector, coded: NDArray[np.uint8]) -> Vector:
-    counts = np.maximum(np.bincount(coded, minlength=_LEVELS), 1)
-    return (np.bincount(coded, values, minlength=_LEVELS) / counts).astype(np.float32)
+    return _by_codebook(coded)
 
 
-def _by_codebook(data: bytes, n: int) -> Vector:
-    found: Vector = np.frombuffer(data, np.float32, _LEVELS)[np.frombuffer(data, np.uint8, n, 4 * _LEVELS)]
-    return found
+def _by_codebook(coder: Callable[[Vector], NDArray[Any]]) -> Method:
+    """Return the means of what falls on each level, then a byte for each value."""
+
+    def encode(values: Vector) -> bytes:
+        coded = coder(values).astype(np.uint8)
+        counts = np.maximum(np.bincount(coded, minlength=_LEVELS), 1)
+        means = (np.bincount(coded, values, minlength=_LEVELS) / counts).astype(np.float32)
+        return means.tobytes() + coded.tobytes()
+
+    def decode(data: bytes, n: int) -> Vector:
+        found: Vector = np.frombuffer(data, np.float32, _LEVELS)[np.frombuffer(data, np.uint8, n, 4 * _LEVELS)]
+        return found
+
+    return Method(encode, decode)
 
 
 @functools.cache
@@ -263,8 +264,8 @@ METHODS: Final[Mapping[str, Method]] = {
     "our EDEN, 1 bit": ours(EDEN(1)),
     TORCH: listed(by_torch, "int64", needs="torch"),
     NUMPY: listed(by_numpy, "int32"),
-    ZSTD: through_zstd(listed(by_numpy, "int32", ordered=True)),
-    ZLIB: through_zlib(listed(by_numpy, "int32", ordered=True)),
+    ZSTD: through("zstandard", listed(by_numpy, "int32", ordered=True)),
+    ZLIB: through("zlib", listed(by_numpy, "int32", ordered=True)),
     DENSE_127: bytes_of_levels(127),
     DENSE_7: bytes_of_levels(7),
     BLOCKS: blockwise(),

@@ -50,7 +50,7 @@ def _sum() -> Callable[[Vector], Any]:
 
     # Compiles it.
     total(np.zeros(1, np.float32))
-    return total  # type: ignore[no-any-return]
+    return total
 
 
 def read_pass(vector: Vector) -> Callable[[], object]:

@@ -10,7 +10,6 @@ its own model and the replies.
 from __future__ import annotations
 
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from fedcomp.experiments.bench.readpass import BenchError, Vector, layered, read
 from fedcomp.experiments.bench.server import Nodes
 from fedcomp.flower._private import acting_as, content_to_bytes, set_message_id
 from fedcomp.flower.logs import quiet
-from fedcomp.measuring import Bound, Case, Row
+from fedcomp.measuring import Bound, Case, Row, traced
 from fedcomp.strategies.compressed import Compressed
 
 TENSORS: Final = 50
@@ -99,7 +98,7 @@ def _rounds(name: str, size: int, clients: int) -> dict[str, float]:
     last = 6 if clients == FEW else 3
     for number in range(1, last + 1):
         measure = partial(_measured, limit, trace=number == last)
-        sent = measure(lambda n=number, a=arrays: list(server.configure_train(n, a, ConfigRecord(), Nodes(clients))))
+        sent = measure(partial(server.configure_train, number, arrays, ConfigRecord(), Nodes(clients)))
         replies = []
         # Models that grew from the one that was sent: what does not follow it counts as a client's own.
         current = np.concatenate([array.numpy() for array in arrays.values()])
@@ -114,8 +113,8 @@ def _rounds(name: str, size: int, clients: int) -> dict[str, float]:
             replies.append(answered.result)
             found["client"].append(answered.passes)
             found["client peak"].append(answered.peak / (4 * size))
-        added = measure(lambda n=number, given=replies: server.aggregate_train(n, given)[0])
-        arrays = added.result
+        added = measure(partial(server.aggregate_train, number, replies))
+        arrays = added.result[0]
         if arrays is None:
             raise BenchError(f"{name} did not use the replies of round {number}")
         found["server"].append(sent.passes + added.passes)
@@ -155,11 +154,8 @@ class _Measured:
 def _measured(limit: Callable[[], object], call: Callable[[], Any], *, trace: bool) -> _Measured:
     """Measure memory where ``trace``, else time: to trace takes time."""
     if trace:
-        tracemalloc.start()
-        out = call()
-        kept, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        return _Measured(out, peak=peak, kept=kept)
+        done = traced(call)
+        return _Measured(done.result, peak=done.peak, kept=done.kept)
     start = time.thread_time()
     limit()
     begun = time.thread_time()

@@ -9,7 +9,6 @@ peak beside the replies.
 from __future__ import annotations
 
 import time
-import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from statistics import median
@@ -19,7 +18,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
-from fedcomp import codecs as c
+from fedcomp.codecs import Codec, get_codec
 from fedcomp.experiments.bench.readpass import BenchError, layered
 from fedcomp.flower import asks
 from fedcomp.flower._private import acting_as, set_message_id
@@ -27,29 +26,33 @@ from fedcomp.flower.asks import AnswerHead
 from fedcomp.flower.logs import quiet
 from fedcomp.flower.payload import FRAME
 from fedcomp.layout import Layout, Update
-from fedcomp.measuring import Bound, Case, Found, Row
+from fedcomp.measuring import Bound, Case, Found, Row, traced
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.wire import SchemaMismatch
 
-CODECS: Final[Mapping[str, c.Codec]] = {
-    "identity": c.Identity(),
-    "top-k 1 %": c.TopK(0.01),
-    "top-k 10 %": c.TopK(0.1),
-    "top-k 1 %, q2": c.TopK(0.01, values="q2"),
-    "top-k 1 %, q8": c.TopK(0.01, values="q8"),
-    "STC 1 %": c.STC(0.01),
-    "random-k 1 %": c.RandomK(0.01),
-    "scaled sign": c.ScaledSign(),
-    "TernGrad": c.TernGrad(),
-    "QSGD(127)": c.QSGD(127),
-    "QSGD(7)": c.QSGD(7),
-    "QSGD(1)": c.QSGD(1),
-    "natural": c.NaturalCompression(),
-    "EDEN, 1 bit": c.EDEN(1),
-    "EDEN, 4 bits": c.EDEN(4),
-    "rotation + top-k 1 %": c.Domain(c.Rotation(), c.TopK(0.01)),
-    "DCT + top-k 1 %": c.Domain(c.DCT(), c.TopK(0.01)),
+TOP: Final[Mapping[str, Any]] = {"id": "topk", "density": 0.01}
+CODECS: Final[Mapping[str, Codec]] = {
+    name: get_codec(dict(config))
+    for name, config in (
+        ("identity", {"id": "identity"}),
+        ("top-k 1 %", TOP),
+        ("top-k 10 %", {**TOP, "density": 0.1}),
+        ("top-k 1 %, q2", {**TOP, "values": "q2"}),
+        ("top-k 1 %, q8", {**TOP, "values": "q8"}),
+        ("STC 1 %", {"id": "stc", "density": 0.01}),
+        ("random-k 1 %", {"id": "randomk", "density": 0.01}),
+        ("scaled sign", {"id": "scaledsign"}),
+        ("TernGrad", {"id": "terngrad"}),
+        ("QSGD(127)", {"id": "qsgd", "levels": 127}),
+        ("QSGD(7)", {"id": "qsgd", "levels": 7}),
+        ("QSGD(1)", {"id": "qsgd", "levels": 1}),
+        ("natural", {"id": "natural"}),
+        ("EDEN, 1 bit", {"id": "eden", "bits": 1}),
+        ("EDEN, 4 bits", {"id": "eden", "bits": 4}),
+        ("rotation + top-k 1 %", {"id": "domain", "transform": {"id": "rotation"}, "codec": TOP}),
+        ("DCT + top-k 1 %", {"id": "domain", "transform": {"id": "dct"}, "codec": TOP}),
+    )
 }
 PLAIN: Final = "FedAvg, plain"
 COST, PEAK = "ms per client and million values", "peak in models"
@@ -102,7 +105,7 @@ def cases(quick: bool) -> Iterator[Case]:
             )
 
 
-def frames_of(codec: c.Codec, updates: Sequence[Update], clients: int) -> list[bytes]:
+def frames_of(codec: Codec, updates: Sequence[Update], clients: int) -> list[bytes]:
     """Return what the first clients send, of whom the others' replies are copies; of all where none can be a copy."""
 
     def frame(partition: int) -> bytes:
@@ -119,28 +122,28 @@ def frames_of(codec: c.Codec, updates: Sequence[Update], clients: int) -> list[b
 
 
 def _row(
-    name: str, codec: c.Codec | None, made: Callable[[], Any], updates: Sequence[Update], clients: int, _: Any
+    name: str, codec: Codec | None, made: Callable[[], Any], updates: Sequence[Update], clients: int, _: Any
 ) -> list[Row]:
     size, frames = updates[0].layout.size, made()
     with quiet(), acting_as(1, 0):
         repetitions = 5 if clients <= 10 else 3 if clients <= 100 else 1
         rounds = [aggregated(codec, frames, updates, clients) for _ in range(repetitions)]
-        peak = aggregated(codec, frames, updates, clients, traced=True) / (4 * size)
+        peak = aggregated(codec, frames, updates, clients, memory=True) / (4 * size)
     payload = len(frames[0]) if frames else 4 * size
     cost = 1e9 * median(rounds) / clients / size
     return [{"codec": name, "clients": clients, "bytes of a reply": payload, COST: cost, PEAK: peak}]
 
 
 def aggregated(
-    codec: c.Codec | None,
+    codec: Codec | None,
     frames: Sequence[bytes] | None,
     updates: Sequence[Update],
     clients: int,
     kind: type[FedAvg] = FedAvg,
     *,
-    traced: bool = False,
+    memory: bool = False,
 ) -> float:
-    """Return the seconds that a new server's ``aggregate_train`` takes on a round; where ``traced``, the bytes it
+    """Return the seconds that a new server's ``aggregate_train`` takes on a round; where ``memory``, the bytes it
     allocates at its peak.
 
     Parameters
@@ -167,14 +170,10 @@ def aggregated(
             head = AnswerHead(index, server.sequence, record="arrays")
             asks.put(content, head, data={FRAME + "values": frames[index % len(frames)]})
         replies.append(Message(content, reply_to=message))
-    if traced:
-        tracemalloc.start()
     start = time.thread_time()
-    arrays, _ = server.aggregate_train(1, replies)
-    spent = time.thread_time() - start
-    if traced:
-        spent = float(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
+    done = traced(lambda: server.aggregate_train(1, replies)) if memory else None
+    arrays, _ = done.result if done else server.aggregate_train(1, replies)
+    spent = float(done.peak) if done else time.thread_time() - start
     if arrays is None or (codec is not None and server.reports[1].used != clients):
         raise BenchError(f"{codec!r} did not add all updates of {clients} clients")
     return spent

@@ -101,7 +101,7 @@ def step(size: int, clients: int, repetitions: int = 5) -> Row:
     kinds: tuple[type[FedAvg], ...] = (FedAvg, Run)
     with quiet(), acting_as(1, 0):
         turns = [[aggregated(TopK(0.01), frames, updates, clients, kind) for kind in kinds] for _ in range(repetitions)]
-        peaks = [aggregated(TopK(0.01), frames, updates, clients, kind, traced=True) / (4 * size) for kind in kinds]
+        peaks = [aggregated(TopK(0.01), frames, updates, clients, kind, memory=True) / (4 * size) for kind in kinds]
     new, old = np.median(turns, axis=0).tolist()
     return {
         "ms": 1e3 * new,

@@ -110,7 +110,7 @@ EXPERIMENT = Experiment(
     quick=("rounds=2", "clients=2", "seeds=1", "steps=0.4", "task.hidden=32,16", "pooled_rounds=2"),
     notes=(
         "Digits, spread evenly; one batch per client and round, plain SGD. Every row is trained at "
-        "its own step size. Trainings over messages are compared with one that has all examples in one batch.\n\n"
+        "its own step size. Rounds with real frames are compared with steps on all examples in one batch.\n\n"
         "Rank-dAD sends the nearest sum of few outer products of the update, without memory, as published. PowerSGD "
         "and top-k have theirs; 8 bits are unbiased and have none. Of dAD and edAD every tensor takes its shortest "
         "form. EF: error feedback, which rank-dAD as published does not have."

@@ -93,21 +93,7 @@ EXPERIMENT = Experiment(
         "times fewer up",
         "times fewer, as messages",
     ),
-    curves=[
-        Curve(
-            x="payload so far, up and down",
-            rows=(
-                "FedAvg",
-                "PowerSGD, rank 1",
-                "PowerSGD, rank 2",
-                "PowerSGD, rank 2, two exchanges",
-                "PowerSGD, rank 4",
-                "top-k 4.5 %, q8",
-                "top-k 8.5 %, q8",
-                "EDEN, 1 bit, whole models down",
-            ),
-        )
-    ],
+    curves=[Curve(x="payload so far, up and down")],
     study=memories,
     claims=claims,
     answer="; ".join(

@@ -1,8 +1,9 @@
 """A SuperLink that nodes elsewhere can reach, and nobody else can command: ``fedcomp link``.
 
-One process that supervises two others: the SuperLink, on loopback, and its SuperExec, which starts the server app of a
-run. The proxy in front of them (:mod:`fedcomp.experiments.security.proxy`) runs here. What ends is started again by
-itself: from its database the SuperLink knows its nodes and runs, and a server app survives the seconds between.
+One process that supervises others, as a node does: the SuperLink, on loopback; what registers the keys of the nodes;
+and the SuperExec, which starts the server app of a run. The proxy in front of them is a thread of it. What ends is
+started again by itself: from its database the SuperLink knows its nodes and runs, and a server app survives the seconds
+between.
 """
 
 from __future__ import annotations
@@ -17,35 +18,30 @@ import resource
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fedcomp.clients import edge
 from fedcomp.clients.edge import own_user
 from fedcomp.clients.edge.events import EventLog, plain
+from fedcomp.clients.edge.node import flower_environment
+from fedcomp.clients.edge.supervisor import CONFIGURATION, TEMPORARY, Service, Supervisor
 from fedcomp.coding.transport import parse_host_port
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.commands import OK, complain
-from fedcomp.experiments.engines.processes import Child, DeploymentError
+from fedcomp.experiments.commands import complain
 from fedcomp.experiments.security.certificates import Folder, private_folder, read, write_new
 from fedcomp.experiments.security.proxy import Limits, Proxy, contexts
-from fedcomp.experiments.security.registration import TEMPORARY
 from fedcomp.experiments.security.status import Rounds, names_of
-from fedcomp.flower.offline import OFFLINE_ENVIRONMENT, without_proxy
 from fedcomp.logs import ROUNDS_VARIABLE
 
-CONFIGURATION: Final = 78
-"""Exit code of what a restart does not mend, EX_CONFIG of sysexits.h."""
 CONNECTION: Final = "link"
 """The name under which Flower's command line knows this SuperLink."""
-START_SECONDS: Final = 120.0
-SHORTEST, LONGEST = 1.0, 30.0
-"""Seconds between the end of a process and its next start: doubled each time, and back when it ran for a minute."""
 STATUS_SECONDS: Final = 5.0
 INSECURE: Final = """\
 --insecure: no TLS and no keys. Whoever reaches {listen} can join as a node and get models and data of runs, and whoever
@@ -69,8 +65,7 @@ class LinkOptions:
     insecure : bool
         Neither TLS nor keys.
     limits : Limits
-    json : bool
-        Every line of the log, those of the processes among them, is an object.
+    log : EventLog
     """
 
     folder: Folder
@@ -79,14 +74,11 @@ class LinkOptions:
     database: Path
     insecure: bool
     limits: Limits
-    json: bool = False
+    log: EventLog = field(default_factory=EventLog)
 
     def say(self, line: str) -> None:
-        """Print one line at once, or the object of a line."""
-        if self.json:
-            EventLog(json=True)("link", line)
-        else:
-            print(line, flush=True)
+        """Write one line of the log."""
+        self.log("link", line)
 
     @property
     def address(self) -> str:
@@ -110,39 +102,28 @@ class LinkOptions:
         command += ["--insecure"] if self.insecure else ["--root-certificates", str(self.folder.ca)]
         return [*command, "--superexec-auth-secret-file", str(self.folder.secret)]
 
+    def registration(self) -> list[str]:
+        """Return the command line of what registers every public key of the folder that is not known yet."""
+        return [sys.executable, "-m", "fedcomp.experiments.security.registration", str(self.folder.path), CONNECTION]
+
     def environment(self, name: str) -> dict[str, str]:
         """Return the environment of the process called ``name``: offline, with a Flower home of its own."""
-        # Flower's helpers start each other by name; they must find the ones of this very environment.
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-        home = self.folder.home(name)
-        private_folder(home)
-        own = {"PATH": path, "FLWR_HOME": str(home), "PYTHONUNBUFFERED": "1"}
-        own |= {ROUNDS_VARIABLE: str(self.folder.rounds)}
-        return {**OFFLINE_ENVIRONMENT, **os.environ, **without_proxy(os.environ), **own}
+        private_folder(self.folder.home(name))
+        return {**flower_environment(self.folder.home(name)), ROUNDS_VARIABLE: str(self.folder.rounds)}
 
-    def start(self, title: str, name: str, command: list[str]) -> Child:
-        """Start a process whose output is ours."""
-        if not self.json:
-            return Child(title, command, env=self.environment(name), log=None, cwd=self.folder.home(name))
-        mine, theirs = os.pipe()
-        try:
-            pipe = Path(f"/proc/self/fd/{theirs}")
-            child = Child(title, command, env=self.environment(name), log=pipe, cwd=self.folder.home(name))
-        finally:
-            os.close(theirs)
-        # What was written is here and not in a file.
-        child.log = None
-        threading.Thread(target=_pass_on, args=(name, mine), daemon=True).start()
-        return child
+    def service(self, name: str, command: list[str], **more: Any) -> Service:
+        """Return a process whose Flower home is called ``name``, and which ends when this one is gone."""
+        home = self.folder.home(more.pop("home", name))
+        env = self.environment(home.name)
+        return Service(name, command, env, orphaned=signal.SIGTERM, cwd=home, **more)
 
-
-def _pass_on(name: str, pipe: int) -> None:
-    """Print as objects what a process and those below it write, until the last of them has ended."""
-    log = EventLog(json=True)
-    with os.fdopen(pipe, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if text := plain(line):
-                log.output(name, text)
+    def services(self) -> list[Service]:
+        """Return what is kept running, in the order in which it is started."""
+        found = [self.service("superlink", self.superlink(), port=self.port, needed=True)]
+        if not self.insecure:
+            more = {"after": found[0], "once": True, "needed": True}
+            found.append(self.service("register", self.registration(), home="cli", **more))
+        return [*found, self.service("superexec", self.superexec(), after=found[-1])]
 
 
 def prepare(options: LinkOptions) -> tuple[socket.socket, Proxy]:
@@ -232,48 +213,51 @@ def _bound(host: str, port: int, option: str) -> socket.socket:
     return bound
 
 
-async def run(options: LinkOptions, listener: socket.socket, proxy: Proxy) -> int:
-    """Start all, keep all running, and stop all on SIGTERM or SIGINT; return the exit code."""
-    asked = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.set)
-    children: list[Child] = []
-    work = asyncio.create_task(_keep(options, listener, proxy, children))
-    stopping = asyncio.create_task(asked.wait())
-    try:
-        await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            await work
-        return OK
-    finally:
-        for task in (work, stopping):
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, DeploymentError):
-            await work
-        # In this order a run's server app can still say that it was stopped.
-        for child in reversed(children):
-            child.terminate()
-        for child in reversed(children):
-            child.stop()
-        options.say("stopped")
+class LinkSupervisor(Supervisor):
+    """Runs the processes of a link, and with the SuperExec the proxy.
 
+    Parameters
+    ----------
+    options : LinkOptions
+    listener : socket.socket
+        Where nodes connect.
+    proxy : Proxy
+    """
 
-async def _keep(options: LinkOptions, listener: socket.socket, proxy: Proxy, children: list[Child]) -> None:
-    """Start the SuperLink, register the keys, start the rest; start again what ends."""
-    children.append(options.start("the SuperLink", "superlink", options.superlink()))
-    await _answers(options.port, children[0])
-    if not options.insecure:
-        await register(options)
-    children.append(options.start("the SuperExec", "superexec", options.superexec()))
-    host, port = options.listen
-    options.say(f"ready: nodes connect to {host}:{port}; operators use FLWR_HOME={options.folder.home('cli')} flwr ...")
-    commands = (options.superlink, "superlink"), (options.superexec, "superexec")
-    async with asyncio.TaskGroup() as group:
-        group.create_task(proxy.serve(listener))
-        group.create_task(_show(options, proxy))
-        for place, (command, name) in enumerate(commands):
-            group.create_task(_again(options, children, place, name, command()))
+    def __init__(self, options: LinkOptions, listener: socket.socket, proxy: Proxy) -> None:
+        super().__init__(options.services(), options.log)
+        self._options, self._listener, self._proxy = options, listener, proxy
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._front, daemon=True)
+
+    def started(self, service: Service) -> None:
+        """Let the nodes in when the SuperLink knows their keys and the SuperExec is there."""
+        if service.name == "superexec" and self._thread.ident is None:
+            self._work = self._loop.create_task(self._serve())
+            self._thread.start()
+            (host, port), home = self._options.listen, self._options.folder.home("cli")
+            self._options.say(f"ready: nodes connect to {host}:{port}; operators use FLWR_HOME={home} flwr ...")
+
+    def look(self, now: float) -> None:
+        """See that nodes are still let in."""
+        if self._thread.ident is not None and not self._thread.is_alive():
+            self._give_up("proxy", "the proxy has ended; see above", TEMPORARY)
+
+    def stopping(self) -> None:
+        """Let no node in any more."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._work.cancel)
+            self._thread.join()
+        self._listener.close()
+
+    def _front(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._work)
+
+    async def _serve(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._proxy.serve(self._listener))
+            group.create_task(_show(self._options, self._proxy))
 
 
 async def _show(options: LinkOptions, proxy: Proxy) -> None:
@@ -291,58 +275,15 @@ async def _show(options: LinkOptions, proxy: Proxy) -> None:
         await asyncio.sleep(STATUS_SECONDS)
 
 
-async def _again(options: LinkOptions, children: list[Child], place: int, name: str, command: list[str]) -> None:
-    loop = asyncio.get_running_loop()
-    wait, started = SHORTEST, loop.time()
-    while True:
-        await asyncio.sleep(0.5)
-        child = children[place]
-        if child.returncode is None:
-            continue
-        wait = SHORTEST if loop.time() - started > 60.0 else min(2 * wait, LONGEST)
-        pause = wait * (0.5 + secrets.randbelow(1000) / 2000)
-        options.say(f"{child.name} ended with status {child.returncode}; it is started again in {pause:.1f} s")
-        await asyncio.sleep(pause)
-        started = loop.time()
-        children[place] = options.start(child.name, name, command)
-
-
-async def _answers(port: int, child: Child) -> None:
-    deadline = asyncio.get_running_loop().time() + START_SECONDS
-    while True:
-        child.require_running()
-        with contextlib.suppress(OSError):
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.close()
-            return
-        if asyncio.get_running_loop().time() > deadline:
-            raise DeploymentError(f"{child.name} did not open port {port} within {START_SECONDS:.0f} s")
-        await asyncio.sleep(0.1)
-
-
-async def register(options: LinkOptions) -> None:
-    """Register every public key of the folder; those that are known stay as they are.
-
-    Raises
-    ------
-    DeploymentError
-        When the SuperLink refuses one.
-    """
-    module = "fedcomp.experiments.security.registration"
-    command = [sys.executable, "-m", module, str(options.folder.path), CONNECTION]
-    out = asyncio.subprocess.PIPE if options.json else None
-    process = await asyncio.create_subprocess_exec(*command, env=options.environment("cli"), stdout=out, stderr=out)
-    try:
-        printed = b"".join(part or b"" for part in await process.communicate())
-        for line in filter(None, map(plain, printed.decode(errors="replace").splitlines())):
-            EventLog(json=True).output("register", line)
-        status = process.returncode
-    except asyncio.CancelledError:
-        process.kill()
-        await process.wait()
-        raise
-    if status != OK:
-        raise DeploymentError("the keys of the nodes were not registered; see the line above")
+def register(options: LinkOptions) -> int:
+    """Tell the SuperLink that runs of keys that it does not know; return the exit code."""
+    out = subprocess.PIPE if options.log.json else None
+    done = subprocess.run(
+        options.registration(), env=options.environment("cli"), stdout=out, stderr=out, text=True, check=False
+    )
+    for line in filter(None, map(plain, f"{done.stdout or ''}{done.stderr or ''}".splitlines())):
+        options.log.output("register", line)
+    return done.returncode
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "fedcomp link") -> int:
@@ -358,24 +299,21 @@ def main(arguments: Sequence[str] | None = None, program: str = "fedcomp link") 
             database=(args.database or folder.kept / "state.db").absolute(),
             insecure=args.insecure,
             limits=Limits(per_address=args.per_address),
-            json=args.log_format == "json",
+            log=EventLog(json=args.log_format == "json"),
         )
         if args.register:
             if not (folder.home("cli") / "config.toml").exists():
                 raise ConfigError(f"no SuperLink was started from {folder.path}: fedcomp link {args.folder}")
-            asyncio.run(register(options))
-            return OK
+            return register(options)
         # Of the database and of all that the children write.
         os.umask(0o077)
         listener, proxy = prepare(options)
         _raise_descriptors()
         if options.insecure:
             options.say(INSECURE.format(listen=args.listen))
-        return asyncio.run(run(options, listener, proxy))
+        return LinkSupervisor(options, listener, proxy).run()
     except ConfigError as error:
         return complain(str(error), CONFIGURATION)
-    except DeploymentError as error:
-        return complain(str(error), TEMPORARY)
 
 
 def _address(text: str) -> tuple[str, int]:

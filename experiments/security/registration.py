@@ -17,61 +17,57 @@ from pathlib import Path
 
 import click
 
+from fedcomp.clients.edge.supervisor import TEMPORARY
 from fedcomp.experiments.commands import OK, complain
 from fedcomp.experiments.security.certificates import Folder, digest_of
 
-TEMPORARY = 75
-"""Exit code of what may work later, EX_TEMPFAIL of sysexits.h."""
 _GONE = ("unregistered", "deleted")
 _KNOWN = "[code: 23]"
 """What the SuperLink answers to a key that it has already."""
 
 
-def register(key: Path, connection: str) -> str | None:
-    """Register one public key; return the node's id, or None when it was registered before.
+def flwr(*words: str) -> str:
+    """Return what a command of Flower's command line prints.
 
     Raises
     ------
     click.ClickException
-        When the SuperLink does not answer or refuses the key.
+        When the SuperLink does not answer or refuses.
     """
     # What the program ``flwr`` starts with, whatever its module is called.
     (program,) = entry_points(group="console_scripts", name="flwr")
-    app = program.load()
-    printed = io.StringIO()
+    # Flower writes its JSON to the first standard output, whatever it is now.
+    before, printed = sys.__stdout__, io.StringIO()
+    sys.__stdout__ = printed  # type: ignore[misc, assignment]
     try:
         with contextlib.redirect_stdout(printed):
-            app(["supernode", "register", str(key), connection], standalone_mode=False)
+            program.load()(list(words), standalone_mode=False)
+    finally:
+        sys.__stdout__ = before  # type: ignore[misc]
+    return printed.getvalue()
+
+
+def register(key: Path, connection: str) -> str | None:
+    """Register one public key; return the node's id, or None when it was registered before; raises as :func:`flwr`."""
+    try:
+        printed = flwr("supernode", "register", str(key), connection)
     except click.ClickException as error:
         if _KNOWN in error.format_message():
             return None
         raise
-    found = re.search(r"SuperNode (\d+) registered", printed.getvalue())
+    found = re.search(r"SuperNode (\d+) registered", printed)
     if found is None:
-        raise click.ClickException(f"flwr supernode register printed {printed.getvalue()!r}")
+        raise click.ClickException(f"flwr supernode register printed {printed!r}")
     return found[1]
 
 
 def listed(connection: str) -> set[str]:
-    """Return the ids of the nodes that are registered at the SuperLink.
-
-    Raises
-    ------
-    click.ClickException
-        When it does not answer.
-    """
-    (program,) = entry_points(group="console_scripts", name="flwr")
-    # Flower writes its JSON there whatever standard output is.
-    before, shown = sys.__stdout__, io.StringIO()
-    sys.__stdout__ = shown  # type: ignore[misc, assignment]
+    """Return the ids of the nodes that are registered at the SuperLink; raises as :func:`flwr`."""
+    printed = flwr("supernode", "list", connection, "--format", "json")
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            program.load()(["supernode", "list", connection, "--format", "json"], standalone_mode=False)
-    finally:
-        sys.__stdout__ = before  # type: ignore[misc]
-    printed = shown.getvalue()
-    try:
-        return {node["node-id"] for node in json.loads(printed)["nodes"] if node["status"] not in _GONE}
+        # Remarks may stand before the document.
+        nodes = json.loads(printed[printed.index("{") :])["nodes"]
+        return {node["node-id"] for node in nodes if node["status"] not in _GONE}
     except (ValueError, KeyError, TypeError):
         raise click.ClickException(f"flwr supernode list printed {printed!r}") from None
 

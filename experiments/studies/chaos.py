@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from fedcomp.experiments import disks, links
 from fedcomp.experiments.chaos import CLOCK, DISK, LINK, NODE, SERVER_APP, SUPERLINK, Fault, schedule
 from fedcomp.experiments.findings import Table
-from fedcomp.experiments.kit import Record, Records, curves, repetitions, table
+from fedcomp.experiments.kit import Record, Records, repetitions, table
 from fedcomp.experiments.options import Config
 from fedcomp.experiments.tables import Found, Studied
 
@@ -62,15 +62,6 @@ def study(found: Found) -> Studied:
     return studied(config, found.sweep(shaken, cells, config=config))
 
 
-def back_after(record: Mapping[str, Any], place: int) -> float:
-    """Return the seconds from a fault until an update of its node, or for the server's of any, was used again."""
-    done = record["done"][place]
-    node, at = done["fault"]["node"], float(done["at"])
-    # The round under way may still use what had left before.
-    later = [each for each in record["ended"] if each["round"] > done["fault"]["round"] and each["at"] > at]
-    return next((each["at"] - at for each in later if (node in each["used"] if node >= 0 else each["used"])), math.inf)
-
-
 def studied(config: Config, found: Records, skipped: str = "") -> Studied:
     """Return what runs came to; none of it is measured where ``skipped`` says why."""
     kept, bare = found.where(state=True), found.where(state=False)
@@ -79,20 +70,20 @@ def studied(config: Config, found: Records, skipped: str = "") -> Studied:
         return max((len(record[name]) for record in records), default=math.nan)
 
     quantities: dict[Any, Any] = {
-        "rounds accounted for": min((rounds_of(record) for record in found), default=math.nan),
+        "rounds accounted for": min(map(rounds_of, found), default=math.nan),
         "runs that did not end by themselves": float(sum(bool(record.unfinished) for record in found)),
         "updates counted twice": most(found, "twice"),
         ("with a state folder", "nodes that lost mass"): most(kept, "mass"),
         ("with a state folder", "largest share of a node's mass without a place"): max(
             (record.lost for record in kept), default=math.nan
         ),
-        "wrong clocks that the node's log did not name": float(
-            sum(clocks_of(record) - record.noticed for record in found)
-        ),
+        "wrong clocks that the node's log did not name": float(sum(clocks_of(r) - r.noticed for r in found)),
         "processes left behind": most(found, "left"),
         ("without a state folder", "nodes that lost mass"): most(bare, "mass"),
     }
-    no_bare = "" if bare_loses(config) else "no fault ends a memory: set each=1"
+    reasons = dict.fromkeys(quantities, skipped)
+    if not skipped and not config.settings["each"] and not config.settings["server"]:
+        reasons["without a state folder", "nodes that lost mass"] = "no fault ends a memory: set each=1"
     said = (
         f"{quantities['rounds accounted for']:g} of {config.rounds} rounds are accounted for; with state folders "
         f"{sum(len(r.abandoned) for r in kept)} of {sum(r.updates for r in kept)} updates were abandoned by nodes that "
@@ -100,32 +91,16 @@ def studied(config: Config, found: Records, skipped: str = "") -> Studied:
         f"{most(bare, 'mass'):g} of {config.clients} did."
     )
     return Studied(
-        {**quantities, "rounds": config.rounds, "said": skipped or said},
-        tables=_tables(config, found),
-        figures=[
-            curves(
-                "Rounds while things are killed",
-                found,
-                lambda r: [each["at"] - r.ended[0]["at"] for each in r.ended],
-                lambda r: [each["round"] for each in r.ended],
-                lambda r: f"seed {r.seed}, {'state folders' if r.state else 'no state folder'}",
-                x_label="seconds since the first round ended",
-                y_label="round",
-                caption="A step to the right is a round that a fault held up.",
-            )
-        ]
-        if found
-        else [],
-        skipped={
-            **(dict.fromkeys(quantities, skipped) if skipped else {}),
-            ("without a state folder", "nodes that lost mass"): skipped or no_bare,
-        },
+        {**quantities, "rounds": config.rounds, "said": skipped or said}, tables=_tables(config, found), skipped=reasons
     )
 
 
 def _tables(config: Config, found: Records) -> list[Table]:
-    bare = found.where(state=False)
-    done = [(record, place) for record in found for place in range(len(record["done"]))]
+    done = [
+        Record({**each["fault"], "processes": each["processes"], "seed": r.seed, "state": r.state})
+        for r in found
+        for each in r.done
+    ]
     return [
         table(
             f"{config.rounds} rounds of {config.clients} nodes under fire",
@@ -139,7 +114,7 @@ def _tables(config: Config, found: Records) -> list[Table]:
                 "updates made": "updates",
                 "in the model": "used",
                 "counted twice": lambda r: len(r.twice),
-                "abandoned (node, message)": lambda r: named(r.abandoned),
+                "abandoned (node, message)": lambda r: ", ".join(f"{n}: {i}" for n, i in r.abandoned) or "none",
                 "nodes that lost mass": lambda r: len(r.mass),
                 "largest share without a place": lambda r: float(f"{r.lost:.1e}"),
                 "wrong clocks noticed": lambda r: f"{r.noticed} of {clocks_of(r)}",
@@ -155,13 +130,12 @@ def _tables(config: Config, found: Records) -> list[Table]:
         table(
             "What was done",
             {
-                "seed": lambda pair: pair[0].seed,
-                "state folder": lambda pair: "yes" if pair[0].state else "no",
-                "round": lambda pair: fault_of(pair)["round"],
-                "fault": lambda pair: WORDS[fault_of(pair)["kind"]],
-                "node": lambda pair: fault_of(pair)["node"] if fault_of(pair)["node"] >= 0 else None,
-                "processes killed": lambda pair: pair[0].done[pair[1]]["processes"] or None,
-                "used again after, s": lambda pair: _seconds(back_after(*pair)),
+                "seed": "seed",
+                "state folder": lambda r: "yes" if r.state else "no",
+                "round": "round",
+                "fault": lambda r: WORDS[r.kind],
+                "node": lambda r: r.node if r.node >= 0 else None,
+                "processes killed": lambda r: r.processes or None,
             },
             done,
             "A killed node that has a key is let in again when the SuperLink has missed it for up to a minute.",
@@ -169,24 +143,9 @@ def _tables(config: Config, found: Records) -> list[Table]:
         table(
             "What is lost without a state folder",
             {"what": str},
-            [
-                line
-                for record in bare
-                for line in (
-                    *(
-                        f"until round {number} node {node} has begun again with an empty memory"
-                        for number, node in begun(record)
-                    ),
-                    *record.mass,
-                )
-            ],
+            [line for record in found.where(state=False) for line in (*_begun(record), *record.mass)],
         ),
     ]
-
-
-def bare_loses(config: Config) -> bool:
-    """Whether anything is done that ends a memory which is nowhere else."""
-    return int(config.settings["each"]) > 0 or int(config.settings["server"]) > 0
 
 
 def rounds_of(record: Mapping[str, Any]) -> int:
@@ -194,36 +153,17 @@ def rounds_of(record: Mapping[str, Any]) -> int:
     return len({each["round"] for each in record["ended"]})
 
 
-def begun(record: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return round and node where an update that was used is of another memory than the one before.
-
-    The report's ``fresh`` is about the update with which a memory begins, which may itself have been lost.
-    """
-    memories: dict[str, int] = {}
-    found = []
-    for each in record["ended"]:
-        now = each["memories"]
-        found += [(each["round"], int(node)) for node in sorted(now) if memories.get(node, now[node]) != now[node]]
-        memories |= now
-    return found
-
-
 def clocks_of(record: Mapping[str, Any]) -> int:
     """Return how many clocks were wrong."""
     return sum(each["fault"]["kind"] == CLOCK for each in record["done"])
 
 
-def fault_of(pair: tuple[Mapping[str, Any], int]) -> Mapping[str, Any]:
-    """Return a fault as it was done."""
-    record, place = pair
-    fault: Mapping[str, Any] = record["done"][place]["fault"]
-    return fault
-
-
-def named(abandoned: Sequence[Sequence[int]]) -> str:
-    """Return nodes and the numbers of their messages in words."""
-    return ", ".join(f"{node}: {sequence}" for node, sequence in abandoned) or "none"
-
-
-def _seconds(value: float) -> float | None:
-    return round(value, 1) if math.isfinite(value) else None
+def _begun(record: Mapping[str, Any]) -> Iterator[str]:
+    # By the memories that updates in the model are of. The report's ``fresh`` is about the update with which a memory
+    # begins, which may itself have been lost.
+    memories: dict[str, int] = {}
+    for each in record["ended"]:
+        for node, memory in sorted(each["memories"].items(), key=lambda pair: int(pair[0])):
+            if memories.setdefault(node, memory) != memory:
+                yield f"until round {each['round']} node {node} has begun again with an empty memory"
+        memories |= each["memories"]

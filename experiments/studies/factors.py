@@ -57,7 +57,7 @@ def exactness(found: Found) -> Studied:
                 "Against one batch of all examples",
                 {"model": lambda name: name, **{row: partial(_error, equal, row) for row in (*right, *WRONG)}},
                 equal,
-                f"Largest relative difference of a tensor after {rounds} rounds of plain SGD over messages, of "
+                f"Largest relative difference of a tensor after {rounds} rounds of plain SGD with real frames, of "
                 "three clients with 19, 4 and 11 examples. Even: the plain mean of the clients' mean gradients. Sum: "
                 "their sum, as in published code (read). edAD is for chains of layers.",
             ),
@@ -109,7 +109,7 @@ def ranks(found: Found) -> dict[str, Any]:
 
 
 def equalities(rounds: int, seed: int) -> dict[str, dict[str, float]]:
-    """Return by model and row how far a training over messages is from one batch of all examples, relative."""
+    """Return by model and row how far a training in rounds is from one batch of all examples, relative."""
     from fedcomp.codecs import Factors
     from fedcomp.experiments.studies import pooled
     from fedcomp.factors.capture import chain_of
@@ -123,11 +123,11 @@ def equalities(rounds: int, seed: int) -> dict[str, dict[str, float]]:
             codecs["edAD"] = Factors(mode="edad", chain=chain, per_layer="factors", **KNOWN)
         expected = pooled.pooled(name, rounds, seed)
         found[name] = {
-            row: pooled.difference(pooled.over_messages(name, codec, rounds, seed), expected)
+            row: pooled.difference(pooled.in_rounds(name, codec, rounds, seed), expected)
             for row, codec in codecs.items()
         }
         for rule in pooled.RULES[1:]:
-            wrong = pooled.over_messages(name, dad, rounds, seed, rule)
+            wrong = pooled.in_rounds(name, dad, rounds, seed, rule)
             found[name][f"dAD, {rule}"] = pooled.difference(wrong, expected)
     return found
 
@@ -136,38 +136,28 @@ def lengths(seed: int) -> dict[str, int]:
     """Return how many numbers the frames of one step of 784-256-128-10 with a batch of 32 hold, by mode."""
     import numpy as np
     import torch
-    from torch import nn
 
     from fedcomp.codecs import Factors
-    from fedcomp.factors.capture import capture, chain_of
-    from fedcomp.factors.collect import collecting
+    from fedcomp.experiments.studies.pooled import trained
+    from fedcomp.factors.capture import chain_of
     from fedcomp.layout import Layout, Update
     from fedcomp.tasks.arrays import to_arrays
-    from fedcomp.tasks.base import single_thread
     from fedcomp.tasks.models import Mlp, build
-
-    def made() -> nn.Module:
-        return build(lambda: Mlp(784, (256, 128), 10), seed)
 
     drawn = Key(seed, "factors/lengths").generator()
     x = torch.from_numpy(drawn.standard_normal((ROWS_OF_A_BATCH, 784)).astype(np.float32))
     y = torch.from_numpy(drawn.integers(0, 10, ROWS_OF_A_BATCH))
-    before = {name: array.copy() for name, array in to_arrays(made()).items()}
-    layout = Layout.of(before)
-    found = {"whole": layout.size}
-    modes: dict[str, dict[str, Any]] = {"dad": {}, "edad": {"chain": chain_of(made(), x)}, "rank": {"rank": 4}}
-    for mode, more in modes.items():
-        codec, model = Factors(mode=mode, per_layer="factors", **KNOWN, **more).at_model(before), made()
-        with single_thread(), collecting(codec.takes_outer) as collected, capture(model):
-            loss = nn.functional.cross_entropy(model(x), y)
-            for parameter, gradient in zip(
-                model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
-            ):
-                parameter.data.add_(gradient, alpha=-0.1)
-        change = layout.flatten(to_arrays(model)) - layout.flatten(before)
-        outer = collected.explaining({t.name: change[t.slice] for t in layout.tensors}, before)
-        frame, _ = codec.encode(Update(change, layout, outer), {}, Key(seed, "factors"))
-        found[mode] = sum(tensor.values.k for tensor in codec.open(frame, layout).tensors)
+    found: dict[str, int] = {}
+    for mode, more in {"dad": {}, "edad": {"chain": True}, "rank": {"rank": 4}}.items():
+        model = build(lambda: Mlp(784, (256, 128), 10), seed)
+        options = {"chain": chain_of(model, x)} if "chain" in more else more
+        before = {name: array.copy() for name, array in to_arrays(model).items()}
+        codec = Factors(mode=mode, per_layer="factors", **KNOWN, **options).at_model(before)
+        layout = Layout.of(before)
+        update = trained(codec, model, layout, x, y, 0.1)
+        change = Update(update.vector - layout.flatten(before), layout, update.outer)
+        frame, _ = codec.encode(change, {}, Key(seed, "factors"))
+        found["whole"], found[mode] = layout.size, sum(t.values.k for t in codec.open(frame, layout).tensors)
     return found
 
 
@@ -177,8 +167,8 @@ def layer_by_layer(rounds: int, seed: int) -> float:
     from fedcomp.experiments.studies import pooled
 
     name, dad = "chain of layers", Factors(mode="dad", per_layer="factors", **KNOWN)
-    whole = pooled.over_messages(name, dad, rounds, seed)
-    return pooled.difference(pooled.over_messages(name, dad, rounds, seed, by_layer=True), whole)
+    whole = pooled.in_rounds(name, dad, rounds, seed)
+    return pooled.difference(pooled.in_rounds(name, dad, rounds, seed, by_layer=True), whole)
 
 
 def prices() -> dict[str, list[float]]:

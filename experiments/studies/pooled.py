@@ -1,4 +1,4 @@
-"""Trainings over messages whose rounds ought to be steps on one batch of all clients' examples, and that training.
+"""Trainings whose rounds ought to be steps on one batch of all clients' examples, and that training.
 
 Clients have batches of unequal sizes, and take one step of plain SGD a round: any other optimiser would hide a wrong
 scale. The models have what gradients as factors have to cope with: layers of one shape, a recurrent cell, convolutions,
@@ -12,22 +12,19 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from flwr.app import Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedcomp.clients.client import client
-from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Codec
+from fedcomp.codecs.factors import at_model, wanted_by
 from fedcomp.factors.capture import capture
-from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.logs import quiet
-from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.factors.collect import collecting
+from fedcomp.layout import NONE_DENSE, Layout, Update, Vector
+from fedcomp.local import Local
 from fedcomp.rng import Key
-from fedcomp.strategies.by_layer import LayerByLayer
-from fedcomp.strategies.compressed import Compressed
+from fedcomp.systems.factors import FactorSharing
+from fedcomp.systems.pair import Pair
+from fedcomp.tasks.arrays import to_arrays
 from fedcomp.tasks.base import single_thread
 
 SIZES: Final = (19, 4, 11)
@@ -125,11 +122,6 @@ def descend(model: nn.Module, x: Tensor, y: Tensor, rate: float) -> None:
             parameter.add_(gradient, alpha=-rate)
 
 
-def arrays_of(model: nn.Module) -> dict[str, NDArray[Any]]:
-    """Return the model's tensors by name."""
-    return {name: value.detach().numpy().copy() for name, value in model.state_dict().items()}
-
-
 def pooled(name: str, rounds: int, seed: int) -> dict[str, NDArray[Any]]:
     """Return the model after steps on one batch of all examples of a round."""
     model = model_of(name, seed)
@@ -137,42 +129,40 @@ def pooled(name: str, rounds: int, seed: int) -> dict[str, NDArray[Any]]:
         for round_ in range(1, rounds + 1):
             parts = [examples(name, partition, round_, seed) for partition in range(len(SIZES))]
             descend(model, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), RATE)
-    return arrays_of(model)
+    return to_arrays(model)
 
 
-def over_messages(
+def trained(codec: Codec, model: nn.Module, layout: Layout, x: Tensor, y: Tensor, rate: float) -> Update:
+    """Return a model after a step of SGD, as an update with what ``codec`` wants to know of its layers."""
+    before = {name: array.copy() for name, array in to_arrays(model).items()}
+    with single_thread(), collecting(wanted_by(at_model(codec, lambda: before))) as collected, capture(model):
+        descend(model, x, y, rate)
+    after = layout.flatten(to_arrays(model))
+    change = after - layout.flatten(before)
+    return Update(after, layout, collected.explaining({t.name: change[t.slice] for t in layout.tensors}, before))
+
+
+def in_rounds(
     name: str, codec: Codec, rounds: int, seed: int, rule: str = "examples", *, by_layer: bool = False
 ) -> dict[str, NDArray[Any]]:
-    """Return the model after as many rounds over messages, with frames of ``codec``, clients put together by ``rule``,
-    and if ``by_layer`` an exchange for each layer."""
-    inner = ClientApp()
+    """Return the model after as many rounds with frames of ``codec``, clients put together by ``rule``, and if
+    ``by_layer`` an exchange for each layer."""
+    model = model_of(name, seed)
+    layout = Layout.of(to_arrays(model), NONE_DENSE)
 
-    @inner.train()
-    def train(msg: Message, context: Context) -> Message:
-        (record, arrays), config = next(iter(msg.content.array_records.items())), msg.content.config_records["config"]
-        partition, round_ = context.node_config["partition-id"], config["server-round"]
-        assert isinstance(partition, int) and isinstance(round_, int)  # noqa: PT018
-        model = model_of(name, seed)
-        model.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in to_arrays(arrays).items()})
-        x, y = examples(name, partition, round_, seed)
-        with single_thread(), capture(model):
-            descend(model, x, y, RATE * (len(SIZES) if rule == "sum" else 1))
-        metrics = MetricRecord({"num-examples": len(y) if rule == "examples" else 1})
-        return Message(RecordDict({record: to_record(arrays_of(model)), "metrics": metrics}), reply_to=msg)
+    def train(number: int, node: int, start: Vector) -> Update:
+        arrays = layout.unflatten(start)
+        model.load_state_dict({key: torch.from_numpy(np.array(value)) for key, value in arrays.items()})
+        rate = RATE * (len(SIZES) if rule == "sum" else 1)
+        return trained(codec, model, layout, *examples(name, node, number, seed), rate)
 
-    app = client(inner, compression(i_know_inputs_are_visible=True))
-    least: dict[str, Any] = {
-        "min_train_nodes": 1,
-        "min_evaluate_nodes": 1,
-        "min_available_nodes": 1,
-        "fraction_evaluate": 0.0,
-    }
-    pair = Compressed(FedAvg(**least), codec, feedback=False, seed=seed)
-    strategy = LayerByLayer(pair) if by_layer else pair
-    with quiet():
-        grid = InProcessGrid(app, len(SIZES), seed=seed)
-        result = strategy.start(grid, to_record(arrays_of(model_of(name, seed))), num_rounds=rounds, timeout=60)
-    return to_arrays(result.arrays)
+    system = FactorSharing(codec, by_layer=True) if by_layer else Pair(codec)
+    begin = layout.flatten(to_arrays(model))
+    local = Local(system, layout, begin, train, lambda node: SIZES[node] if rule == "examples" else 1, len(SIZES), seed)
+    for number in range(1, rounds + 1):
+        if local.step(number) is None:
+            raise RuntimeError(f"round {number} made no step: {local.refused[number]}")
+    return layout.unflatten(local.model)
 
 
 def difference(found: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]]) -> float:

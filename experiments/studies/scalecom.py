@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
-from fedcomp.codecs import Codec, RandomK, ScaleCom, TopK
-from fedcomp.codecs.feedback import ErrorFeedback
+from fedcomp.codecs import ErrorFeedback, RandomK, ScaleCom, State, TopK
+from fedcomp.codecs.scalecom import support_frame
 from fedcomp.experiments.experiment import Studied
 from fedcomp.experiments.findings import mean
 from fedcomp.experiments.kit import curves, table
 from fedcomp.experiments.spec import RunResult
+from fedcomp.experiments.studies.memories import SEED, memory_norm
 from fedcomp.experiments.tables import Found
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import NONE_DENSE, Layout
+from fedcomp.program import Answer, Ask, Me, Now, Round, System
 from fedcomp.rng import Key
+from fedcomp.systems.pair import Pair
+from fedcomp.systems.shared_support import SharedSupport
 
 SIDES: Final = {"local top-k": "local", "CLT-k": "CLT-k"}
 """Every client selects by itself; a leader selects for all. By label, a column's first word."""
 
 NORM: Final = "memory norm after all rounds, in gradients"
+
+N: Final = 300
+SHARE: Final = 0.05
+"""Gradients of this many coordinates, and the share that is sent, where memories are measured."""
 
 SETTLED: Final = 3
 """First round that counts: before it, nodes get whole models."""
@@ -30,35 +38,40 @@ def study(found: Found) -> Studied:
     """Bytes and unions by number of clients, and memory norms over ``norm_rounds`` rounds."""
     settings, results = found.config.settings, found.results
     rounds, density = int(settings["norm_rounds"]), float(settings["codec.density"])
-    norms = found.say.cell("norms", lambda: memory_norms(rounds, found.say))
+    norms = found.say.cell("norms", lambda: memory_norms(rounds))
     counts = sorted({result.spec.clients for label, result in results.items() if label.startswith("CLT-k")})
     by = {side: {n: settled(results[f"{side}, {n} clients"], n) for n in counts} for side in SIDES}
     few, many = counts[0], counts[-1]
     led = [sums["union"] for sums in by["CLT-k"].values()]
-    columns: dict[str, Any] = {"clients": lambda n: n}
-    for side, word in SIDES.items():
-        for name, heading in (("union", "union / k"), ("down", "down, kB"), ("up", "up, kB")):
-            # Bound as defaults: closures would see the last of the loops only.
-            columns[f"{word}: {heading}"] = lambda n, side=side, name=name: by[side][n][name]
     return Studied(
         {
             **{(side, "downlink grows, times"): by[side][many]["down"] / by[side][few]["down"] for side in SIDES},
             ("CLT-k", "largest union over k"): max(led),
             ("CLT-k", "smallest union over k"): min(led),
             ("local top-k", "union over k with 8 clients"): by["local top-k"][8]["union"],
-            **{
-                (name, "memory norm after all rounds, in gradients"): line[-1] for name, line in norms["ratios"].items()
-            },
+            **{(name, NORM): norm for name, norm in norms.items()},
         },
         tables=[
             table(
                 "Gradient build-up",
-                columns,
+                {"clients": lambda n: n}
+                | {
+                    f"{word}: {heading}": (lambda n, side=side, name=name: by[side][n][name])
+                    for side, word in SIDES.items()
+                    for name, heading in (("union", "union / k"), ("down", "down, kB"))
+                },
                 counts,
                 f"Payload per client and round, mean over the rounds from {SETTLED} on. k is {100 * density:g} % of "
                 "the compressible coordinates; a union counts those that the mean update changes. "
                 "Biases travel whole in both.",
-            )
+            ),
+            table(
+                "Memory after all rounds, in gradients",
+                {"scheme": lambda name: name, "‖memory‖ / ‖gradient‖": lambda name: round(norms[name], 1)},
+                norms,
+                f"Mean of four clients with constant gradients, {N} Gaussian coordinates, {SHARE:.0%} sent, after "
+                f"{rounds} rounds. What cancels in the mean is never sent when the mean chooses, and stays.",
+            ),
         ],
         figures=[
             curves(
@@ -72,19 +85,6 @@ def study(found: Found) -> Studied:
                 log_x=True,
                 log_y=True,
             ),
-            curves(
-                "Memory against gradient, four clients with constant gradients",
-                norms["ratios"].items(),
-                lambda line: norms["rounds"],
-                lambda line: line[1],
-                lambda line: line[0],
-                x_label="round",
-                y_label="‖memory‖ / ‖gradient‖, mean",
-                log_x=True,
-                log_y=True,
-                caption="n = 300 Gaussian coordinates, k = 15. What cancels in the mean is never sent when the mean "
-                "chooses, and stays in the memories.",
-            ),
         ],
         # The bound is that of 2000 rounds; after fewer the norm is still on its way.
         skipped={} if rounds >= 2000 else {("support of the mean", NORM): "needs norm_rounds=2000"},
@@ -92,73 +92,50 @@ def study(found: Found) -> Studied:
 
 
 def settled(result: RunResult, clients: int) -> dict[str, float]:
-    """Return means over the rounds that count: union over k, and kB per client down and up."""
+    """Return means over the rounds that count: union over k, and kB per client down."""
     records, k = [record for record in result.rounds if record.round >= SETTLED], _selected(result)
     return {
         "union": mean(record.metrics["report.changed"] / k for record in records),
         "down": mean(record.downlink_payload_bytes for record in records) / clients / 1000,
-        "up": mean(record.uplink_payload_bytes for record in records) / clients / 1000,
     }
 
 
 def _selected(result: RunResult) -> int:
-    """Return k, summed over the layers."""
-    # These bring Flower.
-    from fedcomp.experiments.systems import get_system
-    from fedcomp.strategies.compressed import Compressed
-
-    system = get_system(result.spec.system)
-    strategy = system.build(system.resolve(result.spec.settings), result.spec.seed)
+    """Return k, summed over the layers: both kinds of rows rank by layer."""
     # Shared supports keep the smallest tensors dense, the drop-in pair none.
-    layout = Layout.of(result.arrays, strategy.policy if isinstance(strategy, Compressed) else None)
-    # By layer, as both kinds of rows rank.
+    layout = Layout.of(result.arrays, None if result.spec.system == "scalecom" else NONE_DENSE)
     codec = TopK(float(result.spec.settings["codec.density"]), scope="layer")
     return sum(codec.count(stretch) for stretch in codec.stretches(layout))
 
 
-def memory_norms(rounds: int, say: Callable[[str], object] = lambda _text: None) -> dict[str, Any]:
-    """Run four clients with constant Gaussian gradients and return ‖memory‖ / ‖gradient‖ over the rounds.
+@dataclass(frozen=True, repr=False, eq=False)
+class SupportOfTheMean(SharedSupport, id="support-of-the-mean"):
+    """The mean's largest entries are the support, which no client could know: everything is sent to find them."""
 
-    The rotating leader, local top-k and a shared random support are codecs as they are; the support of the mean is what
-    no client could know.
-    """
-    # A fixed key and not the run's: the bounds of the norms are of these very gradients.
-    layout, key = Layout.flat(300), Key(5, "gradients")
-    draws = [key.at(partition=c).generator().standard_normal(300) for c in range(4)]
-    updates = [Update(draw.astype(np.float32), layout) for draw in draws]
-    lengths = [float(np.linalg.norm(update.vector)) for update in updates]
-    marks = sorted({int(m) for m in np.geomspace(1, rounds, 40)} | {rounds})
-    schemes: dict[str, Callable[[list[Any], int], list[Any]]] = {
-        "CLT-k, rotating leader": lambda states, t: _clt(updates, states, t, layout),
-        "local top-k": lambda states, t: _apart(ErrorFeedback(TopK(0.05)), updates, states, t),
-        "shared random-k": lambda states, t: _apart(ErrorFeedback(RandomK(0.05)), updates, states, t),
-        "support of the mean": lambda states, t: _clt(updates, states, t, layout, of_the_mean=True),
+    def round(self, now: Now) -> Round:
+        answers = yield [Ask(node) for node in now.nodes]
+        total = np.sum([np.frombuffer(a.frames["whole"], "<f4") for a in answers], axis=0, dtype=np.float32)
+        supports = self.codec.choose_from(total, now.layout, Key(now.seed, "uplink", now.number))
+        support = support_frame(supports, self.codec, now.layout)
+        sent = yield [Ask(answer.node, "query", blobs={"support": support}) for answer in answers]
+        return self.stepped(now, supports, support, sent)
+
+    def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
+        memory, answer = super().client(memory, ask, me)
+        if ask.kind == "train":
+            answer = answer._replace(frames={"whole": self.codec.total(memory, me.layout).tobytes()})
+        return memory, answer
+
+
+def memory_norms(rounds: int) -> dict[str, float]:
+    """Return ‖memory‖ / ‖gradient‖ of four clients with constant Gaussian gradients, mean over them, by scheme."""
+    layout, key = Layout.flat(N), Key(SEED, "gradients")
+    # Client 1 leads the first round.
+    draws = [key.at(partition=c).generator().standard_normal(N).astype(np.float32) for c in (1, 2, 3, 0)]
+    systems: dict[str, System] = {
+        "CLT-k, rotating leader": SharedSupport(ScaleCom(SHARE)),
+        "local top-k": Pair(ErrorFeedback(TopK(SHARE))),
+        "shared random-k": Pair(ErrorFeedback(RandomK(SHARE))),
+        "support of the mean": SupportOfTheMean(ScaleCom(SHARE)),
     }
-    ratios: dict[str, list[float]] = {}
-    for name, advance in schemes.items():
-        say(f"memory norms over {rounds} rounds: {name}")
-        states: list[Any] = [{"memory": np.zeros(300, np.float32)} for _ in updates]
-        series = []
-        for t in range(1, rounds + 1):
-            states = advance(states, t)
-            if t in marks:
-                norms = [float(np.linalg.norm(s["memory"])) / n for s, n in zip(states, lengths, strict=True)]
-                series.append(mean(norms))
-        ratios[name] = series
-    return {"rounds": marks, "ratios": ratios}
-
-
-def _clt(updates: list[Update], states: list[Any], t: int, layout: Layout, *, of_the_mean: bool = False) -> list[Any]:
-    codec, key = ScaleCom(0.05), Key(5, "uplink", t)
-    waiting = [codec.begin(u, s, key) for u, s in zip(updates, states, strict=True)]
-    if of_the_mean:
-        total = np.sum([codec.total(w, layout) for w in waiting], axis=0, dtype=np.float32)
-        supports = codec.choose_from(np.asarray(total), layout, key)
-    else:
-        supports = codec.choose(waiting[t % len(waiting)], layout, key)
-    return [codec.send(w, supports, t, layout, key)[1] for w in waiting]
-
-
-def _apart(codec: Codec, updates: list[Update], states: list[Any], t: int) -> list[Any]:
-    pairs = enumerate(zip(updates, states, strict=True))
-    return [codec.encode(update, state, Key(5, "uplink", t, c))[1] for c, (update, state) in pairs]
+    return {name: memory_norm(system, layout, draws, rounds) for name, system in systems.items()}

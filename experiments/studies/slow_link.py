@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ TRAINED: Final = (FEDAVG, UP, BOTH, LOW_BIT)
 """Rows whose trainings differ."""
 
 ROWS: Final = (*TRAINED, AT_NODES)
-TRAINS_AS: Final = {row: row for row in TRAINED} | {AT_NODES: LOW_BIT}
+TRAINS_AS: Final = {row: row for row in TRAINED} | {AT_NODES: LOW_BIT, STOCK: FEDAVG}
 
 LARGE: Final = 8e6
 """Bytes of the model that stock Flower is sent, beside ours."""
@@ -35,56 +34,44 @@ EMPTY: Final = 1
 TRIALS: Final = 3
 """Trainings by which a step size is judged: a round more or less is luck."""
 
+PARTS: Final = ("interfaces", "ledger", "headers", "bundle", "polls", "acknowledgements")
 IDLE: Final = 60.0
 """Seconds in which nodes without work are watched."""
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Where the bytes at the interfaces went, both directions and all nodes, up to the last finished round.
+def cost(record: Mapping[str, Any], quiet: float, each: float = 0.0) -> Record:
+    """Return where the bytes at the interfaces went, both directions and all nodes, up to the last finished round.
 
-    Attributes
+    Parameters
     ----------
-    interface : float
-        As the interfaces counted them.
-    ledger : float
-        Whole messages, as the ledger has them.
-    headers : float
-        Of Ethernet, IP and TCP, by packets.
-    bundle, polls, acknowledgements : float
-        The app once per node; idle nodes' questions; what else Flower says per message, as the same row with an empty
-        model showed it.
+    record : mapping
+        What was seen of a row.
+    quiet : float
+        Bytes per second of idle nodes, without the headers of packets.
+    each : float
+        What else Flower says per message, in bytes, as the same row with an empty model showed it.
+
+    Returns
+    -------
+    Record
+        ``interfaces``: bytes as the interfaces counted them; ``ledger``: whole messages; ``headers``: Ethernet, IP and
+        TCP, by packets; ``bundle``: the app, once per node; ``polls``: idle nodes' questions; ``acknowledgements``;
+        ``named``: the sum of all but the first.
     """
-
-    interface: float
-    ledger: float
-    headers: float
-    bundle: float
-    polls: float
-    acknowledgements: float = 0.0
-
-    @property
-    def named(self) -> float:
-        """All that has a name."""
-        return self.ledger + self.headers + self.bundle + self.polls + self.acknowledgements
-
-    @property
-    def unexplained(self) -> float:
-        """Share of the interface's bytes without a name, or counted twice."""
-        return abs(1.0 - self.named / self.interface) if self.interface else math.nan
+    seen, line = record["interface"], record["line"]
+    parts = {
+        "ledger": record["up"] + record["down"],
+        "headers": HEADERS * (seen["up_packets"] + seen["down_packets"]),
+        "bundle": record["bundle"],
+        "polls": quiet * line[-1][0] if line else 0.0,
+        "acknowledgements": each * record["messages"],
+    }
+    return Record({"interfaces": seen["up_bytes"] + seen["down_bytes"], **parts, "named": sum(parts.values())})
 
 
-def cost(record: Mapping[str, Any], quiet: float, each: float = 0.0) -> Cost:
-    """Return where a row's bytes went; ``quiet`` bytes per second of idle nodes, ``each`` per message."""
-    seen = record["interface"]
-    return Cost(
-        seen["up_bytes"] + seen["down_bytes"],
-        record["up"] + record["down"],
-        HEADERS * (seen["up_packets"] + seen["down_packets"]),
-        record["bundle"],
-        quiet * record["line"][-1][0] if record["line"] else 0.0,
-        each * record["messages"],
-    )
+def unexplained(cost: Mapping[str, Any]) -> float:
+    """Return the share of the interface's bytes without a name, or counted twice."""
+    return abs(1.0 - cost["named"] / cost["interfaces"]) if cost["interfaces"] else math.nan
 
 
 def quiet_rate(record: Mapping[str, Any], seconds: float) -> float:
@@ -113,18 +100,11 @@ def settings(kbit: float) -> dict[str, str]:
     return Link.of(f"{kbit:g}kbit").environment
 
 
-def tune(row: str, hidden: int, rate: float, seed: int, *, config: Config) -> dict[str, Any]:
-    """Train in this process with the validation split apart."""
+def known(row: str, hidden: int, rate: float, seed: int, tuning: bool, *, config: Config) -> dict[str, Any]:
+    """Train in this process: with the validation split apart, or as over the links."""
     from fedcomp.experiments.slow import here
 
-    return here(**_asked(config, row, hidden, rate, seed), tuning=True)
-
-
-def know(row: str, hidden: int, rate: float, *, config: Config) -> dict[str, Any]:
-    """Train in this process as over the links."""
-    from fedcomp.experiments.slow import here
-
-    return here(**_asked(config, row, hidden, rate, config.seed))
+    return here(**_asked(config, row, hidden, rate, seed), tuning=tuning)
 
 
 def over_link(
@@ -134,7 +114,7 @@ def over_link(
     from fedcomp.experiments.slow import Training, linked
 
     large = kbit == LARGE_KBIT and hidden == _hidden(LARGE)
-    training = Training(**_asked(config, FEDAVG if row == STOCK else row, hidden, rate, config.seed))
+    training = Training(**_asked(config, row if row != STOCK else FEDAVG, hidden, rate, config.seed))
     return linked(
         training,
         rate=1e3 * kbit,
@@ -160,31 +140,25 @@ def _hidden(size: float) -> int:
     return hidden_of(size)
 
 
-def hidden_at(kbit: float, dense: float) -> int:
-    """Return the hidden units of a model that takes ``dense`` seconds, up to 4 MB."""
-    return _hidden(min(4e6, 125.0 * kbit * dense))
-
-
 def study(found: Found) -> Studied:
     """Choose step sizes in this process, train over links, then account for every byte."""
     config, say, s = found.config, found.say, found.config.settings
-    skipped = unavailable()
-    rates = numbers(str(s["rates"]))
-    sizes = {kbit: hidden_at(kbit, float(s["dense"])) for kbit in rates}
-    processes, side_by_side = int(s["workers"]), int(s["links"])
-    grid = numbers(str(s["steps"]))
-    shared = {"config": config}
+    rates, grid = numbers(str(s["rates"])), numbers(str(s["steps"]))
+    sizes = {kbit: _hidden(min(4e6, 125.0 * kbit * float(s["dense"]))) for kbit in rates}
     seeds = [config.seed + TUNING_SEED + i for i in range(TRIALS)]
-    axes = {"row": TRAINED, "hidden": sorted(set(sizes.values())), "rate": grid, "seed": seeds}
-    tuned = Sweep(tune, axes, "step size", shared)(say, processes)
+    axes = {"row": TRAINED, "hidden": sorted(set(sizes.values())), "rate": grid, "seed": seeds, "tuning": [True]}
+    tuned = found.sweep(known, axes, "step size", config=config)
     best = {key: _soonest(group) for key, group in tuned.groups("row", "hidden").items()}
-    cells = [{"row": row, "hidden": hidden, "rate": rate} for (row, hidden), rate in best.items()]
-    known = Sweep(know, cells, "here", shared)(say, processes)
-    if skipped:
+    same = {"seed": config.seed, "tuning": False}
+    cells = [{"row": row, "hidden": hidden, "rate": rate, **same} for (row, hidden), rate in best.items()]
+    here = found.sweep(known, cells, "here", config=config)
+    if skipped := unavailable():
         say(skipped)
-        return studied(config, known, Records([]), skipped)
-    # The slowest first: they end last.
-    cells = [
+        return studied(config, here, Records([]), skipped)
+    # The slowest first: they end last. Step sizes of the large model are those of the largest that was tuned.
+    large, size = {"kbit": LARGE_KBIT, "hidden": _hidden(LARGE)}, max(sizes.values())
+    cells = [{"row": row, **large, "rate": best[TRAINS_AS[row], size]} for row in ((STOCK, BOTH) if s["stock"] else ())]
+    cells += [
         {"row": row, "kbit": kbit, "hidden": sizes[kbit], "rate": best[TRAINS_AS[row], sizes[kbit]]}
         for kbit in rates
         for row in ROWS
@@ -192,25 +166,14 @@ def study(found: Found) -> Studied:
     # Measured once per row: it is the number of a message's arrays that tells, not the rate (29 to 30 kB of FedAvg's
     # four, 14 of a frame of ours, at 64 kbit/s as at 10 Mbit/s).
     cells += [{"row": row, "kbit": max(rates), "hidden": EMPTY, "rate": grid[0]} for row in TRAINED]
-    if s["stock"]:
-        largest, size = max(sizes.values()), _hidden(LARGE)
-        large = {"kbit": LARGE_KBIT, "hidden": size}
-        # Step sizes of the largest model that was tuned.
-        cells = [
-            {"row": STOCK, **large, "rate": best[FEDAVG, largest]},
-            {"row": BOTH, **large, "rate": best[BOTH, largest]},
-            *cells,
-        ]
-    needed = _needed(known)
-    trained = Sweep(over_link, cells, "link", {**shared, "needed": needed})(say, side_by_side)
-    return studied(config, known, trained, "")
+    shared = {"config": config, "needed": _needed(here)}
+    return studied(config, here, Sweep(over_link, cells, "link", shared)(say, int(s["links"])), "")
 
 
-def _needed(known: Records) -> dict[tuple[str, int], float]:
+def _needed(here: Records) -> dict[tuple[str, int], float]:
     """Return how many rounds every row needs, by row and size."""
-    rounds = {(r.row, r.hidden): r.needed for r in known}
-    alike = {(row, hidden) for row in TRAINS_AS for _, hidden in rounds}
-    return {(row, hidden): rounds[TRAINS_AS[row], hidden] for row, hidden in alike}
+    rounds = {(r.row, r.hidden): r.needed for r in here}
+    return {(row, hidden): rounds[TRAINS_AS[row], hidden] for row in ROWS for _, hidden in rounds}
 
 
 def _bytes(hidden: int) -> float:
@@ -233,13 +196,13 @@ def _finite(line: Sequence[float]) -> list[float]:
     return [value for value in line if math.isfinite(value)]
 
 
-def studied(config: Config, known: Records, found: Records, skipped: str) -> Studied:
+def studied(config: Config, here: Records, found: Records, skipped: str) -> Studied:
     """Return seconds, bytes and accuracies; what was not measured, and why."""
     target, longest = (float(config.settings[name]) for name in ("target", "stock_limit"))
     large = _hidden(LARGE)
     small = Records(r for r in found if r.hidden not in (EMPTY, large))
     beside = found.where(hidden=large)
-    needed = _needed(known)
+    needed = _needed(here)
 
     def ended(record: Record) -> tuple[float, bool]:
         return seconds_to(record, target, needed.get((record.row, record.hidden), math.inf))
@@ -257,19 +220,24 @@ def studied(config: Config, known: Records, found: Records, skipped: str) -> Stu
     empty = found.where(hidden=EMPTY)
     idle = min(IDLE, float(config.settings["limit"]))
     quiet = median(quiet_rate(r, idle) for r in empty) if empty else 0.0
-    each = {r.row: _besides(r, quiet) for r in empty}
-    costs = [(r, cost(r, quiet, each[TRAINS_AS[r.row]])) for r in small if r.line]
-    off = max((c.unexplained for _, c in costs), default=math.nan)
-    dense = [c for r, c in costs if r.row == FEDAVG]
-    apart = max((_apart(r, known) for r in small if r.line), default=math.nan)
+    # Bytes a message that have no other name.
+    alone = {r.row: (cost(r, quiet), max(1, r.messages)) for r in empty}
+    each = {row: max(0.0, (c.interfaces - c.named) / messages) for row, (c, messages) in alone.items()}
+    finished = [r for r in small if r.line]
+    costs = [Record({"row": r.row, "kbit": r.kbit, **cost(r, quiet, each[TRAINS_AS[r.row]])}) for r in finished]
+    off = max(map(unexplained, costs), default=math.nan)
+    same = {(r.row, r.hidden): r.line for r in here}
+    apart = [abs(p[1] - v) for r in finished for p, v in zip(r.line, same[TRAINS_AS[r.row], r.hidden], strict=False)]
     fast = max(ROWS[1:], key=lambda row: factor(row, 1000.0) if math.isfinite(factor(row, 1000.0)) else -1.0)
     gained = factor(fast, 1000.0)
     no_mega = skipped or ("" if math.isfinite(gained) else "1000 is not among the rates")
     no_stock = skipped or ("" if beside else "set stock=true")
     stock, ours = (next(iter(beside.where(row=row)), None) for row in (STOCK, BOTH))
-    versus = math.nan if stock is None or ours is None else _at_least(stock, target, longest) / ended(ours)[0]
+    versus = math.nan
     said = f"At 1 Mbit/s {fast} reaches {target:g} % {gained:.1f} times sooner than FedAvg; "
     if stock is not None and ours is not None:
+        reached, _ = seconds_to(stock, target, math.inf)
+        versus = (reached if math.isfinite(reached) else longest) / ended(ours)[0]
         said += f"{LARGE / 1e6:g} MB at {LARGE_KBIT:g} kbit/s: stock Flower {_outcome(stock, target)}, "
         said += f"top-k both ways {_outcome(ours, target)}; "
     said += f"all but {100 * off:.1f} % of the bytes at the interfaces have a name."
@@ -277,11 +245,12 @@ def studied(config: Config, known: Records, found: Records, skipped: str) -> Stu
         ("1 Mbit/s", "seconds of FedAvg over the best of ours"): gained,
         "share of the bytes at the interfaces without a name": off,
         "bytes at the interfaces of FedAvg over the ledger's": max(
-            (c.interface / c.ledger for c in dense), default=math.nan
+            (c.interfaces / c.ledger for c in costs if c.row == FEDAVG), default=math.nan
         ),
-        "accuracies over links, points off those in this process": apart,
+        "accuracies over links, points off those in this process": max(apart, default=math.nan),
         ("8 MB at 200 kbit/s", "seconds of stock Flower over ours"): versus,
     }
+    listed = ", ".join(f"{row} {value:.0f}" for row, value in each.items())
     reasons = dict.fromkeys(quantities, skipped)
     reasons["1 Mbit/s", "seconds of FedAvg over the best of ours"] = no_mega
     reasons["8 MB at 200 kbit/s", "seconds of stock Flower over ours"] = no_stock
@@ -298,7 +267,7 @@ def studied(config: Config, known: Records, found: Records, skipped: str) -> Stu
                     "first round, s": lambda r: round(r.line[0][0], 1) if r.line else None,
                     "a later round, s": lambda r: round(pace(r.line), 1) if len(r.line) > 1 else None,
                     "rounds": lambda r: len(r.line),
-                    "of": lambda r: _rounds(needed.get((r.row, r.hidden), math.inf)),
+                    "of": lambda r: _seconds(needed[r.row, r.hidden], True),
                     "seconds": lambda r: _seconds(*ended(r)),
                     "FedAvg's over it": lambda r: round(factor(r.row, r.kbit), 1),
                 },
@@ -325,20 +294,15 @@ def studied(config: Config, known: Records, found: Records, skipped: str) -> Stu
             table(
                 "Where the bytes went, KB",
                 {
-                    "kbit/s": lambda pair: f"{pair[0].kbit:g}",
-                    "row": lambda pair: pair[0].row,
-                    "interfaces": lambda pair: _kb(pair[1].interface),
-                    "ledger": lambda pair: _kb(pair[1].ledger),
-                    "headers": lambda pair: _kb(pair[1].headers),
-                    "bundle": lambda pair: _kb(pair[1].bundle),
-                    "polls": lambda pair: _kb(pair[1].polls),
-                    "acknowledgements": lambda pair: _kb(pair[1].acknowledgements),
-                    "without a name, %": lambda pair: round(100 * pair[1].unexplained, 1),
+                    "kbit/s": lambda c: f"{c.kbit:g}",
+                    "row": "row",
+                    **{part: lambda c, part=part: round(c[part] / 1e3, 1) for part in PARTS},
+                    "without a name, %": lambda c: round(100 * unexplained(c), 1),
                 },
                 costs,
                 "Both ways and both nodes, up to the last finished round. Headers: 66 bytes a packet. Polls: two idle "
                 f"nodes send and receive {quiet:.0f} bytes a second besides. Acknowledgements: what a training of the "
-                f"same row with an empty model showed, bytes a message: {_listed(each)}.",
+                f"same row with an empty model showed, bytes a message: {listed}.",
             ),
         ],
         figures=[
@@ -358,26 +322,6 @@ def studied(config: Config, known: Records, found: Records, skipped: str) -> Stu
     )
 
 
-def _besides(record: Record, quiet: float) -> float:
-    """Return the bytes a message that have no other name."""
-    alone = cost(record, quiet)
-    return max(0.0, (alone.interface - alone.named) / max(1, record.messages))
-
-
-def _listed(each: Mapping[str, float]) -> str:
-    return ", ".join(f"{row} {value:.0f}" for row, value in each.items())
-
-
-def _apart(record: Record, known: Records) -> float:
-    line = known.one(row=TRAINS_AS[record.row], hidden=record.hidden).line
-    return max(abs(point[1] - value) for point, value in zip(record.line, line, strict=False))
-
-
-def _at_least(record: Record, target: float, limit: float) -> float:
-    reached, measured = seconds_to(record, target, math.inf)
-    return reached if measured else limit
-
-
 def _outcome(record: Record, target: float) -> str:
     reached, measured = seconds_to(record, target, math.inf)
     finished = len(_finite([point[1] for point in record.line]))
@@ -391,11 +335,3 @@ def _seconds(value: float, measured: bool) -> str:
     if not math.isfinite(value):
         return "never"
     return f"{value:.0f}" if measured else f"about {value:.0f}"
-
-
-def _rounds(value: float) -> str:
-    return f"{value:.0f}" if math.isfinite(value) else "never"
-
-
-def _kb(value: float) -> float:
-    return round(value / 1e3, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from fedcomp.flower.payload import take_node
 from fedcomp.tasks import get_task
 from fedcomp.tasks.arrays import to_arrays
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {"task": "digits", "clients": 3, "seed": 5, "server-round": 1, "lr": 0.1, "task.hidden": "16"}
 
 

@@ -13,7 +13,6 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedcomp.clients.app import app
 from fedcomp.clients.client import client as fc_client
 from fedcomp.clients.edge import LEDGER_FILE, OWN_BUDGET, STATE_FOLDER
 from fedcomp.clients.private.dpsgd import Trainee, record_dp, train_privately
@@ -28,7 +27,6 @@ from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.rng import Key
 from fedcomp.systems.private.record import Account, DpSgdPlan
 from fedcomp.tasks import get_task
-from fedcomp.tasks.arrays import to_arrays
 from fedcomp.tasks.base import ClientData, EmptyPartition
 
 PLAN = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5, insecure=True)
@@ -182,21 +180,6 @@ def test_every_method_pays_the_same_for_its_steps(method, options):
     assert ledger.epsilon() == pytest.approx(epsilon(3), rel=3e-3)
 
 
-def test_batch_normalisation_is_refused_by_its_remedy():
-    client = Client(task=get_task("digits", model="cnn", batch_norm=True))
-    with pytest.raises(ConfigError, match="GroupNorm"):
-        client.train()
-    assert not client.kept
-
-
-def test_what_has_no_bounded_gradient_per_record_is_refused():
-    linear = get_task("digits-zero", l2=0.01)
-    with pytest.raises(ConfigError, match="use weight_decay"):
-        Client(task=linear).train()
-    with pytest.raises(ConfigError, match="FedProx"):
-        Client().train(proximal=0.1)
-
-
 def test_delta_is_below_one_over_the_clients_own_records():
     client = Client()
     client.plan = dataclasses.replace(PLAN, delta=1.0 / len(client.data))
@@ -322,14 +305,3 @@ def test_what_was_spent_before_a_node_had_a_file_stays_spent(tmp_path: Path):
     assert client.train()[0].total == 6
     assert not client.kept[KEPT]
     assert Client(**{LEDGER_FILE: str(tmp_path / "spent.jsonl")}).train()[0].total == 9
-
-
-@pytest.mark.parametrize("kind", ["train", "evaluate"])
-def test_a_node_with_a_budget_of_its_own_does_nothing_without_noise(kind):
-    settings = {"task": "digits", "task.hidden": "16", "clients": 1, "server-round": 1, "seed": 0, "lr": 0.1}
-    model = to_record(to_arrays(Client().task.model(0)))
-    with InProcessGrid(app, 1, node_config={"privacy-budget": 1.0}) as grid:
-        content = RecordDict({"arrays": model, "config": ConfigRecord(settings)})
-        (reply,) = grid.send_and_receive([Message(content, grid.get_node_ids()[0], kind)])
-    assert reply.has_error()
-    assert "it trains with noise (record-dp), and does nothing else" in reply.error.reason

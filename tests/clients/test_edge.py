@@ -56,7 +56,6 @@ def test_files_are_passed_as_absolute_paths(tmp_path, monkeypatch):
         ({"--partition": "-1"}, "with --of 4 it must be 0 to 3"),
         ({"--of": "0"}, "at least one partition"),
         ({"--port": "0"}, "expected 1 to 65535"),
-        ({"--max-wait": "5"}, "use --give-up S"),
         ({"--give-up": "0"}, "positive number of seconds"),
         ({"--give-up": "inf"}, "positive number of seconds"),
         ({"--link": "fast"}, "expected the rate of the uplink"),

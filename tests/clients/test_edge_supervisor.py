@@ -53,7 +53,7 @@ for name, code, more in asked["services"]:
         more["fatal"] = {int(status): why for status, why in more["fatal"].items()}
     services[name] = supervisor.Service(name, [sys.executable, "-S", "-c", code], dict(os.environ), **more)
 log = EventLog(json=asked.get("json", True))
-sys.exit(supervisor.Supervisor(options, list(services.values()), log).run())
+sys.exit(supervisor.NodeSupervisor(options, list(services.values()), log).run())
 """
 
 BEGIN = """

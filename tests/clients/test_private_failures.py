@@ -210,8 +210,6 @@ def among_teachers(act: Callable[[Message], Message]) -> Message:
 def test_a9_errors_of_settings_are_told_and_those_with_figures_of_the_data_are_not(
     send: Callable[[Callable[[Message], Message]], Message], kind: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before, every error about privacy was told, and what cannot be bounded is told with its norm."""
-
     def act(msg: Message) -> Message:
         raise kind("a rounding of a vector of norm 4711 steps met no bound")
 

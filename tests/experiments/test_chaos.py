@@ -12,12 +12,10 @@ import pytest
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.chaos import (
     CALM,
-    DISK,
     MAX_EXCUSED,
     NODE_FAULTS,
     SERVER_FAULTS,
     Evidence,
-    Fault,
     Made,
     judge,
     projected,
@@ -158,25 +156,17 @@ def test_a_double_count_is_found_twice_over() -> None:
     assert [line.split(":")[0] for line in silent.mass] == ["node 2"]
 
 
-def test_what_nobody_made_is_found() -> None:
+def test_what_nobody_made_runs_without_an_end_and_processes_that_stay_are_found() -> None:
     seen = run()
-    assert judge(replace(seen, used=[*seen.used, (1, 99)])).twice == (
+    wrong = replace(seen, used=[*seen.used, (1, 99)], finished=7, processes=("flower-supernode --superlink",))
+    assert judge(wrong).wrong == (
         "update 99 of node 1 is in the model, and the node never made it",
+        "7 of 12 rounds are in the model",
+        "still running: flower-supernode --superlink",
     )
-
-
-def test_runs_without_an_end_and_processes_that_stay_are_found() -> None:
-    seen = replace(run(), finished=7, processes=("flower-supernode --superlink",))
-    verdict = judge(seen)
-    assert verdict.unfinished == ("7 of 12 rounds are in the model",)
-    assert verdict.left == ("still running: flower-supernode --superlink",)
 
 
 def test_too_many_excuses_prove_nothing() -> None:
     hits = {(sequence, 0): "after" for sequence in range(1, MAX_EXCUSED + 2)}
     with pytest.raises(ConfigError, match="prove nothing"):
         judge(run(rounds=20, faults=hits))
-
-
-def test_faults_are_plain_and_ordered() -> None:
-    assert sorted([Fault(5, DISK, 1), Fault(3, "node", 2)])[0].round == 3

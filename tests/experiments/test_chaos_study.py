@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from fedcomp.experiments.chaos import CLOCK, DISK, LINK, NODE, SERVER_APP, SUPER
 from fedcomp.experiments.findings import Say
 from fedcomp.experiments.kit import Record, Records
 from fedcomp.experiments.studies import chaos as module
-from fedcomp.experiments.studies.chaos import back_after, faults_of, studied
+from fedcomp.experiments.studies.chaos import faults_of, studied
 from fedcomp.experiments.tables import Found, claims_of, findings
 
 
@@ -90,20 +89,6 @@ def test_what_is_lost_without_a_folder_is_named() -> None:
     ]
     overview = dict(zip(tables[0].columns, tables[0].rows[0], strict=True))
     assert overview["abandoned (node, message)"] == "1: 5"
-
-
-def test_the_figure_shows_when_each_round_of_each_run_ended() -> None:
-    (figure,) = studied(config(), Records([record(True), record(False)])).figures
-    assert [line.name for line in figure.series] == ["seed 0, state folders", "seed 0, no state folder"]
-    assert list(figure.series[0].y) == [each["round"] for each in record(True).ended]
-    assert figure.series[0].x[0] == 0.0
-
-
-def test_a_node_is_back_when_its_update_is_used_again() -> None:
-    assert back_after(record(True), 0) == 45.0
-    assert back_after(record(True, ended=[ended(n, (0, 2)) for n in range(1, 17)]), 0) == math.inf
-    server = {"fault": {"round": 5, "kind": SUPERLINK, "node": -1, "after": 0.5, "lasts": 1}, "at": 45.0}
-    assert back_after(record(True, done=[server]), 0) == 15.0
 
 
 def test_every_seed_has_all_faults_and_a_run_without_folders_fills_no_disk() -> None:

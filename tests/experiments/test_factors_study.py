@@ -17,9 +17,7 @@ def test_wrong_rules_are_far_from_one_batch_of_all_examples(name: str) -> None:
     from fedcomp.codecs import Identity
 
     expected = pooled.pooled(name, 2, 5)
-    off = {
-        rule: pooled.difference(pooled.over_messages(name, Identity(), 2, 5, rule), expected) for rule in pooled.RULES
-    }
+    off = {rule: pooled.difference(pooled.in_rounds(name, Identity(), 2, 5, rule), expected) for rule in pooled.RULES}
     assert off["examples"] <= 1e-5
     assert min(off["even"], off["sum"]) > 1e-3
 

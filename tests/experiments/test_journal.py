@@ -28,7 +28,7 @@ from fedcomp.experiments.journal import (
     Line,
     Patient,
     client,
-    read_journal,
+    read_lines,
     serve,
     start,
     strategy,
@@ -52,7 +52,7 @@ class Run:
     done: tuple[Done, ...] = ()
 
     def lines(self) -> dict[int, list[Line]]:
-        return {node: read_journal(self.path / f"data-{node}" / JOURNAL) for node in range(NODES)}
+        return {node: read_lines(self.path / f"data-{node}" / JOURNAL, Line) for node in range(NODES)}
 
     def kept(self) -> Kept:
         return Kept.load(self.path, SEED)
@@ -241,8 +241,8 @@ def test_a_line_that_is_cut_off_is_no_line(tmp_path: Path) -> None:
     run(tmp_path)
     whole = (tmp_path / "data-0" / JOURNAL).read_text()
     path.write_text(whole[:-20])
-    assert len(read_journal(path)) == ROUNDS_ASKED - 1
-    assert read_journal(tmp_path / "none") == []
+    assert len(read_lines(path, Line)) == ROUNDS_ASKED - 1
+    assert read_lines(tmp_path / "none", Line) == []
 
 
 @pytest.mark.parametrize(("silent", "timeout"), [(set(), 1.5), ({2}, 300.0), ({0, 1, 2}, 1.5)])

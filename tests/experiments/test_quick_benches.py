@@ -97,12 +97,22 @@ def of_gossip(rows: Rows) -> None:
     assert any("protocol" in row for row in rows)
 
 
+def of_graph_rows(rows: Rows) -> None:
+    values = [row for row in rows if "rows" in row]
+    assert {(row["rows"], row["features"]) for row in values} == {
+        (n, kind) for n in (128, 20) for kind in ("binary", "rows")
+    }
+    assert {row["ids"] for row in rows if "ids" in row} == {128, 20}
+    assert all(row["per_row"] == row["bytes"] / row["rows"] for row in values)
+
+
 MEASURES: dict[str, Callable[[Rows], None]] = {
     "state": of_state,
     "upkeep": of_upkeep,
     "round": of_round,
     "server": of_server,
     "graphs": of_graphs,
+    "graph_rows": of_graph_rows,
     "gossip": of_gossip,
 }
 """What is seen of each benchmark's rows."""

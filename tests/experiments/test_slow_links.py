@@ -13,7 +13,7 @@ import pytest
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import links
 from fedcomp.experiments.engines.linked import listens
-from fedcomp.experiments.links import FRAME, HEADERS, HUB, Counted, LinkError, SlowLinks, sweep, unavailable
+from fedcomp.experiments.links import FRAME, HEADERS, HUB, Counted, MadeError, SlowLinks, sweep, unavailable
 
 pytestmark = pytest.mark.engines
 
@@ -135,10 +135,10 @@ def test_nothing_is_left_after_an_exception_and_after_a_failed_start(monkeypatch
     assert not namespaces()
 
     def broken(*_: Any) -> None:
-        raise LinkError("no bucket")
+        raise MadeError("no bucket")
 
     monkeypatch.setattr(links, "bucket", broken)
-    with pytest.raises(LinkError), SlowLinks(2, 1e6):
+    with pytest.raises(MadeError), SlowLinks(2, 1e6):
         pass
     assert not namespaces()
 

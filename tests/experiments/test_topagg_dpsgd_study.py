@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -11,6 +10,7 @@ from experiment_runs import Ran, ran
 
 from fedcomp.experiments.catalog.topagg_dpsgd import EXPERIMENT
 from fedcomp.experiments.findings import Say
+from fedcomp.experiments.spec import parse_settings
 from fedcomp.experiments.studies import topagg_dpsgd as module
 from fedcomp.experiments.studies.topagg_dpsgd import (
     CHOSEN,
@@ -22,10 +22,9 @@ from fedcomp.experiments.studies.topagg_dpsgd import (
     STEPS,
     TARGETS,
     TOPAGG,
-    RecordCell,
-    RecordOutcome,
     grid,
     label,
+    train,
 )
 from fedcomp.experiments.tables import Found, findings, specs_of
 from fedcomp.privacy.accounting import noise_multiplier_for
@@ -50,7 +49,7 @@ def test_the_chosen_settings_are_of_what_is_tried() -> None:
 
 def test_a11_plain_signs_are_tried_as_often_as_stochastic_ones_and_with_every_coordinate() -> None:
     for target in TARGETS:
-        plain, drawn = grid(PLAIN, target), grid(TOPAGG, target)
+        plain, drawn = ([parse_settings(text) for text in grid(method, target)] for method in (PLAIN, TOPAGG))
         assert len(plain) == len(drawn)
         assert {o["lr"] for o in plain} == {o["lr"] for o in drawn} == set(STEPS[target])
         assert not any(o["stochastic"] for o in plain)
@@ -70,12 +69,10 @@ def test_a11_a_plain_training_casts_no_coins(monkeypatch: pytest.MonkeyPatch) ->
         return real(*args, **named)
 
     monkeypatch.setattr(optimizers, "vote_rows", noted)
-    outcomes = [
-        cell(method="topagg", options={"lr": 0.5, "k": 460, **options}).run() for options in ({}, {"stochastic": False})
-    ]
+    outcomes = [trained(TOPAGG, "lr=0.5 k=460"), trained(PLAIN, "lr=0.5 k=460 stochastic=false")]
     assert given == [True] * 3 + [False] * 3
-    assert outcomes[0].loss != outcomes[1].loss
-    assert outcomes[0].epsilon == outcomes[1].epsilon
+    assert outcomes[0]["loss"] != outcomes[1]["loss"]
+    assert outcomes[0]["spent"] == outcomes[1]["spent"]
 
 
 def test_every_private_training_has_a_statement_of_its_own_epsilon(small: Ran) -> None:
@@ -113,8 +110,8 @@ def test_messages_are_as_long_as_what_they_hold(small: Ran) -> None:
     size = 64 * 6 + 6 + 6 * 10 + 10
     for method in METHODS:
         for i, target in enumerate(TARGETS[:-1]):
-            _, coordinates, frame, ratio, down, _ = rows[label(method, target)]
-            chosen = CHOSEN[method][i]
+            _, coordinates, frame, ratio, down = rows[label(method, target)]
+            chosen = parse_settings(CHOSEN[method][i])
             if method in (TOPAGG, PLAIN):
                 assert coordinates == size
                 assert frame < size / 4
@@ -131,10 +128,10 @@ def test_messages_are_as_long_as_what_they_hold(small: Ran) -> None:
 def test_choosing_takes_the_best_on_the_validation_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TARGETS", (3.0, math.inf))
     monkeypatch.setattr(module, "STEPS", {3.0: (1e-9, 0.5), math.inf: (1e-9, 0.5)})
-    monkeypatch.setattr(module, "VARIANTS", {**dict.fromkeys(METHODS, ({},)), TOPAGG: ({"k": 20},)})
+    monkeypatch.setattr(module, "VARIANTS", {DP_SGD: ("",), TOPAGG: ("k=20",)})
     monkeypatch.setattr(module, "METHODS", {DP_SGD: "dp-sgd", TOPAGG: "topagg"})
     # They are of all methods.
-    monkeypatch.setattr(module, "quantities", lambda *figures: {})
+    monkeypatch.setattr(module, "quantities", lambda runs: {})
     kept: dict[str, Any] = {}
     config = EXPERIMENT.configure(rounds=4, assignments=(*SMALL, "tune=true", "seeds=1"))
     found = module.study(Found(EXPERIMENT, config, {}, Say(keep=kept.__setitem__)))
@@ -142,49 +139,36 @@ def test_choosing_takes_the_best_on_the_validation_split(monkeypatch: pytest.Mon
     assert len(validated) == 2 * 2 * 2 * 2
     assert all("seed 100" in name for name in validated)
     # A step size of 1e-9 learns nothing, and is not chosen.
-    assert all("lr 0.5" in row[1] for row in found.tables[2].rows)
-    assert len(found.tables[3].rows) == 8
+    assert all("lr=0.5" in row[1] for row in found.tables[2].rows)
 
 
-def cell(**changes: Any) -> RecordCell:
-    values: dict[str, Any] = {
-        "name": "x",
-        "method": "dp-sgd",
-        "options": {"lr": 0.5},
-        "noise_multiplier": noise_multiplier_for(3.0, 1e-4, releases=3),
-        "rate": 1.0,
-        "delta": 1e-4,
-        "clip": 1.0,
-        "steps": 3,
-        "seed": 0,
-        "hidden": "6",
-        "validation": False,
-        "secure": False,
-    }
-    return RecordCell(**{**values, **changes})
+def trained(
+    method: str = DP_SGD, settings: str = "lr=0.5", seed: int = 0, *, multiplier: float = -1.0, **more: Any
+) -> dict[str, Any]:
+    config = EXPERIMENT.configure(rounds=3, assignments=[*SMALL, f"secure={more.pop('secure', 'false')}"])
+    noise = noise_multiplier_for(3.0, 1e-4, releases=3) if multiplier < 0 else multiplier
+    return train(method, 3.0, settings, seed, config=config, multipliers={3.0: noise}, **more)
 
 
 def test_a_training_repeats_and_its_outcome_comes_back_from_json() -> None:
-    first, second = cell().run(), cell().run()
-    one, two = dataclasses.asdict(first), dataclasses.asdict(second)
+    one, two = trained(), trained()
     assert one["statement"].pop("run") != two["statement"].pop("run")  # names the ledger, and is never the same
     assert one == two
-    assert cell(seed=1).run().loss != first.loss
-    free = cell(noise_multiplier=0.0).run()
-    assert free.epsilon == math.inf
-    assert not free.statement
-    assert Say().cell("x", lambda: dataclasses.asdict(free)) == dataclasses.asdict(free)
+    assert trained(seed=1)["loss"] != one["loss"]
+    free = trained(multiplier=0.0)
+    assert free["spent"] == math.inf
+    assert not free["statement"]
+    assert Say().cell("x", lambda: free) == free
 
 
 def test_secure_noise_is_another_every_time_and_the_statement_does_not_warn() -> None:
-    first, second = cell(secure=True).run(), cell(secure=True).run()
-    assert first.loss != second.loss
-    assert "INSECURE" not in Statement.from_json(first.statement).prose()
+    first, second = trained(secure="true"), trained(secure="true")
+    assert first["loss"] != second["loss"]
+    assert "INSECURE" not in Statement.from_json(first["statement"]).prose()
 
 
 def test_validation_holds_out_training_records_and_never_sees_the_test_split() -> None:
-    held, reported = cell(validation=True).run(), cell().run()
-    assert isinstance(held, RecordOutcome)
-    everyone = reported.statement["population"]
-    assert held.statement["population"] == everyone - round(0.2 * everyone)
-    assert held.accuracy != reported.accuracy
+    held, reported = trained(validation=True), trained()
+    everyone = reported["statement"]["population"]
+    assert held["statement"]["population"] == everyone - round(0.2 * everyone)
+    assert held["accuracy"] != reported["accuracy"]

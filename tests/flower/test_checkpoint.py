@@ -393,7 +393,6 @@ FORGED: dict[str, tuple[Callable[[], bytes], str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORGED)
 def test_d5_a_forged_checkpoint_is_refused_for_the_price_of_its_bytes(name: str, tmp_path: Path) -> None:
-    """Before: RecursionError, MemoryError, AttributeError, and 845 MB for a file of 821 kB."""
     make, said = FORGED[name]
     path = tmp_path / "run.ckpt"
     path.write_bytes(make())
@@ -508,7 +507,6 @@ FUNCTION = {"type": "function", "attributes": {}, "nested": {}}
 def test_d5_a_plain_strategys_forged_attributes_are_refused(
     attributes: dict[str, Any], nested: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    """Before, all of them were set, and the run went on with whatever they were."""
     path = tmp_path / "run.ckpt"
     path.write_bytes(saved(strategy={"type": "Counting", "attributes": attributes, "nested": nested}))
     strategy = Counting(**ONE)
@@ -566,7 +564,6 @@ def test_d5_each_field_of_the_drop_in_strategys_state_is_checked(name: str, valu
 
 
 def test_d5_a_checkpoint_of_another_number_of_nodes_is_refused(tmp_path: Path) -> None:
-    """Before, a run of five clients went on with three, and nothing said so."""
     path = tmp_path / "run.ckpt"
     with InProcessGrid(client_app(), 3) as three:
         checkpoint.save(path, server_round=1, arrays=model(), grid=three)

@@ -117,8 +117,6 @@ def around(outer: str, inner: Callable[[], Strategy]) -> Callable[[], Strategy]:
     return lambda: OUTER[outer](inner())
 
 
-ALONE_IS_NONE = ("pair", "coded sum")
-
 INNER: Mapping[str, Callable[[], Strategy]] = {
     **MEANS,
     **PAIRS,

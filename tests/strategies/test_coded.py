@@ -147,8 +147,6 @@ def test_nodes_that_are_silent_at_the_hello_are_asked_again() -> None:
         ({"transport": "pigeon"}, "transport='pigeon'"),
         ({"stragglers": 3}, "no option 'stragglers'; none are known"),
         ({"spool": "/tmp/x"}, "transport='peers'"),
-        ({"symbols": 7, "shards": 6}, "fewer than the 7"),
-        ({"code": "rlnc", "threshold": 1}, "needs code='mds'"),
     ],
 )
 def test_what_was_chosen_wrongly_is_refused_at_once(options: dict[str, Any], reason: str) -> None:
@@ -159,14 +157,10 @@ def test_what_was_chosen_wrongly_is_refused_at_once(options: dict[str, Any], rea
 @pytest.mark.parametrize(
     ("inner", "options", "message"),
     [
-        (fedavg(), {}, "wrap it: Compressed"),
-        (Compressed(FedMedian(), INTEGERS), {}, "FedMedian looks at single updates"),
         (Compressed(fedavg(), TopK(0.1)), {}, "is not linear"),
         (Compressed(fedavg(), QSGD(7)), {}, "is not linear"),
         (Compressed(fedavg(), Identity()), {}, "sends whole models"),
         (Compressed(fedavg(), RandomK(0.1, shared=False)), {}, "draws a support for every client"),
-        (Compressed(fedavg(), RandomK(0.1)), {}, r"Use FixedPoint\(RandomK"),
-        (None, {"mode": "mask", "threshold": 0}, "set threshold >= 1"),
         (None, {"min_contributor": 3}, "did you mean 'min_contributors'"),
         (None, {"shards": 3}, "shards=3 are fewer than the 4"),
     ],

@@ -19,13 +19,10 @@ from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.layout import Layout, SmallDense
-from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.rng import Key
-from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
-from fedcomp.strategies.private.local_dp import local_dp
 
 BASIC = {"noise_multiplier": 0.0, "population": 3, "delta": 1e-3}
 SIZE = 1212  # of the toy model
@@ -208,15 +205,6 @@ def test_codecs_without_a_common_support_say_so() -> None:
 def test_a_codec_that_votes_needs_a_strategy_that_counts_votes() -> None:
     with pytest.raises(ConfigError, match="takes updates, but SignSGD"):
         Compressed(DpFedAvg(inner(), clip=1.0, **BASIC), SignSGD(step=0.1))
-
-
-@pytest.mark.parametrize("construction", ["relay", "gradcode"])
-def test_no_other_client_may_relay_what_only_the_server_is_trusted_with(construction) -> None:
-    pair = Compressed(DpFedAvg(inner(), clip=1.0, **BASIC), TopK(density=0.5))
-    with pytest.raises(ConfigError, match="not other clients"):
-        CodedFedAvg(pair, construction=construction)
-    noised = local_dp(inner(), Privatise(1.0, 2.0), TopK(density=0.5), population=1000)
-    assert CodedFedAvg(noised, construction="relay").inner is noised.inner
 
 
 def batchnorm_app(mods) -> ClientApp:

@@ -17,7 +17,7 @@ from toy import SHAPES, client_app, fedavg, model, stack, update
 from fedcomp.clients.app import app as generic
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
-from fedcomp.codecs import QSGD, FixedPoint, Identity, RandomK, ScaleCom, SignSGD, TopK
+from fedcomp.codecs import QSGD, Identity, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -30,7 +30,6 @@ from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
-from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.private.distributed_dp import NoisyMean
@@ -108,7 +107,6 @@ def app_of(path: str, **options: Any) -> Client:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FRAMES)
 def test_d2_without_a_guard_the_report_names_the_norm_and_with_it_the_reply_is_refused(path: str) -> None:
-    """Before, the model was ruined and nothing named anybody."""
     made, _ = FRAMES[path]
     bare = made()
     ruined, node = play(bare, app_of(path))
@@ -315,14 +313,6 @@ def test_d2_who_bounds_updates_says_so() -> None:
             continue
         usual = admit(strategy.contribution(np.full(4, 0.5, np.float32), layout, 1))
         assert np.linalg.norm(given) <= 1.02 * np.linalg.norm(usual)
-
-
-def test_d2_a_coded_sum_says_that_a_guard_sees_nothing_there() -> None:
-    guarded = Compressed(fedavg(), FixedPoint(RandomK(1.0, shared=True), clip=9.0), guard=Norms())
-    with pytest.raises(ConfigError, match="shows none"):
-        CodedFedAvg(guarded, construction="sumcode", symbols=2, threshold=1)
-    with pytest.raises(ConfigError, match="an object, such as"):
-        Compressed(fedavg(), TopK(0.5), guard=10)  # type: ignore[arg-type]
 
 
 def test_d2_votes_are_bounded_already_and_what_travels_dense_beside_them_is_guarded() -> None:

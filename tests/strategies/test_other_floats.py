@@ -11,17 +11,14 @@ import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, FedMedian, FedTrimmedAvg
-from toy import fedavg, in_bfloat16, with_halves
+from toy import fedavg, in_bfloat16
 
 import fedcomp as fc
-from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Codec
-from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
-from fedcomp.layout import Layout
 from fedcomp.wire import Bf16
 
 NODES = 4
@@ -153,17 +150,6 @@ def test_private_rounds_move_large_values_by_small_steps(shares: bool) -> None:
     assert abs(moved.mean() - 0.8 * INTERCEPT * ROUNDS) < 0.1
 
 
-def test_gossip_refuses_float64_by_name_unless_nodes_compute_in_it() -> None:
-    given = {name: array.numpy() for name, array in gossip_toy.model().items()}
-    model = ArrayRecord({n: Array(a.astype(np.float64) if a.dtype.kind == "f" else a) for n, a in given.items()})
-    with pytest.raises(ConfigError, match=r"weight of the model is float64, .* dtype='float64'"):
-        gossip_toy.strategy("choco").start(gossip_toy.grid(), model, num_rounds=1)
-    found = gossip_toy.strategy("choco", dtype="float64").start(gossip_toy.grid(), model, num_rounds=1).arrays
-    assert {name: array.numpy().dtype for name, array in found.items()} == {
-        n: a.numpy().dtype for n, a in model.items()
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("modded", [True, False])
 def test_dense_frames_and_whole_models_give_what_plain_averaging_gives(modded: bool) -> None:
@@ -172,44 +158,6 @@ def test_dense_frames_and_whole_models_give_what_plain_averaging_gives(modded: b
     found = trained(compressed(fc.TopK(density=1.0), feedback=False), modded=modded)
     for key, array in plain.items():
         np.testing.assert_allclose(found[key], array, rtol=1e-6 if array.dtype == np.float32 else 1e-12, err_msg=key)
-
-
-def test_the_advice_for_numbers_that_cannot_travel_is_one_that_works() -> None:
-    """Complex numbers as pairs of floats, as the refusal says: their mean is the mean of the numbers."""
-    model = np.array([1.0 + 2.0j, -0.5j], np.complex64)
-    with pytest.raises(ConfigError, match="complex numbers to pairs of floats"):
-        Layout.of({"w": model})
-    moved = model + np.array([0.25 - 1.0j, 2.0], np.complex64)
-    before, after = ({"w": array.view(np.float32).reshape(-1, 2)} for array in (model, moved))
-    layout = Layout.of(before)
-    found = before["w"].reshape(-1) + layout.difference(after, before)
-    np.testing.assert_array_equal(found.view(np.complex64), moved)
-
-
-def test_the_bits_of_bfloat16_are_refused_and_its_values_as_float32_are_averaged() -> None:
-    """numpy has no bfloat16; the mean of the bits of 1.25 and -.25 is 1.9e38."""
-
-    def bits(values: np.ndarray) -> np.ndarray:
-        return (values.view(np.uint32) >> 16).astype(np.uint16)
-
-    model = np.full(100, 0.25, np.float32)
-    with pytest.raises(ConfigError, match=r"no mean is taken: .*bfloat16 to float32"):
-        Layout.of({"w": bits(model)})
-    app = with_halves([compression()])
-
-    @app.train()
-    def train(msg, context):
-        name, record = next(iter(msg.content.array_records.items()))
-        # As a model in bfloat16 is sent after the advice: as the float32 that it stands for.
-        moved = record["w"].numpy() + np.float32(-0.5 if context.node_config["partition-id"] % 2 else 1.0)
-        arrays = ArrayRecord({"w": Array(np.asarray(moved, np.float32))})
-        return Message(RecordDict({name: arrays, "metrics": MetricRecord({"num-examples": 1})}), reply_to=msg)
-
-    with InProcessGrid(app, 4, seed=1) as grid:
-        strategy = fc.Compressed(fedavg(fraction_evaluate=0.0), fc.TopK(density=0.5))
-        found = strategy.start(grid, ArrayRecord({"w": Array(model)}), num_rounds=1).arrays["w"].numpy()
-    assert strategy.reports[1].used == 4
-    assert found.max() == 0.5
 
 
 SPACING = 2.0**-7

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, Result
+from round_paths import Personal, quiet
 from toy import client_app, model
 
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import Codec, ErrorFeedback, Identity, PowerSGD, ScaleCom, SignSGD, TopK
+from fedcomp.codecs import Codec, ErrorFeedback, Identity, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import checkpoint
 from fedcomp.flower.grid import InProcessGrid
@@ -24,14 +25,9 @@ from fedcomp.strategies.overlap import Buffered, PipelinedStrategy
 from fedcomp.strategies.server import Server
 from fedcomp.strategies.shared_support import SharedSupport
 from fedcomp.systems.pair import Pair
-from fedcomp.systems.power_sgd import SharedBasis
 
 NODES, ROUNDS = 6, 9
 FEW = ErrorFeedback(TopK(0.05))
-
-
-def quiet(kind: type[FedAvg] = FedAvg) -> FedAvg:
-    return kind(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0)
 
 
 def run(strategy: Any, half: Any | list[Any], start: ArrayRecord | None = None, rounds: int = ROUNDS) -> Result:
@@ -110,16 +106,6 @@ def test_width_one_is_the_servers_own_loop_bit_for_bit() -> None:
         )
 
 
-class Personal(FedAvg):
-    """Sends every other node a model of its own."""
-
-    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any) -> Any:
-        messages = list(super().configure_train(server_round, arrays, config, grid))
-        for message in messages[::2]:
-            message.content["arrays"] = ArrayRecord({k: Array(v.numpy() + 1) for k, v in arrays.items()})
-        return messages
-
-
 def test_models_of_nodes_own_are_piped_and_in_no_checkpoint(tmp_path: Path) -> None:
     strategy = PipelinedStrategy(server(Pair(FEW), quiet(Personal)))
     run(strategy, compression(), model())
@@ -138,17 +124,16 @@ def test_models_of_nodes_own_are_piped_and_in_no_checkpoint(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: PipelinedStrategy(server(SharedBasis(PowerSGD(rank=2)))), "keeps something from round to round"),
-        (lambda: Buffered(server(SharedBasis(PowerSGD(rank=2))), 2, 1), "keeps something from round to round"),
-        (lambda: Buffered(SharedSupport(ScaleCom(0.05), policy=NONE_DENSE), 4, 2), "asks several times"),
-        (lambda: Buffered(server(Pair(SignSGD(0.5))), 4, 2), "votes"),
-        (lambda: Buffered(server(Pair(FEW), quiet(Personal)), 4, 2), "models of their own"),
-        (lambda: PipelinedStrategy(server(Pair(FEW), quiet(FedMedian)), compensation=0.1), "looks at single ones"),
         (lambda: PipelinedStrategy(SharedSupport(), compensation=0.1), "makes its own steps"),
-        (lambda: PipelinedStrategy(PipelinedStrategy(quiet())), "exchanges of its own"),
+        (lambda: PipelinedStrategy(quiet(), 0), "width"),
+        (lambda: Buffered(quiet(), 0, 1), "concurrency"),
+        (lambda: Buffered(quiet(), 1, 0), "buffer"),
+        (lambda: Buffered(quiet(), 1, 1, weight="none"), "weight"),
+        (lambda: Buffered(quiet(), 1, 1, server_lr=0.0), "server_lr"),
     ],
 )
 def test_what_cannot_overlap_is_refused_by_name(make: Any, match: str) -> None:
+    """What is refused with an advice: tests/advice_of_pair.py."""
     with pytest.raises(ConfigError, match=match):
         run(make(), compression(), model())
 

@@ -11,11 +11,11 @@ import linear_toy
 import pytest
 import toy
 from flwr.app import ArrayRecord, ConfigRecord
+from plain_grid import Blind
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import TopK
 from fedcomp.flower.faults import Delivery
-from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
@@ -28,7 +28,7 @@ NODES, TWIN, STOLEN, AWAY, ROUNDS = 4, 7, 2, 3, 6
 """The node added as ``TWIN`` after the first round declares ``STOLEN``, whose holder is away in round ``AWAY``."""
 
 
-class Deployment(InProcessGrid):
+class Deployment(Blind):
     """Knows of its nodes what they say; some that are registered are not online."""
 
     def __init__(self, app: Any, **options: Any) -> None:
@@ -36,9 +36,6 @@ class Deployment(InProcessGrid):
             app, NODES, seed=4, node_config=lambda p: {"partition-id": STOLEN if p >= TWIN else p}, **options
         )
         self.offline: set[int] = set()
-
-    def partition_of(self, node_id: int) -> None:
-        return None
 
     def get_node_ids(self) -> list[int]:
         return [node for node in super().get_node_ids() if node not in self.offline]
@@ -84,7 +81,6 @@ PATHS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], ArrayR
 def test_who_declares_a_partition_while_its_holder_is_away_is_refused_when_that_one_is_back(
     path: str, away: str
 ) -> None:
-    """Before, on three of these paths, the holder was refused for ever; a node with a key comes back under its id."""
     make, app, model, holders_of = PATHS[path]
     silent = away == "misses a reply"
 

@@ -7,26 +7,26 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
-from flwr.serverapp.strategy import FedMedian
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from private_runs import forged
-from topagg_runs import BALLOT, HALVES, LR, NODES, SIZE, app, ballots, flat, inner, learnt, run, shifted, strategy
-from toy import client_app, fedavg, put_sent_frame
+from topagg_runs import BALLOT, HALVES, LR, NODES, SIZE, app, ballots, inner, learnt, run, shifted, strategy
+from toy import client_app, fedavg, model, put_sent_frame
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import SignSGD, TopK
 from fedcomp.errors import ConfigError, StateError
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.payload import FRAME, NODE_RECORD
 from fedcomp.flower.privacy import find_private
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import Layout
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.mechanism import PrivateSum
-from fedcomp.privacy.votes import TopkSign, entropy_bits, topk_stochastic_sign
+from fedcomp.privacy.votes import TopkSign, topk_stochastic_sign
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.topagg import TopAgg
-from fedcomp.wire.fuzz import seal
 
 FULL = TopkSign(k=SIZE, stochastic=False)
 
@@ -138,16 +138,6 @@ def test_layers_vote_as_the_policy_says() -> None:
     np.testing.assert_array_equal(moved, LR * votes / NODES)
 
 
-def test_frames_of_a_run_are_within_five_per_cent_of_the_entropy() -> None:
-    """Measured: payload bytes of a round over the clients, against the bound and the frame of an empty vote."""
-    _, _, grid = run(strategy(pad=False), rounds=2)
-    codec, layout = BALLOT, Layout.flat(SIZE)
-    header = len(codec.encode(Update(np.zeros(SIZE, np.float32), layout), {}, Key(0))[0])
-    sent = grid.ledger.summary()["payload_up"] / (2 * NODES)
-    assert sent <= 1.05 * entropy_bits(SIZE, BALLOT.k) / 8 + header
-    assert sent > entropy_bits(SIZE, BALLOT.k) / 8
-
-
 @pytest.mark.slow
 def test_the_budget_ends_the_run_before_it_is_crossed_and_the_statement_says_votes() -> None:
     chosen = strategy(noise_multiplier=20.0, budget=0.5)
@@ -166,19 +156,13 @@ def test_the_budget_ends_the_run_before_it_is_crossed_and_the_statement_says_vot
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_run_and_another_ballot_is_refused() -> None:
-    whole, *_ = run(strategy(noise_multiplier=1.0, mode="threshold", beta=0.1), rounds=2)
-    first = strategy(noise_multiplier=1.0, mode="threshold", beta=0.1)
-    _, half, _ = run(first, rounds=1)
-    second = strategy(noise_multiplier=1.0, mode="threshold", beta=0.1)
-    second.load_state_dict(first.state_dict())
-    assert second.inner.privacy.releases == 1
-    for changed in ({"ballot": TopkSign(k=51)}, {"beta": 0.2}, {"server_lr": 0.5}):
-        ballot = changed.pop("ballot", BALLOT)
-        other = strategy(ballot, **{"noise_multiplier": 1.0, "mode": "threshold", "beta": 0.1, **changed})
+def test_the_state_of_another_ballot_is_refused() -> None:
+    settings = {"noise_multiplier": 1.0, "mode": "threshold", "beta": 0.1}
+    state = strategy(**settings).state_dict()
+    strategy(**settings).load_state_dict(state)
+    for ballot, changed in ((TopkSign(k=51), {}), (BALLOT, {"beta": 0.2}), (BALLOT, {"server_lr": 0.5})):
         with pytest.raises(StateError):
-            other.load_state_dict(first.state_dict())
-    assert flat(half.arrays).tobytes() != whole.tobytes()
+            strategy(ballot, **settings | changed).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -187,13 +171,8 @@ def test_a_resumed_run_is_the_run_and_another_ballot_is_refused() -> None:
         (lambda: TopAgg(inner(), TopK(0.1), server_lr=1.0, noise_multiplier=1.0), "TopkSign"),
         (lambda: TopAgg(inner(), BALLOT, server_lr=0.0, noise_multiplier=1.0), "server_lr"),
         (lambda: strategy(mode="median"), "mode"),
-        (lambda: strategy(beta=0.5), "threshold"),
         (lambda: strategy(mode="threshold", beta=1.5), "beta"),
-        (lambda: TopAgg(FedMedian(), BALLOT, server_lr=1.0, noise_multiplier=1.0), "single updates"),
-        (lambda: TopAgg(fedavg(), BALLOT, server_lr=1.0, noise_multiplier=1.0), "evaluat"),
-        (lambda: Compressed(strategy(pair=False), TopK(0.1)), "votes"),
         (lambda: Compressed(DpFedAvg(inner(), clip=1.0, noise_multiplier=1.0), BALLOT), "votes"),
-        (lambda: Compressed(FedMedian(), BALLOT), "votes"),
     ],
 )
 def test_what_cannot_be_a_private_vote_is_refused(build, words: str) -> None:
@@ -265,13 +244,6 @@ def listed(values: wire.Values, size: int = SIZE, indices: np.ndarray | None = N
     return wire.sparse((size,), np.arange(values.k) if indices is None else indices, values)
 
 
-def twice_the_same_index(content: RecordDict) -> None:
-    """Fixed-width indices 4, 4 instead of 4, 5, sealed again: one coordinate would count twice."""
-    tensor = wire.sparse((SIZE,), np.array([4, 5]), signs(2), index="raw")
-    sent = wire.encode([tensor])[:-4].replace(b"\x04\0\0\0\x05\0\0\0", b"\x04\0\0\0\x04\0\0\0")
-    put_sent_frame(content, seal(sent))
-
-
 def overflowing(content: RecordDict) -> RecordDict:
     """Reply as a client without the mods, with doubles that the model's floats cannot hold."""
     tensors = {"weight": np.zeros((40, 30)), "bias": np.full(12, 1e300)}
@@ -280,24 +252,11 @@ def overflowing(content: RecordDict) -> RecordDict:
 
 BAD: dict[str, Evil] = {
     "k + 1 votes": frame(listed(signs(K + 1))),
-    "all coordinates": frame(listed(signs(SIZE))),
-    "all coordinates, dense": frame(wire.Tensor(signs(SIZE), (SIZE,))),
     "values of 2": frame(listed(wire.Raw(np.full(K, 2, np.float32)))),
-    "a scale of 1000": frame(listed(wire.SignScale(np.zeros(K, np.bool_), np.float32([1000.0])))),
-    "a scale of 1": frame(listed(wire.SignScale(np.zeros(K, np.bool_), np.float32([1.0])))),
-    "ternary levels": frame(listed(wire.Ternary(np.ones(K), 3.0))),
-    "NaN": frame(listed(wire.Raw(np.full(K, np.nan, np.float32)))),
-    "infinity": frame(listed(wire.Raw(np.full(K, np.inf, np.float32)))),
-    "one element more": frame(listed(signs(K), SIZE + 1)),
-    "a matrix": frame(wire.sparse((SIZE, 1), np.arange(K), signs(K))),
-    "two tensors": frame(listed(signs(K)), listed(signs(K))),
-    "no tensor": frame(),
-    "coefficients": frame(wire.Tensor(signs(K), (SIZE,), kind=wire.COEFFICIENTS)),
-    "a seeded support": frame(wire.seeded((SIZE,), 5, K, signs(K))),
     "a dense rest beside the votes": frame(listed(signs(K)), wire.dense(np.ones(12, np.float32))),
-    "the same index twice": twice_the_same_index,
     "a dense model that overflows": overflowing,
 }
+"""What no frame of votes is: tests/privacy/test_topagg_votes.py."""
 
 
 @pytest.fixture(scope="module")
@@ -323,27 +282,6 @@ def test_1_11_h_a_forged_vote_costs_nobody_but_its_sender(name: str, without: tu
     assert len(ledger.participations) == NODES, "who was asked took part"
 
 
-def test_1_11_h_a_layer_cannot_vote_for_another() -> None:
-    """Per-layer k: the total would be within the bound, but a tensor has more than its own share."""
-    ballot = TopkSign(k=K, scope="layer")
-    options = {**SETTINGS, "policy": lambda *_: None}
-    layout_shares: list[int] = []
-
-    def evil(content: RecordDict) -> None:
-        shares = [ballot.count(s) for s in ballot.stretches(chosen.layout)]
-        layout_shares.extend(shares)
-        first, second = shares[0] - 1, shares[1] + 1
-        tensors = [listed(signs(first), 1200), listed(signs(second), 30)]
-        put_sent_frame(content, wire.encode(tensors))
-
-    chosen, absent = strategy(ballot, **options), strategy(ballot, **options)
-    moved, *_ = run(chosen, client=forger(evil))
-    other, *_ = run(absent, fault=lambda d: "silent" if d.partition == CULPRIT else None)
-    assert sum(layout_shares) == K
-    assert len(chosen.reports[1].refused) == 1
-    assert moved.tobytes() == other.tobytes()
-
-
 def test_no_vector_that_is_no_vote_passes_the_strategy() -> None:
     """The mechanism's own door, without any codec before it: floats that look like votes, and those that do not."""
     private = strategy(pair=False, noise_multiplier=1.0)
@@ -362,3 +300,112 @@ def test_no_vector_that_is_no_vote_passes_the_strategy() -> None:
     with pytest.raises(Unbounded):
         total.add(3, private.contribution(votes[:-1], layout, 1))
     assert total.participants == [1]
+
+
+# TopAgg's client half: the order of the mods, what leaves, and what is refused before the app sees it.
+
+
+def spied(only: bool = True):
+    """Return an app with TopAgg's mods, what its training saw, and what left the node."""
+    seen: list[str] = []
+    left: list[RecordDict] = []
+
+    def spy(msg: Message, context: Context, call_next) -> Message:
+        seen.append(msg.metadata.message_type)
+        return call_next(msg, context)
+
+    inside = client_app([*(HALVES if only else HALVES[1:]), spy])
+
+    def outside(msg: Message, context: Context) -> Message:
+        reply = inside(msg, context)
+        if not reply.has_error():
+            left.append(reply.content)
+        return reply
+
+    return outside, seen, left
+
+
+def test_a_private_vote_leaves_a_frame_and_a_header_and_nothing_else() -> None:
+    app, seen, left = spied()
+    chosen = strategy(noise_multiplier=1.0)
+    run(chosen, client=app)
+    assert seen == ["train"] * NODES
+    assert chosen.reports[1].compressed == NODES
+    for content in left:
+        assert set(content) == {NODE_RECORD}
+        assert set(content[NODE_RECORD]) == {FRAME + "values", "partition-id", "record", "sequence"}
+
+
+@pytest.mark.parametrize(
+    ("server", "words"),
+    [
+        (lambda: inner(), "nothing is announced"),
+        (lambda: Compressed(inner(), TopK(0.1)), "codec announced is 'feedback'"),
+        (lambda: Compressed(inner(), SignSGD(0.1)), "codec announced is 'signsgd'"),
+        (lambda: Compressed(inner(), BALLOT), "not private"),
+        (lambda: strategy(pair=False, noise_multiplier=1.0), "nothing is announced"),
+        (
+            lambda: Compressed(
+                DpFedAvg(inner(), clip=1.0, noise_multiplier=1.0, population=NODES, delta=1e-3),
+                TopK(0.1),
+                feedback=False,
+            ),
+            "codec announced is 'topk'",
+        ),
+    ],
+    ids=["dense", "topk", "signsgd", "votes without privacy", "private and dense", "dp-fedavg"],
+)
+def test_whatever_is_no_private_vote_is_refused_before_the_app_sees_it(server, words: str) -> None:
+    app, seen, left = spied()
+    replies = messages(server(), app)
+    assert all(reply.has_error() and words in reply.error.reason for reply in replies)
+    assert not seen
+    assert not left
+
+
+def messages(chosen, app) -> list[Message]:
+    """Return the replies to one configured round."""
+    with InProcessGrid(app, NODES, seed=3) as grid:
+        sent = list(chosen.configure_train(1, model(), ConfigRecord({"server-round": 1}), grid))
+        return list(grid.send_and_receive(sent, timeout=9))
+
+
+def test_evaluation_is_refused_and_queries_pass() -> None:
+    app = client_app(HALVES)
+
+    @app.query()
+    def query(msg: Message, context: Context) -> Message:
+        return Message(RecordDict({"answer": ConfigRecord({"partition-id": 0})}), reply_to=msg)
+
+    content = RecordDict({"arrays": model(), "config": ConfigRecord({"server-round": 1, "private": True})})
+    with InProcessGrid(app, 1, seed=3) as grid:
+        (node,) = grid.get_node_ids()
+        (refused,) = grid.send_and_receive([Message(content, node, "evaluate")], timeout=9)
+        (answer,) = grid.send_and_receive([Message(content, node, "query")], timeout=9)
+    assert "type 'evaluate'" in refused.error.reason
+    assert "answer" in answer.content
+
+
+def test_only_false_leaves_the_choice_to_the_server() -> None:
+    app, seen, left = spied(only=False)
+    with InProcessGrid(app, NODES, seed=3) as grid:
+        fedavg(fraction_evaluate=0.0).start(grid, model(), num_rounds=1, timeout=9)
+    assert seen == ["train"] * NODES
+    assert all(any(isinstance(v, ArrayRecord) for v in content.values()) for content in left)
+
+
+def test_a_refusal_costs_a_private_round_nothing_but_that_vote() -> None:
+    """A client that votes for nobody else beside clients that take what they are asked: DP-FedAvg goes on without."""
+    guarded, _, _ = spied()
+    plain = client_app()
+
+    def mixed(msg: Message, context: Context) -> Message:
+        return (guarded if context.node_config["partition-id"] == 0 else plain)(msg, context)
+
+    chosen = DpFedAvg(
+        inner(), clip=1.0, noise_multiplier=1.0, population=NODES, delta=1e-3, insecure_deterministic=True
+    )
+    moved, *_ = run(chosen, client=mixed)
+    assert len(chosen.reports[1].refused) == 1
+    assert chosen.privacy.releases == 1
+    assert np.isfinite(moved).all()

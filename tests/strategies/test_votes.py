@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import (
-    DifferentialPrivacyServerSideFixedClipping,
     FedAdagrad,
     FedAdam,
     FedAvg,
     FedAvgM,
-    FedMedian,
     FedProx,
     FedYogi,
-    Krum,
 )
 from toy import client_app, fedavg, model, put_sent_frame, stack, update
 
@@ -92,21 +89,6 @@ def test_votes_are_not_remembered() -> None:
     assert isinstance(Compressed(fedavg(), ScaledSign()).codec, ErrorFeedback)
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        lambda: FedMedian(**ONE),
-        lambda: Krum(num_malicious_nodes=1, **ONE),
-        lambda: DifferentialPrivacyServerSideFixedClipping(fedavg(), 0.0, 1e9, 4),
-    ],
-    ids=["median", "krum", "dp"],
-)
-@pytest.mark.parametrize("codec", [SignSGD(0.1), chain(Clip(1.0), SignSGD(0.1))], ids=repr)
-def test_strategies_that_look_at_single_updates_are_refused(inner, codec) -> None:
-    with pytest.raises(ConfigError, match=r"only the weighted sum is an update.*FedAvg, FedAvgM"):
-        Compressed(inner(), codec)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("inner", [FedAvg, FedAvgM, FedAdam, FedAdagrad, FedYogi, FedProx])
 def test_weighted_means_are_accepted(inner) -> None:
@@ -156,26 +138,6 @@ def test_a_plain_reply_that_cannot_vote_costs_itself_only() -> None:
     assert all("more than float32 holds" in reason for reason in report.refused.values())
     assert len(report.refused) == 1
     assert np.isfinite(stack(result.arrays)).all()
-
-
-class Personal(FedAvg):
-    """Sends every other node a model of its own."""
-
-    def configure_train(self, server_round, arrays, config, grid):
-        messages = list(super().configure_train(server_round, arrays, config, grid))
-        own = ArrayRecord({k: Array(v.numpy() + 1) for k, v in arrays.items()})
-        for message in messages[::2]:
-            message.content = RecordDict({**message.content, "arrays": own})
-        return messages
-
-
-def test_models_of_their_own_cannot_be_voted_about() -> None:
-    grid = InProcessGrid(client_app([compression()]), 4)
-    strategy = Compressed(Personal(**ONE), SignSGD(0.1))
-    with pytest.raises(ConfigError, match=r"sends 2 model.*put to the vote"):
-        strategy.configure_train(1, model(), ConfigRecord(), grid)
-    # The same strategy with estimates instead of votes goes the dense way.
-    assert len(list(Compressed(Personal(**ONE), TopK(0.1)).configure_train(1, model(), ConfigRecord(), grid))) == 4
 
 
 def test_nobody_has_more_than_one_vote() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import datetime
 import json
@@ -13,15 +12,13 @@ import ssl
 import stat
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
 import pytest
 
-from fedcomp.experiments.engines.processes import Child, free_ports
+from fedcomp.experiments.engines.processes import free_ports
 from fedcomp.experiments.program import main as fedcomp
-from fedcomp.experiments.security import link
 from fedcomp.experiments.security.certificates import Folder, create
 from fedcomp.experiments.security.link import LinkOptions, prepare
 from fedcomp.experiments.security.proxy import Limits
@@ -150,86 +147,86 @@ def test_a_folder_has_one_link_at_a_time(tmp_path, capfd):
 STAND_IN = """
 import os, socket, sys, time
 name, port = sys.argv[1], int(sys.argv[2])
-print("begins", name, os.getpid(), flush=True)
 if name == "superlink":
     held = socket.create_server(("127.0.0.1", port))
+print("\\x1b[92mINFO\\x1b[0m : begins", flush=True)
+print("oops", file=sys.stderr, flush=True)
 time.sleep(600)
 """
 
-
-def test_what_ends_is_started_again_and_sigterm_leaves_nothing(tmp_path, monkeypatch, capfd):
-    """With stand-ins for Flower's programs: all that is ours is the real thing."""
-    made = options(tmp_path, insecure=True)
-    started: list[Child] = []
-
-    def start(self: LinkOptions, title: str, name: str, command: list[str]) -> Child:
-        command = [sys.executable, "-c", STAND_IN, name, str(self.port)]
-        started.append(Child(title, command, env=os.environ, log=None, cwd=tmp_path))
-        return started[-1]
-
-    monkeypatch.setattr(LinkOptions, "start", start)
-    monkeypatch.setattr(link, "SHORTEST", 0.01)
-    listener, proxy = prepare(made)
-
-    async def scene() -> int:
-        running = asyncio.create_task(link.run(made, listener, proxy))
-
-        async def until(count: int) -> None:
-            while len(started) < count:
-                assert not running.done()
-                await asyncio.sleep(0.02)
-
-        await until(2)
-        started[1].kill()
-        await until(3)
-        started[0].kill()
-        await until(4)
-        # Only what ended: the server app of a run lives below the SuperExec, and survives its SuperLink.
-        assert [child.name for child in started[2:]] == ["the SuperExec", "the SuperLink"]
-        assert [child.returncode is None for child in started] == [False, False, True, True]
-        os.kill(os.getpid(), signal.SIGTERM)
-        return await running
-
-    async def limited() -> int:
-        return await asyncio.wait_for(scene(), 60)
-
-    assert asyncio.run(limited()) == 0
-    assert all(child.returncode is not None for child in started)
-    printed = capfd.readouterr().out
-    assert "the SuperLink ended with status -9; it is started again" in printed
-    assert printed.rstrip().endswith("stopped")
+LINK = """
+import sys
+from fedcomp.clients.edge import supervisor
+from fedcomp.experiments.security.link import LinkOptions, main
+from fedcomp.experiments.security.proxy import Proxy
+supervisor.FIRST, supervisor.LOOK_SECONDS = 0.01, 0.1
+stand_in, port, change = sys.argv[1:4]
+exec(change)
+LinkOptions.superlink = lambda self: [sys.executable, "-c", stand_in, "superlink", port]
+LinkOptions.superexec = lambda self: [sys.executable, "-c", stand_in, "superexec", port]
+sys.exit(main(sys.argv[4:]))
+"""
 
 
-def test_with_a_log_of_json_every_line_is_an_object_also_those_of_processes(tmp_path, monkeypatch, capfd):
-    says = "import sys; print('\\x1b[92mINFO\\x1b[0m : ready'); print('oops', file=sys.stderr); sys.exit(3)"
-    monkeypatch.setattr(LinkOptions, "superlink", lambda self: [sys.executable, "-c", says])
-    public, port = free_ports(2)
-    asked = [str(tmp_path), "--insecure", "--listen", f"127.0.0.1:{public}", "--port", str(port)]
-    assert fedcomp(["link", *asked, "--log-format", "json"]) == 75
-    deadline, printed = time.monotonic() + 60, ""
-    while printed.count("\n") < 4:
-        assert time.monotonic() < deadline
-        printed += capfd.readouterr().out
-        time.sleep(0.05)
-    lines = [json.loads(line) for line in printed.splitlines()]
-    assert {(line["event"], line.get("source"), line["message"]) for line in lines if line["event"] == "output"} == {
-        ("output", "superlink", "INFO : ready"),
-        ("output", "superlink", "oops"),
-    }
-    assert [line["message"] for line in lines if line["event"] == "link"][-1] == "stopped"
-    assert all({"time", "level", "event", "message"} <= line.keys() for line in lines)
+def start(path: Path, *more: str, stand_in: str = STAND_IN, change: str = "") -> subprocess.Popen[str]:
+    """Start a link with stand-ins for Flower's programs: all that is ours is the real thing."""
+    public, port = map(str, free_ports(2))
+    asked = [str(path), "--insecure", "--listen", f"127.0.0.1:{public}", "--port", port, *more]
+    command = [sys.executable, "-c", LINK, stand_in, port, change, *asked]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def test_a_superlink_that_does_not_start_is_a_temporary_failure(tmp_path, monkeypatch, capfd):
-    broken = [sys.executable, "-c", "import sys; sys.exit(3)"]
-    monkeypatch.setattr(LinkOptions, "superlink", lambda self: broken)
-    public, port = free_ports(2)
-    asked = [str(tmp_path), "--insecure", "--listen", f"127.0.0.1:{public}", "--port", str(port)]
-    assert fedcomp(["link", *asked]) == 75
-    printed = capfd.readouterr()
-    assert "the SuperLink ended with status 3" in printed.err
+def test_what_ends_is_started_again_and_sigterm_leaves_nothing(tmp_path):
+    process = start(tmp_path, "--log-format", "json")
+    events = (json.loads(line) for line in process.stdout)
+    started: list[tuple[str, int]] = []
+
+    def until_started() -> None:
+        event = next(event for event in events if event["event"] == "started")
+        started.append((event["service"], int(event["message"].split()[-1])))
+
+    for victim in (1, 0, None):
+        while len(started) < 2 + (victim != 1) + (victim is None):
+            until_started()
+        if victim is not None:
+            os.kill(started[victim][1], signal.SIGKILL)
+    # Only what ended: the server app of a run lives below the SuperExec, and survives its SuperLink.
+    assert [name for name, _ in started] == ["superlink", "superexec", "superexec", "superlink"]
+    process.send_signal(signal.SIGTERM)
+    rest = [event["event"] for event in events]
+    assert process.wait(60) == 0
+    assert rest[-2:] == ["stopping", "stopped"]
+    assert not any(Path(f"/proc/{pid}").exists() for _, pid in started)
+
+
+def test_with_a_log_of_json_every_line_is_an_object_also_those_of_processes(tmp_path):
+    process = start(tmp_path, "--log-format", "json")
+    wanted = {(name, line) for name in ("superlink", "superexec") for line in ("INFO : begins", "oops")}
+    while wanted:
+        event = json.loads(process.stdout.readline())
+        assert {"time", "level", "event", "message"} <= event.keys()
+        wanted.discard((event.get("source"), event["message"]))
+    process.terminate()
+    assert all(json.loads(line)["level"] == "info" for line in process.stdout)
+    assert process.wait(60) == 0
+
+
+def test_a_superlink_that_does_not_start_is_a_temporary_failure(tmp_path):
+    process = start(tmp_path, stand_in="import sys; sys.exit(3)")
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "superlink ended with status 3" in printed
     # The word is explicit, and what it means is said.
-    assert "Whoever reaches" in printed.out
+    assert "Whoever reaches" in printed
+
+
+def test_a_link_whose_proxy_has_ended_ends_too(tmp_path):
+    """It would be alive, and no node could reach it."""
+    process = start(tmp_path, change="Proxy.serve = lambda *_: 1 / 0")
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "ZeroDivisionError" in printed
+    assert "the proxy has ended" in printed
 
 
 def test_neither_command_needs_more_than_the_library_itself():
