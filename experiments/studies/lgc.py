@@ -39,6 +39,9 @@ LAYER: Final = "conv3"
 VALUES: Final = 1024
 """Values of the layer, of 18 432, that are coded where codings are compared."""
 
+HELD_OUT: Final = 100
+"""Steps on which codings are compared."""
+
 DENSITY: Final = 0.05
 INNOVATION: Final = 0.002
 
@@ -117,7 +120,7 @@ COPY: Final = "nothing: the common node's values as they are"
 ZEROS: Final = "nothing: zeros"
 
 
-def codings(seed: int, *, trained: int, held_out: int = 100) -> dict[str, Any]:
+def codings(seed: int, *, trained: int, held_out: int) -> dict[str, Any]:
     """Return squared errors over energy on ``held_out`` steps after those trained with, by what was coded how.
 
     Four workers' gradients of one layer of a dense training; in turn a worker's largest values are the support.
@@ -203,7 +206,7 @@ RING_BYTES: Final[Mapping[str, float]] = {**dict.fromkeys(CODERS, 1.0), TOP_QUAR
 def study(found: Found) -> Studied:
     """Compare codings on gradients that were not trained with; count the last stage, and weights."""
     axes = {"seed": list(repetitions(found.config))}
-    looked = found.sweep(codings, axes, "codings", trained=int(found.config.settings["trained"]))
+    looked = found.sweep(codings, axes, "codings", trained=int(found.config.settings["trained"]), held_out=HELD_OUT)
 
     def error(name: str) -> float:
         return mean(record.missed[name] for record in looked)

@@ -227,6 +227,7 @@ def test_a8_a_generators_log_does_not_say_whether_a_failing_client_was_drawn(cap
     assert "reply not used" in shown
 
 
+<<<<<<< HEAD
 def test_a8_a_generators_log_names_no_node_with_a_copied_configuration(caplog: pytest.LogCaptureFixture) -> None:
     def log(sampling: Sampling, seed: int) -> tuple[str, int]:
         strategy = datalens_toy.strategy(sampling=sampling, adjacency="zero_out", seed=seed, clients=NODES)
@@ -242,6 +243,8 @@ def test_a8_a_generators_log_names_no_node_with_a_copied_configuration(caplog: p
     assert "claims partition 0" in log(SHOWN, 1)[0]
 
 
+=======
+>>>>>>> ab384f52d932f6f8ac54258d80ca397594c0c401
 SETTINGS = {
     "task.hidden": "8",
     "codec": "topk",
