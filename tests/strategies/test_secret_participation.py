@@ -227,24 +227,6 @@ def test_a8_a_generators_log_does_not_say_whether_a_failing_client_was_drawn(cap
     assert "reply not used" in shown
 
 
-<<<<<<< HEAD
-def test_a8_a_generators_log_names_no_node_with_a_copied_configuration(caplog: pytest.LogCaptureFixture) -> None:
-    def log(sampling: Sampling, seed: int) -> tuple[str, int]:
-        strategy = datalens_toy.strategy(sampling=sampling, adjacency="zero_out", seed=seed, clients=NODES)
-        caplog.clear()
-        with caplog.at_level(logging.INFO, "flwr"):
-            strategy.start(twins(datalens_toy.client()), datalens_toy.model(), num_rounds=1, timeout=9)
-        return without_times(caplog), len(strategy.privacy.entries[0].participants)
-
-    runs = [log(SECRET, seed) for seed in (1, 2, 3)]
-    assert len({count for _, count in runs}) > 1
-    assert len({said for said, _ in runs}) == 1
-    assert "claims" not in runs[0][0]
-    assert "claims partition 0" in log(SHOWN, 1)[0]
-
-
-=======
->>>>>>> ab384f52d932f6f8ac54258d80ca397594c0c401
 SETTINGS = {
     "task.hidden": "8",
     "codec": "topk",
