@@ -172,7 +172,7 @@ def energy(sent: str, received: str) -> Energy:
 def moments(**settings: Any) -> bool:
     """Whether the second moment of a sampled layer of a small graph is a ratio of sums that are not empty."""
     found = measured(Batches(get_task("karate"), 2, 4, 1, 6), SamplerSettings(n=4, mode="fixed", scale=2.0, **settings))
-    return found["batches"] > 0 and found["second_moment"] > 0
+    return found["candidates"] > 0 and found["second_moment"] > 0
 
 
 ON_AN_ENGINE = (
