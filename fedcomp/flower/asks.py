@@ -7,6 +7,7 @@ the one by which a reply says who it is in an answer. A record of their own woul
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, NamedTuple, Self
@@ -360,9 +361,13 @@ def data_in(content: RecordDict, kind: str) -> dict[str, Frame]:
 
 def named_posts(posts: Iterable[Post], kind: str) -> dict[str, Frame]:
     """Return posts as bytes by their names in a message: of kind :data:`~fedcomp.flower.payload.MAIL` by who sent them,
-    else by whom they are for."""
-    others = ((post, post.source if kind == MAIL else post.to) for post in posts)
-    return {f"{kind}{i}/{other}/{post.name}": post.data for i, (post, other) in enumerate(others)}
+    else by whom they are for. Neighbours in the list with one name and the same bytes, a message to several, are one
+    entry: its bytes travel once."""
+    found: dict[str, Frame] = {}
+    for number, ((name, data), same) in enumerate(itertools.groupby(posts, key=lambda post: (post.name, post.data))):
+        others = ",".join(str(post.source if kind == MAIL else post.to) for post in same)
+        found[f"{kind}{number}/{others}/{name}"] = data
+    return found
 
 
 def posts_in(content: RecordDict, kind: str, node: int) -> tuple[Post, ...]:
@@ -371,20 +376,21 @@ def posts_in(content: RecordDict, kind: str, node: int) -> tuple[Post, ...]:
     Raises
     ------
     SchemaError
-        When what is called like one has no name of a post, or posts are not numbered from 0.
+        When what is called like one has no name of a post, or they are not numbered from 0.
     """
-    found: dict[int, Post] = {}
+    found: dict[int, list[Post]] = {}
     data = data_in(content, kind)
     for text, each in data.items():
         number, _, rest = text.partition("/")
-        other, slash, name = rest.partition("/")
-        if not (slash and all(part.isdecimal() and len(part) < 11 for part in (number, other))):
-            raise SchemaError(f"{text[:80]!r} is no name of a post, which has a number, a node and a name", kind)
-        source, to = (int(other), node) if kind == MAIL else (node, int(other))
-        found[int(number)] = Post(source, to, name, each)
+        others, slash, name = rest.partition("/")
+        nodes = others.split(",")
+        if not (slash and all(part.isdecimal() and len(part) < 11 for part in (number, *nodes))):
+            raise SchemaError(f"{text[:80]!r} is no name of a post, which has a number, nodes and a name", kind)
+        ends = ((int(other), node) if kind == MAIL else (node, int(other)) for other in nodes)
+        found[int(number)] = [Post(source, to, name, each) for source, to in ends]
     if sorted(found) != [*range(len(data))]:
         raise SchemaError(f"{len(data)} posts are not numbered from 0", kind)
-    return tuple(found[number] for number in range(len(data)))
+    return tuple(post for number in range(len(data)) for post in found[number])
 
 
 def without(content: RecordDict) -> RecordDict:
