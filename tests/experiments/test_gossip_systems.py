@@ -67,8 +67,8 @@ def test_a_record_keeps_the_four_counters_apart() -> None:
         metrics = record.metrics
         assert metrics["gossip.edge"] >= metrics["gossip.node"] > 0
         wire = ledger.total("wire", round=record.round, message_type="train")
-        # What a node sends to several others goes up for each of them.
-        messages = metrics["gossip.edge"] + metrics["gossip.down"]
+        # What a node sends to several others goes up once, and down to each of them.
+        messages = metrics["gossip.up"] + metrics["gossip.down"]
         assert wire == messages + metrics["gossip.start"] + metrics["gossip.overhead"]
         assert metrics["gossip.up"] == metrics["gossip.node"]
     first, last = result.rounds[1].metrics, result.final.metrics
