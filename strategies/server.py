@@ -897,11 +897,7 @@ class Server(Evaluating):
             self._started = False
         self._timeout = kwargs.get("timeout", args[3] if len(args) > 3 else 3600)
         if not self.own_loop:
-            result = super().start(*args, **kwargs)
-            if result.arrays is initial and not any(each.asked for each in self.reports.values()):
-                # As in Flower's loop: rounds that only evaluate make no model.
-                result.arrays = ArrayRecord()
-            return result
+            return super().start(*args, **kwargs)
         self._started, self._ended = True, None
         before = self.sequence
         planned.set(int(kwargs.get("num_rounds", args[2] if len(args) > 2 else 3)))

@@ -309,3 +309,12 @@ def test_no_pickle_and_no_global_randomness_in_the_product() -> None:
             calls = names(path).calls & banned_calls - RESEEDS.get(str(path.relative_to(ROOT)), set())
             wrong += [f"{path.relative_to(ROOT)} calls {n}" for n in calls]
     assert not wrong
+
+
+def test_the_tests_that_every_flower_runs_are_files() -> None:
+    script = (ROOT / ".ci/flowers").read_text()
+    listed = script[script.index("tests=(") : script.index(")\n", script.index("tests=("))] + ")"
+    show = f'{listed}; printf "%s\\n" "${{tests[@]}}"'
+    named = subprocess.run(["bash", "-c", show], check=True, capture_output=True, text=True).stdout.split()
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / name).exists()] == []

@@ -143,13 +143,16 @@ def test_models_in_evaluation_replies_are_named_with_their_bytes() -> None:
 
 
 @pytest.mark.parametrize("around", [lambda inner: inner, lambda inner: Compressed(inner, TopK(0.1))])
-def test_rounds_that_only_evaluate_give_what_flower_gives(around) -> None:
+def test_rounds_that_only_evaluate_keep_the_model(around) -> None:
     inner = FedAvg(fraction_train=0.0, **(KEYS | {"min_train_nodes": 0}))
+    initial = model()
     with InProcessGrid(idle_in(0), 3) as grid:
-        result = around(inner).start(grid, model(), num_rounds=2)
+        result = around(inner).start(grid, initial, num_rounds=2)
     assert sorted(result.evaluate_metrics_clientapp) == [1, 2]
     assert not result.train_metrics_clientapp
-    assert not result.arrays
+    # Flower up to 1.42 returns no arrays then, later ones the model that was given, as this project's loop does.
+    flowers_own = around(inner) is inner
+    assert result.arrays is initial or (flowers_own and not result.arrays)
 
 
 def test_nodes_may_be_listed_as_often_as_one_likes() -> None:
