@@ -217,6 +217,7 @@ ROWS: Final[Mapping[str, Contender]] = {
     "QSGD": _plain("qsgd", "levels", LEVELS),
     "dithering": _plain("dithering", "bits", tuple(range(1, 9))),
     "EDEN": _plain("eden", "bits", (1, 2, 3, 4)),
+    "Auto": _plain("auto", "bits", (0.25, 0.5, 1.0, 2.0, 4.0)),
     "fixed point + EF": Contender(
         lambda d, lr: _feedback({"id": "fixedpoint", "codec": _with_density("randomk", d), "clip": 0.5}), DENSITIES
     ),
