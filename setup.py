@@ -1,10 +1,24 @@
-"""What pyproject.toml cannot say: five folders of the repository are installed as one package."""
+"""What pyproject.toml cannot say: five folders of the repository are installed as one package, with one file in C."""
 
-from setuptools import find_packages, setup
+import os
+
+from setuptools import Extension, find_packages, setup
 
 BESIDE = ("strategies", "clients", "coding", "experiments")
 
+# Where there is no compiler the package is installed without it. One file serves all versions of Python from 3.11 on.
+# Operations on floating-point numbers are not to be joined into others, which round otherwise.
+CONTEXTS = Extension(
+    "fedcomp.kernels._contexts",
+    ["fedcomp/kernels/_contexts.c"],
+    extra_compile_args=[] if os.name == "nt" else ["-O2", "-ffp-contract=off"],
+    py_limited_api=True,
+    optional=True,
+)
+
 setup(
+    ext_modules=[CONTEXTS],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
     packages=[
         *find_packages(include=["fedcomp", "fedcomp.*"]),
         *(f"fedcomp.{found}" for name in BESIDE for found in find_packages(include=[name, f"{name}.*"])),

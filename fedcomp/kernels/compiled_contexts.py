@@ -29,14 +29,16 @@ from fedcomp.kernels.portable_contexts import (
     SIZES,
     TOP_BITS,
     WINDOWS,
+    begun,
     costs,
-    last_of,
+    ended,
+    finished,
+    opened,
 )
 
 _COST, _WRITE, _READ = range(3)
 _COSTS = costs()
 _FIRST = FIRST.reshape(-1)
-_FULL = np.uint64(0xFFFFFFFFFFFFFFFF)
 _WORD = np.uint64(32)
 _SIXTEEN = np.uint64(16)
 _LEAST = np.uint64(1 << 32)
@@ -270,7 +272,7 @@ def dithered(values: NDArray[np.float32], inverse: float, draws: NDArray[np.uint
 
 def cost(levels: NDArray[np.int32], shapes: NDArray[np.int64], top: int) -> tuple[int, int]:
     """See :func:`fedcomp.kernels.portable_contexts.cost`."""
-    state = _begun(0)
+    state = begun(0)
     decisions = int(_cost(levels, fixed(shapes), top, _NONE, state))
     return int(state[0]), decisions
 
@@ -279,38 +281,14 @@ def encode(levels: NDArray[np.int32], shapes: NDArray[np.int64], top: int) -> by
     """See :func:`fedcomp.kernels.portable_contexts.encode`."""
     room = levels.size // 8 + 256
     while True:
-        state, words = _begun(0), np.empty(room, np.uint32)
+        state, words = begun(0), np.empty(room, np.uint32)
         if _encode(levels, fixed(shapes), top, words, state) >= 0:
-            break
+            return finished(words, state)
         room *= 4
-    low, span, written = (int(word) for word in state)
-    last = last_of(low, span)
-    if last >> 64:
-        carried = written - 1
-        while words[carried] == 0xFFFFFFFF:
-            words[carried] = 0
-            carried -= 1
-        words[carried] += np.uint32(1)
-    head = words[:written].astype(">u4").tobytes()
-    return (head + (last & (1 << 64) - 1).to_bytes(8, "big")).rstrip(b"\0")
 
 
 def decode(coded: bytes, shapes: NDArray[np.int64], top: int, most: int, out: NDArray[np.int32]) -> int:
     """See :func:`fedcomp.kernels.portable_contexts.decode`."""
-    words = np.frombuffer(bytes(coded).ljust(-(-len(coded) // 4) * 4 + 8, b"\0"), ">u4").astype(np.uint32)
-    offset = int(words[0]) << 32 | int(words[1])
-    state = _begun(offset)
-    state[2] = 2
+    words, state = opened(coded)
     decisions = int(_decode(out, fixed(shapes), top, most, words, state))
-    if decisions < 0:
-        return decisions
-    offset, span, taken = (int(word) for word in state)
-    if len(coded) > 4 * taken or coded[-1:] == b"\0":
-        return -2
-    window = int.from_bytes(bytes(coded[4 * taken - 8 : 4 * taken]).ljust(8, b"\0"), "big")
-    low = (window - offset) & (1 << 64) - 1
-    return decisions if last_of(low, span) & (1 << 64) - 1 == window else -2
-
-
-def _begun(low: int) -> NDArray[np.uint64]:
-    return np.array([low, _FULL, 0], np.uint64)
+    return decisions if decisions < 0 or ended(coded, state) else -2

@@ -298,6 +298,42 @@ def decode(coded: bytes, shapes: Sequence[tuple[int, int]], top: int, most: int,
     return decisions if decisions < 0 or reader.ended() else -2
 
 
+def begun(low: int) -> NDArray[np.uint64]:
+    """Return the state in which coders of words begin: lower end, range, words written."""
+    return np.array([low, (1 << 64) - 1, 0], np.uint64)
+
+
+def finished(words: NDArray[np.uint32], state: NDArray[np.uint64]) -> bytes:
+    """Return the bytes of what a coder has written; ``words`` may be written to."""
+    low, span, written = (int(word) for word in state)
+    last = last_of(low, span)
+    if last >> 64:
+        carried = written - 1
+        while words[carried] == 0xFFFFFFFF:
+            words[carried] = 0
+            carried -= 1
+        words[carried] += np.uint32(1)
+    head = words[:written].astype(">u4").tobytes()
+    return (head + (last & (1 << 64) - 1).to_bytes(8, "big")).rstrip(b"\0")
+
+
+def opened(coded: bytes) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
+    """Return the words of ``coded``, and the state in which a reader of them begins."""
+    words = np.frombuffer(coded.ljust(-(-len(coded) // 4) * 4 + 8, b"\0"), ">u4").astype(np.uint32)
+    state = begun(int(words[0]) << 32 | int(words[1]))
+    state[2] = 2
+    return words, state
+
+
+def ended(coded: bytes, state: NDArray[np.uint64]) -> bool:
+    """Whether ``coded`` is what an encoder would have written, by the state of a reader at the end."""
+    offset, span, taken = (int(word) for word in state)
+    if len(coded) > 4 * taken or coded[-1:] == b"\0":
+        return False
+    window = int.from_bytes(coded[4 * taken - 8 : 4 * taken].ljust(8, b"\0"), "big")
+    return last_of((window - offset) & (1 << 64) - 1, span) & (1 << 64) - 1 == window
+
+
 def magnitudes(values: NDArray[np.float32]) -> NDArray[np.int64]:
     """Return how many of contiguous ``values`` have each pattern of exponent and 7 bits of mantissa, shape (2**15,)."""
     counts = np.zeros(1 << 15, np.int64)

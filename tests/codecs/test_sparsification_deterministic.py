@@ -141,7 +141,6 @@ INNER: tuple[Codec, ...] = (
     KeyRegion(sparse_density=0.02),
     EDEN(1),
     EDEN(2, scale="least"),
-    Auto(2.0),
     Auto(0.5, feedback=True),
     RandomProjection(64, scale="least"),
     Replay(RandomProjection(9, scale="least")),
