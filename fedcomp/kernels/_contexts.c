@@ -213,7 +213,50 @@ static PyObject *call(PyObject *self, PyObject *args) {
     return PyLong_FromLongLong(status);
 }
 
-static PyMethodDef methods[] = {{"code", call, METH_VARARGS, "Cost, write or read levels."}, {NULL, NULL, 0, NULL}};
+static void quantise(const float *values, int64_t count, float inverse, int32_t *out) {
+    for (int64_t i = 0; i < count; i++) {
+        float size = (values[i] < 0.0f ? -values[i] : values[i]) * inverse;
+        int32_t level = size < 1.0f ? size >= 0.6f : (int32_t)(size + 0.5f);
+        out[i] = values[i] < 0.0f ? -level : level;
+    }
+}
+
+static void dither(const float *values, int64_t count, double inverse, const uint32_t *draws, int32_t *out) {
+    for (int64_t i = 0; i < count; i++) {
+        double scaled = (double)values[i] * inverse;
+        double up = scaled + (2.0 * draws[i] + 1.0) * (1.0 / (1 << 25));
+        int32_t whole = (int32_t)up;
+        out[i] = whole - (up < whole);
+    }
+}
+
+/* quantise(values, inverse, draws, out): with draws as many as values dithered, with none rounded. */
+static PyObject *levels(PyObject *self, PyObject *args) {
+    double inverse;
+    PyObject *given[3];
+    Py_buffer views[3];
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OdOO", &given[0], &inverse, &given[1], &given[2])) return NULL;
+    for (int i = 0; i < 3; i++)
+        if (PyObject_GetBuffer(given[i], &views[i], PyBUF_SIMPLE | (i == 2 ? PyBUF_WRITABLE : 0)) < 0) {
+            while (i--) PyBuffer_Release(&views[i]);
+            return NULL;
+        }
+    int fits = views[2].len == views[0].len && (views[1].len == 0 || views[1].len == views[0].len);
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        if (views[1].len) dither(views[0].buf, views[0].len / 4, inverse, views[1].buf, views[2].buf);
+        else quantise(views[0].buf, views[0].len / 4, (float)inverse, views[2].buf);
+        Py_END_ALLOW_THREADS
+    }
+    for (int i = 0; i < 3; i++) PyBuffer_Release(&views[i]);
+    if (!fits) return PyErr_Format(PyExc_ValueError, "arrays of other lengths");
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {{"code", call, METH_VARARGS, "Cost, write or read levels."},
+                                {"quantise", levels, METH_VARARGS, "Round to levels."},
+                                {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_contexts", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__contexts(void) {

@@ -9,9 +9,7 @@ from numpy.typing import NDArray
 
 from fedcomp.kernels import _contexts  # type: ignore[attr-defined]  # written in C, and not there without a compiler
 from fedcomp.kernels.portable_contexts import FIRST, RATES, WINDOWS, begun, costs, ended, finished, opened
-from fedcomp.kernels.portable_contexts import dithered as dithered
 from fedcomp.kernels.portable_contexts import magnitudes as magnitudes
-from fedcomp.kernels.portable_contexts import quantise as quantise
 
 _COST, _WRITE, _READ = range(3)
 _ENDLESS: Final = 1 << 62
@@ -44,3 +42,17 @@ def decode(coded: bytes, shapes: NDArray[np.int64], top: int, most: int, out: ND
     words, state = opened(coded)
     decisions = _code(_READ, out, shapes, top, most, words, state)
     return decisions if decisions < 0 or ended(coded, state) else -2
+
+
+def quantise(values: NDArray[np.float32], inverse: np.float32) -> NDArray[np.int32]:
+    """See :func:`fedcomp.kernels.portable_contexts.quantise`."""
+    out = np.empty(values.size, np.int32)
+    _contexts.quantise(values, float(inverse), _NONE, out)
+    return out
+
+
+def dithered(values: NDArray[np.float32], inverse: float, draws: NDArray[np.uint32]) -> NDArray[np.int32]:
+    """See :func:`fedcomp.kernels.portable_contexts.dithered`."""
+    out = np.empty(values.size, np.int32)
+    _contexts.quantise(values, inverse, draws, out)
+    return out
