@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from advice import (
@@ -24,6 +25,8 @@ from advice import (
 from flwr.app import Array, ArrayRecord
 
 import fedcomp as fc
+from fedcomp.codecs import auto
+from fedcomp.kernels import contexts, tiers
 from fedcomp.layout import NONE_DENSE, EndsDense, Layout, TensorShape
 
 
@@ -40,7 +43,31 @@ HUGE = np.full(LAYOUT.size, 3e38, np.float32)
 NAN = np.full(LAYOUT.size, np.nan, np.float32)
 
 
+def without_compiled_code() -> None:
+    auto._say_portable.cache_clear()
+    with mock.patch.object(contexts, "compiled", lambda: False):
+        fc.Auto().preview(np.ones(contexts.PORTABLE_MOST + 1))
+    auto._say_portable.cache_clear()
+
+
 CODECS = (
+    row(
+        "without bound; use Auto(feedback=True), or no error feedback",
+        lambda: fc.ErrorFeedback(fc.Auto()),
+        lambda: (
+            points_the_same_way(fc.ErrorFeedback(fc.Auto(4.0, feedback=True))) and points_the_same_way(fc.Auto(4.0))
+        ),
+    ),
+    row(
+        "which loses more; install fedcomp[fast]",
+        without_compiled_code,
+        lambda: tiers.has_numba() and contexts.compiled(),
+    ),
+    row(
+        "unknown kernel tier {}; use 'auto', 'c', 'numba' or 'numpy'",
+        lambda: contexts.tier_of(1, "fastest"),
+        lambda: len({contexts.tier_of(1, tier) for tier in ("auto", "numba", "numpy")}) >= 2,
+    ),
     row(
         "Lower the learning rate or clip gradients before communicating",
         lambda: decoded(fc.TopK(0.1), NAN),

@@ -17,16 +17,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedcomp.codecs import FFT, PowerSGD, TopK
+from fedcomp.codecs import FFT, Auto, PowerSGD, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.lowrank import LEFT, Basis
 from fedcomp.codecs.orthonormal import rotate
+from fedcomp.codecs.ratecontrol import RateControl, bits_of
 from fedcomp.errors import why_missing
 from fedcomp.experiments.bench.readpass import LAYERS, Vector, in_passes, layered, one_thread, read_pass
 from fedcomp.experiments.bench.sparsifiers import sparsifiers
 from fedcomp.experiments.bench.worst import worst
 from fedcomp.forward.directions import Directions
 from fedcomp.kernels import feedback_step, scatter_add, select_topk, warm
+from fedcomp.kernels.contexts import Streams
 from fedcomp.layout import Layout, TensorSpec, Update
 from fedcomp.measuring import Bound, Case
 from fedcomp.rng import Key
@@ -52,6 +54,9 @@ LIMITS: Final = {
 }
 """Read passes of methods on the whole vector, signs and selection included."""
 
+MODELLED: Final = {0.1: (30.0, 26.0), 0.5: (52.0, 45.0)}
+"""By bits a value, read passes of .27 ns of encoding levels in contexts and of decoding them."""
+
 GOAL: Final = "our goal, set from measurements of these kernels on a quiet machine"
 COUNT: Final = 32
 FORWARD: Final = "what the strategy counts on when it says what a round costs, on one core"
@@ -76,6 +81,8 @@ def cases(quick: bool) -> Iterator[Case]:
         # Of a small model opening streams, not memory, is what an estimate costs.
         for size in (2_410, min(SMALL, vector.size)):
             yield directions(vector[:size], repetitions, claimed=size > 2_410)
+        for bits in MODELLED:
+            yield modelled(vector, repetitions, bits)
         yield from worst(vector, repetitions)
 
 
@@ -143,6 +150,32 @@ def ranked(vector: Vector, repetitions: int, density: float) -> Case:
         faster = f"top-k {at}: times faster than torch.topk"
         bounds.append(Bound(faster, "torch.topk / top-k", ">= 20", GOAL, skipped=missing))
     return in_passes(f"density {density}", vector, calls, repetitions, bounds, density=density)
+
+
+def modelled(vector: Vector, repetitions: int, bits: float) -> Case:
+    """Return levels of a matrix of 1000 columns at so many bits a value, coded in contexts by one thread."""
+    rows = vector.size // 1000
+    values, streams = vector[: rows * 1000], Streams(((rows, 1000),), threads=1)
+    control = RateControl(values, streams.shapes, dithered=False, seed=0)
+    levels = control.levels(control.search(int(256 * bits * values.size))[0])
+    top = bits_of(levels)
+    coded, out, k = streams.encode(levels, top), np.empty_like(levels), math.ceil(bits / 10 * values.size)
+    codec, layout = Auto(bits, feedback=True), Layout((TensorSpec("w", (rows, 1000), "float32", 0, values.size),))
+    calls: dict[str, Callable[[], object]] = {
+        "read pass": read_pass(values),
+        "cost": lambda: streams.cost(levels, top),
+        "encode": lambda: streams.encode(levels, top),
+        "decode": lambda: streams.decode(coded, top, 1 << 60, out),
+        "Auto to bytes, with its search": lambda: codec.encode(Update(values, layout), {}, Key(0)),
+        "top-k of a tenth as many values": lambda: select_topk(values, k),
+    }
+    encode, decode = MODELLED[bits]
+    at = f"levels in contexts at {bits:g} bits"
+    bounds = [
+        Bound(f"{at}, encode: read passes", "encode", f"<= {encode}", GOAL, gate=False),
+        Bound(f"{at}, decode: read passes", "decode", f"<= {decode}", GOAL, gate=False),
+    ]
+    return in_passes(f"levels in contexts, {bits:g} bits", values, calls, repetitions, bounds)
 
 
 Made = Iterator[tuple[str, Vector, dict[str, Callable[[], object]]]]

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from fedcomp.kernels import tiers
+from fedcomp.kernels import contexts, tiers
 from fedcomp.kernels.bins import adaptive_step, select_adaptive, select_bins
 from fedcomp.kernels.hadamard import hadamard
 from fedcomp.kernels.select import feedback_step, select_topk
@@ -62,4 +62,12 @@ def warm() -> float | None:
     for name in ("u1", "u2", "u4", "u8"):
         ops.pack_columns(np.zeros((64, 2), name), np.zeros((3, 2), np.uint64))
         ops.unpack_columns(np.zeros((3, 2), np.uint64), np.empty((64, 2), name))
+    if not contexts.has_c():
+        streams, levels = contexts.Streams(((2, 8),), "numba"), np.ones(16, np.int32)
+        streams.cost(levels, 1)
+        streams.decode(streams.encode(levels, 1), 1, 1 << 20, levels)
+        coder = contexts.tier_of(16, "numba")
+        coder.quantise(vector, np.float32(1.0))
+        coder.dithered(vector, 1.0, np.zeros(256, np.uint32))
+        coder.magnitudes(vector)
     return time.perf_counter() - start
