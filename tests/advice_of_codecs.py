@@ -45,7 +45,7 @@ NAN = np.full(LAYOUT.size, np.nan, np.float32)
 
 def without_compiled_code() -> None:
     auto._say_portable.cache_clear()
-    with mock.patch.object(contexts, "compiled", lambda: False):
+    with mock.patch.object(contexts, "compiled", return_value=False):
         fc.Auto().preview(np.ones(contexts.PORTABLE_MOST + 1))
     auto._say_portable.cache_clear()
 
