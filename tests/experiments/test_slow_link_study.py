@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +27,6 @@ from fedcomp.experiments.studies.slow_link import (
     TRAINED,
 )
 from fedcomp.experiments.tables import findings as findings_of
-
-pytestmark = pytest.mark.engines
 
 ASKED = {"hidden": 16, "seed": 0, "rounds": 30, "steps": 8, "rate": 0.1, "target": 80.0}
 
@@ -189,18 +191,54 @@ def test_without_stock_flower_its_claim_alone_is_skipped(monkeypatch: pytest.Mon
 REASON = unavailable()
 
 
-@pytest.mark.skipif(bool(REASON), reason=REASON)
-@pytest.mark.long
-def test_a_training_is_ended_when_its_pace_shows_that_it_comes_too_late() -> None:
-    asked = {**ASKED, "row": BOTH, "hidden": 2, "rounds": 200, "target": 101.0}
-    found = slow.linked(
-        slow.Training(**asked), rate=1e7, down=None, limit=90.0, settings=module.settings(1e4), needed=1e6
-    )
-    assert found["error"] == "not in 90 s"
-    assert len(found["line"]) >= links.ENOUGH
-    assert found["seconds"] < 80.0
+@pytest.mark.parametrize(("needed", "rounds"), [(None, 200), (1e6, 3), (100.0, 200)])
+def test_a_training_is_ended_when_its_pace_shows_that_it_comes_too_late(
+    needed: float | None, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a million rounds as soon as the pace is known; else at the limit, and here the training is there before."""
+
+    class Links:
+        def __init__(self, *given: object, **more: object) -> None:
+            pass
+
+        def __enter__(self) -> Links:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def name(self, node: object) -> str:
+            return str(node)
+
+        def counters(self) -> dict[int, links.Counted]:
+            return {0: links.Counted(1, 2, 3, 4)}
+
+    class Ready(Links):
+        """A deployment whose server app ends a round every tenth of a second of the clock that it writes."""
+
+        folder = tmp_path
+        home = staticmethod(lambda name: tmp_path)
+
+        def run_app(self, config: object, *, watch: Callable[[], None], **others: object) -> str:
+            found: dict[str, Any] = {"began": time.time(), "line": []}
+            for number in range(1, 201):
+                found["line"].append([0.1 * number, 50.0])
+                (tmp_path / slow.FILE).write_text(json.dumps(found))
+                watch()
+            return ""
+
+        def runs(self) -> list[dict[str, str]]:
+            return [{"status": "finished:completed"}]
+
+    monkeypatch.setattr(slow, "SlowLinks", Links)
+    monkeypatch.setattr("fedcomp.experiments.engines.linked.LinkedDeployment", Ready)
+    asked = slow.Training(**{**ASKED, "row": BOTH})
+    found = slow.linked(asked, rate=1e7, down=None, limit=90.0, settings={}, needed=needed)
+    assert len(found["line"]) == rounds
+    assert found["error"] == ("not in 90 s" if rounds == links.ENOUGH else "")
 
 
+@pytest.mark.engines
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 @pytest.mark.long
 def test_a_training_over_links_is_that_of_this_process_and_its_bytes_have_names() -> None:
