@@ -36,7 +36,8 @@ SPEC = RunSpec("topk", task="digits", rounds=2, clients=2, seed=4, settings={"co
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    quicken(monkeypatch)
+    # The bundle holds the two apps only.
+    quicken(monkeypatch, "fedcomp.clients.app", "torch")
     with contextlib.closing(Site(tmp_path)) as made:
         yield made
 

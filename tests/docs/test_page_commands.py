@@ -77,8 +77,10 @@ RUN_BY = {
 
 FEWER: dict[str, dict[str, Any]] = {
     "fedcomp.experiments.catalog.scalecom": {"FEDERATIONS": (2, 8)},
+    "fedcomp.experiments.drifting": {"EPOCHS": 1},
     "fedcomp.experiments.studies.coded_dropout": {"LIVES": (12.0, 40.0), "SIZES": (2_000, 5_000)},
     "fedcomp.experiments.studies.compressors": {"LOOKED": 2, "REPETITIONS": 1},
+    "fedcomp.experiments.studies.convolutions": {"BATCH": 4},
     "fedcomp.experiments.studies.gradiveq": {"EARLY": 3, "LATE": 6, "WIDTH": 64},
     "fedcomp.experiments.studies.lgc": {"HELD_OUT": 3},
 }
