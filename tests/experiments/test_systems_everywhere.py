@@ -334,14 +334,14 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, ledgers: Path) -> dict[st
         with Deployment(2, peers=True) as deployment:
             out, specs = deployment.home("out"), deployment.folder / "specs.json"
             specs.write_text(json.dumps([one.to_run_config() for one in asked]), encoding="utf-8")
-            deployment.run_app({"specs": str(specs), "out": str(out)}, limit=400, project=APP)
+            deployment.run_app({"specs": str(specs), "out": str(out)}, limit=900, project=APP)
             assert deployment.runs()[0]["status"] == "finished:completed", deployment.logs(40)
             shutil.copy(out / DEPLOYED_PRIVATE / PRIVACY_FILE, ledgers / "deployed")
             found: dict[str, Any] = {one.system: RunResult.load(out / one.system) for one in asked}
             # And rounds in flight at a time, with the nodes that are there.
             patch.setattr(superlink, "Deployment", lambda nodes: nullcontext(deployment))
             rows = {**STEPPED, "buffered": BUFFERED}
-            return found | slept.deployed(rows, nodes=2, seed=3, sleep=0.0, variation=0.0, work=0.0)
+            return found | slept.deployed(rows, nodes=2, seed=3, sleep=0.0, variation=0.0, work=0.0, limit=900)
 
 
 @pytest.mark.long
