@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from fedcomp.experiments import disks, links
@@ -143,7 +143,7 @@ def _tables(config: Config, found: Records) -> list[Table]:
         table(
             "What is lost without a state folder",
             {"what": str},
-            [line for record in found.where(state=False) for line in (*_begun(record), *record.mass)],
+            [line for record in found.where(state=False) for line in record.mass],
         ),
     ]
 
@@ -156,14 +156,3 @@ def rounds_of(record: Mapping[str, Any]) -> int:
 def clocks_of(record: Mapping[str, Any]) -> int:
     """Return how many clocks were wrong."""
     return sum(each["fault"]["kind"] == CLOCK for each in record["done"])
-
-
-def _begun(record: Mapping[str, Any]) -> Iterator[str]:
-    # By the memories that updates in the model are of. The report's ``fresh`` is about the update with which a memory
-    # begins, which may itself have been lost.
-    memories: dict[str, int] = {}
-    for each in record["ended"]:
-        for node, memory in sorted(each["memories"].items(), key=lambda pair: int(pair[0])):
-            if memories.setdefault(node, memory) != memory:
-                yield f"until round {each['round']} node {node} has begun again with an empty memory"
-        memories |= each["memories"]
