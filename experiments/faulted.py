@@ -164,7 +164,7 @@ class Faulted:
             raise DeploymentError(f"there was no {fault.kind} to kill in round {fault.round}:\n{deployment.logs()}")
         if fault.kind == SERVER_APP:
             # Nodes that were being sent a message would wait for the rest of it until the SuperLink misses the app.
-            deployment.stop_run(self._run, limit=COMMAND_SECONDS)
+            deployment.flwr("stop", str(self._run), deployment.connection, name="stop", limit=COMMAND_SECONDS)
             self._submit()
         return len(killed)
 

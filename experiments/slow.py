@@ -272,7 +272,7 @@ def linked(
 
     with (
         SlowLinks(NODES, rate, down=down) as links,
-        LinkedDeployment(links, settings=settings, stock=settings is None) as deployment,
+        LinkedDeployment(links, settings=settings, preload=None if settings is None else ()) as deployment,
     ):
         out = deployment.home("out") / FILE
         file = deployment.folder / "asked.json"

@@ -6,7 +6,6 @@ machine holds. Processor time is that of all processes of a node, from ``/proc``
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,25 +28,6 @@ TRAINING: Final = RunSpec(
 )
 
 
-class Fleet(Deployment):
-    """A deployment of this project's nodes."""
-
-    # Each loads its libraries, and all of them share the processors.
-    START_LIMIT = 600.0
-
-    def node_command(self, arguments: list[str]) -> list[str]:
-        """Return the command line of a node with these arguments."""
-        return [sys.executable, "-m", "fedcomp.clients.edge", *arguments, "--preload", "torch"]
-
-    def env(self, name: str) -> dict[str, str]:
-        """Return the environment of a process, with Flower's own pause between two looks for a message."""
-        return {**super().env(name), TASK_POLL: "1"}
-
-    def leaders(self) -> list[list[int]]:
-        """Return the process of each node that all others of it were started by."""
-        return [[child.pid] for child in self.children[1:]]
-
-
 def cases(quick: bool) -> Iterator[Case]:
     """Yield a training over all nodes."""
     spec = replace(TRAINING, clients=3, rounds=2) if quick else TRAINING
@@ -67,21 +47,25 @@ def bounds(spec: RunSpec) -> list[Bound]:
 
 def _fleet(spec: RunSpec, _: Any) -> list[Row]:
     began = time.perf_counter()
-    with sigterm_raises(), Fleet(spec.clients) as fleet:
+    # Flower's own pause between two looks for a message; and each loads its libraries, which share the processors.
+    with (
+        sigterm_raises(),
+        Deployment(spec.clients, preload=("torch",), settings={TASK_POLL: "1"}, limit=600.0) as fleet,
+    ):
         started = time.perf_counter() - began
-        out = fleet.home("out")
+        out, nodes = fleet.home("out"), [[child.pid] for child in fleet.children[1:]]
         marks: list[list[float]] = []
 
         def watch() -> None:
             file = out / ROUNDS_FILE
             lines = len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
             if lines > len(marks):
-                marks.append([cpu_seconds(node) for node in fleet.leaders()])
+                marks.append([cpu_seconds(node) for node in nodes])
 
         fleet.run_app({**spec.to_run_config(), "out": str(out)}, limit=600 + 120 * spec.rounds, watch=watch)
         watch()
         trained = RunResult.load(out)
-        held = [sum(map(proportional_bytes, family(node))) for node in fleet.leaders()]
+        held = [sum(map(proportional_bytes, family(node))) for node in nodes]
     here = run_engine(replace(spec, engine="inprocess"))
     # Between the first line, the evaluation of the first model, and the last.
     spent = [(last - first) / spec.rounds for first, last in zip(marks[0], marks[-1], strict=True)]

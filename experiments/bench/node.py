@@ -53,7 +53,8 @@ class MixedNodes(Deployment):
     """
 
     def __init__(self, nodes: int, forking: Sequence[int], **options: Any) -> None:
-        super().__init__(nodes)
+        # Flower's own pause between two looks for a message.
+        super().__init__(nodes, settings={TASK_POLL: os.environ.get(TASK_POLL, "1")})
         self.executors: dict[int, Child] = {}
         self.relays: list[Relay] = []
         self._forking = forking
@@ -78,10 +79,6 @@ class MixedNodes(Deployment):
                 cwd=self.home(name),
             )
         return self._launch(f"SuperNode {node}", f"node-{node}", command)
-
-    def env(self, name: str) -> dict[str, str]:
-        """Return the environment of a process, with Flower's own pause between two looks for a message."""
-        return {**super().env(name), TASK_POLL: os.environ.get(TASK_POLL, "1")}
 
     def close(self) -> None:
         """Stop the executors, then all others."""

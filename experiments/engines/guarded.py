@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -17,7 +16,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.experiments.clocks import WrongClock
 from fedcomp.experiments.disks import SmallDisk
 from fedcomp.experiments.engines.linked import LinkedDeployment
-from fedcomp.experiments.engines.processes import DeploymentError, processes_with
+from fedcomp.experiments.engines.processes import processes_with
 from fedcomp.experiments.engines.superlink import kill_all
 from fedcomp.experiments.links import SlowLinks
 from fedcomp.experiments.security.certificates import Folder, create
@@ -72,15 +71,8 @@ class GuardedDeployment(LinkedDeployment):
         command = [sys.executable, "-m", "fedcomp.experiments.security.link", str(self.keys.path)]
         command += ["--listen", f"{self.host}:{ports[0]}", "--port", str(ports[1])]
         link = self._launch("fedcomp link", "link", command)
-        deadline = time.monotonic() + READY_SECONDS
         # Its port is open before the keys of the nodes are registered.
-        while link.log is not None and "ready:" not in link.log.read_text(encoding="utf-8", errors="replace"):
-            link.require_running()
-            if time.monotonic() > deadline:
-                raise DeploymentError(
-                    f"{link.name} was not ready within {READY_SECONDS:.0f} s; its log says:\n{link.tail()}"
-                )
-            time.sleep(0.1)
+        link.wait_until(lambda: "ready:" in link.tail(10**6), "was not ready", READY_SECONDS)
 
     def set_clock(self, node: int, seconds: float) -> None:
         """Put a node's clock forward, or back where ``seconds`` are below 0; 0 sets it right.
@@ -95,8 +87,8 @@ class GuardedDeployment(LinkedDeployment):
 
     def env(self, name: str) -> dict[str, str]:
         """Return the environment of the process called ``name``, with its clock where that was ever wrong."""
-        clock = self._clocks.get(name)
-        return {**super().env(name), **({} if clock is None else clock.environment)}
+        own = self._clocks[name].environment if name in self._clocks else {}
+        return {**super().env(name), **own}
 
     @property
     def server_app_home(self) -> Path:

@@ -12,7 +12,7 @@ import pytest
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import links
-from fedcomp.experiments.engines.linked import listens
+from fedcomp.experiments.engines.processes import listens
 from fedcomp.experiments.links import FRAME, HEADERS, HUB, Counted, MadeError, SlowLinks, sweep, unavailable
 
 pytestmark = pytest.mark.engines
