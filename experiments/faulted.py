@@ -98,12 +98,13 @@ class Faulted:
     def run(self) -> list[dict[str, Any]]:
         """Submit the app and do all faults; return the rounds that ended, after the last one or a stall."""
         self._submit()
-        ended, seen, looked, progress = self._ended(), 0, time.monotonic(), time.monotonic()
+        rounds, seen, looked, progress = Path(self.asked["out"], ROUNDS), 0, time.monotonic(), time.monotonic()
+        ended = read_lines(rounds)
         while not ended or ended[-1]["round"] < self.asked["rounds"]:
             self.deployment.require_running()
             self._act(ended)
             time.sleep(0.05)
-            ended = self._ended()
+            ended = read_lines(rounds)
             if len(ended) > seen:
                 seen, looked, progress = len(ended), time.monotonic(), time.monotonic()
             if time.monotonic() - looked > self.asked["deadline"] + LOOK_SECONDS:
@@ -122,9 +123,6 @@ class Faulted:
             if status.startswith("finished") or time.monotonic() > deadline:
                 return status
             time.sleep(1.0)
-
-    def _ended(self) -> list[dict[str, Any]]:
-        return read_lines(Path(self.asked["out"], ROUNDS))
 
     def _act(self, ended: Sequence[dict[str, Any]]) -> None:
         """Do what is due: in an earlier round, or at this part of a usual one."""

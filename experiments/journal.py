@@ -30,8 +30,7 @@ from fedcomp.clients.messages import partition_of
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.topk import TopK
 from fedcomp.experiments.chaos import PROJECTIONS, projected
-from fedcomp.experiments.delayed import perceptron
-from fedcomp.experiments.slow import NAMES, descend, examples
+from fedcomp.experiments.slow import begin, descended, examples
 from fedcomp.flower import checkpoint
 from fedcomp.flower.asks import data_in, find_answer, find_ask
 from fedcomp.flower.folder import StateFolder
@@ -67,12 +66,8 @@ _trained: ContextVar[dict[str, NDArray[Any]] | None] = ContextVar("journal-train
 server = ServerApp()
 
 
-def journal() -> ClientHalf:
-    """Return the half that writes the journal, around compression."""
-    return ClientHalf("journal", _journal, outside=("compression",))
-
-
 def _journal(msg: Message, context: Context, call_next: CallNext) -> Message:
+    """Write the journal, around compression."""
     head = find_ask(msg.content)
     if head is None:
         return call_next(msg, context)
@@ -120,11 +115,8 @@ def train(msg: Message, context: Context) -> Message:
     (name, record), config = next(iter(msg.content.array_records.items())), msg.content.config_records["config"]
     seed, nodes, number = (int(str(config[key])) for key in ("seed", "nodes", "server-round"))
     partition = partition_of(context)
-    x, y = examples(False)[0]
-    mine = np.flatnonzero(iid(len(y), nodes, Key(seed, "journal/split")) == partition)
-    weights = [record[each].numpy().copy() for each in NAMES]
-    descend(weights, x, y, mine, RATE, STEPS, Key(seed, "journal/batch", number, partition))
-    found = dict(zip(NAMES, weights, strict=True))
+    mine = np.flatnonzero(iid(len(examples(False)[0][1]), nodes, Key(seed, "journal/split")) == partition)
+    found = descended(record, mine, RATE, STEPS, Key(seed, "journal/batch", number, partition))
     trained = _trained.get()
     if trained is not None:
         trained |= found
@@ -133,7 +125,7 @@ def train(msg: Message, context: Context) -> Message:
     return Message(RecordDict({name: arrays, "metrics": MetricRecord({"num-examples": 1})}), reply_to=msg)
 
 
-client = wrapped(_app, journal(), only=["compression"])
+client = wrapped(_app, ClientHalf("journal", _journal, outside=("compression",)), only=["compression"])
 
 
 class Timely(FedAvg):
@@ -191,12 +183,6 @@ def strategy(seed: int, deadline: float = 3600.0) -> Compressed:
     return Compressed(Timely(deadline), ErrorFeedback(TopK(density=DENSITY)), seed=seed)
 
 
-def start(seed: int) -> ArrayRecord:
-    """Return the first model."""
-    weights = perceptron(seed, (64, HIDDEN, 10))
-    return ArrayRecord({name: Array(each) for name, each in zip(NAMES, weights, strict=True)})
-
-
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the rounds that the run configuration asks for, from where an app before this one was killed."""
@@ -219,7 +205,7 @@ def serve(grid: Grid, asked: dict[str, Any], ours: Compressed) -> None:
     """
     out, kept = Path(asked["out"]), Path(asked["out"], CHECKPOINT)
     metered = Patient(grid, lambda: ours.roster.silent)
-    arrays, first, rounds, partitions = start(asked["seed"]), 1, list[Any](), dict[str, Any]()
+    arrays, first, rounds, partitions = begin(asked["seed"], HIDDEN), 1, list[Any](), dict[str, Any]()
     if kept.exists():
         found = checkpoint.resume(kept, ours, metered)
         arrays, first = found.arrays, found.server_round + 1
@@ -291,7 +277,7 @@ class Kept:
     def __init__(self, out: Path, seed: int) -> None:
         found, self.ours, self.seed = checkpoint.load(out / CHECKPOINT), strategy(seed), seed
         found.apply(self.ours)
-        before, after = to_arrays(start(seed)), to_arrays(found.arrays)
+        before, after = to_arrays(begin(seed, HIDDEN)), to_arrays(found.arrays)
         self.layout = Layout.of(after, self.ours.policy, cast_floats=not self.ours.system.whole)
         self.rounds: list[dict[str, Any]] = list(found.extra["rounds"])
         self.moved = projected(self.layout.flatten(after) - self.layout.flatten(before), seed)

@@ -6,14 +6,13 @@ The SuperLink has a database and the server app a process of its own, so that ea
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.clocks import WrongClock
+from fedcomp.experiments import clocks
 from fedcomp.experiments.disks import SmallDisk
 from fedcomp.experiments.engines.linked import LinkedDeployment
 from fedcomp.experiments.engines.processes import processes_with
@@ -46,9 +45,7 @@ class GuardedDeployment(LinkedDeployment):
         if disk is not None and self.states is None:
             raise ConfigError("a disk of its own is for a state folder; give states=")
         self._bytes = disk
-        self._clocks: dict[str, WrongClock] = {}
         self.disks: list[SmallDisk] = []
-        self._mounted = contextlib.ExitStack()
 
     def home(self, name: str) -> Path:
         """Return the Flower home of the process called ``name``; the command line's is that of the link's operator."""
@@ -63,7 +60,7 @@ class GuardedDeployment(LinkedDeployment):
         if self._bytes is not None and self.states is not None:
             for node in range(self.nodes):
                 disk = SmallDisk(self.states / str(node), self._bytes)
-                self.disks.append(self._mounted.enter_context(disk))
+                self.disks.append(self._beside.enter_context(disk))
         super()._start()
 
     def _start_server(self, ports: Sequence[int]) -> None:
@@ -80,15 +77,12 @@ class GuardedDeployment(LinkedDeployment):
         A node that runs when its clock is wrong for the first time has to be started again to notice; later it will
         within a second.
         """
-        name = f"node-{node}"
-        if name not in self._clocks:
-            self._clocks[name] = WrongClock(self.folder / f"{name}.clock")
-        self._clocks[name].set(seconds)
+        clocks.set_clock(self.folder / f"node-{node}.clock", seconds)
 
     def env(self, name: str) -> dict[str, str]:
         """Return the environment of the process called ``name``, with its clock where that was ever wrong."""
-        own = self._clocks[name].environment if name in self._clocks else {}
-        return {**super().env(name), **own}
+        clock = self.folder / f"{name}.clock"
+        return {**super().env(name), **(clocks.environment(clock) if clock.exists() else {})}
 
     @property
     def server_app_home(self) -> Path:
@@ -104,6 +98,3 @@ class GuardedDeployment(LinkedDeployment):
         homes = [self.folder / f"node-{node}" for node in range(self.nodes)] + [self.folder / "link"]
         homes += [self.keys.home(name) for name in ("superlink", "superexec", "cli")]
         return [command for home in homes for command in processes_with("FLWR_HOME", str(home)).values()]
-
-    def _release(self) -> None:
-        self._mounted.close()

@@ -132,6 +132,8 @@ class Deployment:
         self._settings = dict(settings or {})
         self._preload = preload
         self._limit = limit
+        # What the processes need beside their folder, and is given back after them.
+        self._beside = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="fedcomp-superlink-"))
@@ -162,11 +164,8 @@ class Deployment:
     def close(self) -> None:
         """Stop every process that was started, and remove the folder."""
         self.stop()
-        self._release()
+        self._beside.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _release(self) -> None:
-        """Give back what the folder's processes needed beside it."""
 
     def _start(self) -> None:
         # One call for all: a second call could be given a port of the first that nobody has bound yet.
@@ -318,9 +317,9 @@ class Deployment:
         """Return ``command`` as the process called ``name`` runs it; here all run side by side on loopback."""
         return command
 
-    def _launch(self, title: str, name: str, command: list[str], cwd: Path | None = None) -> Child:
+    def _launch(self, title: str, name: str, command: list[str]) -> Child:
         log = self.folder / f"{name}.log"
-        child = Child(title, self.placed(name, command), env=self.env(name), log=log, cwd=cwd or self.home(name))
+        child = Child(title, self.placed(name, command), env=self.env(name), log=log, cwd=self.home(name))
         self.children.append(child)
         return child
 

@@ -19,7 +19,8 @@ from fedcomp.clients.edge.node_config import DATA_PATH, STATE_FOLDER
 from fedcomp.experiments.chaos import NODE, PROJECTIONS, judge
 from fedcomp.experiments.engines.processes import DeploymentError
 from fedcomp.experiments.faulted import Faulted, hits, remembered, seen_of
-from fedcomp.experiments.journal import JOURNAL, ROUNDS, Kept, Patient, client, read_lines, serve, start, strategy
+from fedcomp.experiments.journal import HIDDEN, JOURNAL, ROUNDS, Kept, Patient, client, read_lines, serve, strategy
+from fedcomp.experiments.slow import begin
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.program import Now, Step
@@ -244,7 +245,7 @@ def test_who_did_not_answer_last_time_is_asked_and_not_waited_for(silent: set[in
 def test_messages_end_with_their_round(tmp_path: Path) -> None:
     ours = strategy(SEED, deadline=7.0)
     with InProcessGrid(client, NODES) as grid:
-        arrays = start(SEED)
+        arrays = begin(SEED, HIDDEN)
         config = ConfigRecord({"seed": SEED, "nodes": NODES, "pause": 0.0})
         assert {message.metadata.ttl for message in ours.configure_train(1, arrays, config, grid)} == {7.0}
 
