@@ -242,6 +242,7 @@ def faulted(
             # machine would take a processor. And what a killed node leaves in its folder for temporary files goes.
             settings={TASK_POLL: "1", "TMPDIR": folder},
             preload=("fedcomp.experiments.journal",),
+            limit=COMMAND_SECONDS,
         ) as deployment,
     ):
         out = deployment.home("out")

@@ -13,7 +13,7 @@ from functools import partial
 from statistics import median
 from typing import Any, Final
 
-from fedcomp.experiments.bench.node import DIFFER, cpu_seconds, family, proportional_bytes
+from fedcomp.experiments.bench.node import DIFFER, Meter, family, proportional_bytes
 from fedcomp.experiments.engines import run as run_engine
 from fedcomp.experiments.engines.processes import sigterm_raises
 from fedcomp.experiments.engines.superlink import TASK_POLL, Deployment
@@ -54,21 +54,14 @@ def _fleet(spec: RunSpec, _: Any) -> list[Row]:
     ):
         started = time.perf_counter() - began
         out, nodes = fleet.home("out"), [[child.pid] for child in fleet.children[1:]]
-        marks: list[list[float]] = []
-
-        def watch() -> None:
-            file = out / ROUNDS_FILE
-            lines = len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
-            if lines > len(marks):
-                marks.append([cpu_seconds(node) for node in nodes])
-
-        fleet.run_app({**spec.to_run_config(), "out": str(out)}, limit=600 + 120 * spec.rounds, watch=watch)
-        watch()
+        meter = Meter(nodes, out / ROUNDS_FILE)
+        fleet.run_app({**spec.to_run_config(), "out": str(out)}, limit=600 + 120 * spec.rounds, watch=meter)
+        meter()
         trained = RunResult.load(out)
         held = [sum(map(proportional_bytes, family(node))) for node in nodes]
     here = run_engine(replace(spec, engine="inprocess"))
     # Between the first line, the evaluation of the first model, and the last.
-    spent = [(last - first) / spec.rounds for first, last in zip(marks[0], marks[-1], strict=True)]
+    spent = [(last - first) / spec.rounds for first, last in zip(meter.marks[1], meter.marks[-1], strict=True)]
     return [row_of(started, spent, held, trained, different_bytes(trained.arrays, here.arrays))]
 
 
