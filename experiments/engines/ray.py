@@ -58,7 +58,8 @@ def run(
         server = server_app.build(spec, on_round=on_round, privacy=privacy, deliver=results.append)
         server(_StoppableGrid(grid, stop), context)
 
-    with _environment(), _without_deprecation(), _set_at_exit(stop):
+    with _environment(), _without_deprecation(), contextlib.ExitStack() as left:
+        left.callback(stop.set)
         run_simulation(
             server_app=app,
             client_app=client_app,
@@ -116,14 +117,6 @@ class _StoppableGrid(GridWrapper):
         if self._stop.is_set():
             raise SimulationError("the simulation was stopped while a round was under way")
         return self._grid
-
-
-@contextlib.contextmanager
-def _set_at_exit(event: threading.Event) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        event.set()
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from other_users import NOBODY, as_nobody
 from quick_nodes import quicken
 
 from fedcomp.experiments import engines
-from fedcomp.experiments.engines.processes import processes_with, tail, wait_for_port
+from fedcomp.experiments.engines.processes import processes_with, tail
 from fedcomp.experiments.engines.superlink import APP
 from fedcomp.experiments.program import main as fedcomp
 from fedcomp.experiments.security.certificates import create
@@ -177,7 +177,7 @@ def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere
     superexec = processes_with("FLWR_HOME", str(folder.home("superexec"))).keys()
     os.kill(superlink, signal.SIGKILL)
     site.until(link, "superlink is started again")
-    wait_for_port(site.port, link, 60.0)
+    link.wait_for_port(site.port, 60.0)
     # The one below which server apps run has not noticed.
     assert superexec <= processes_with("FLWR_HOME", str(folder.home("superexec"))).keys()
 

@@ -8,11 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from running_listener import wait_until
 
 from fedcomp.experiments.engines.processes import free_ports, processes_with
 from fedcomp.experiments.engines.superlink import TASK_POLL, Deployment
@@ -21,13 +21,6 @@ from fedcomp.experiments.spec import RunSpec
 pytestmark = [pytest.mark.engines, pytest.mark.long]
 
 SPEC = RunSpec("topk", task="digits", engine="superlink", rounds=1, clients=2, settings={"codec.density": 0.05})
-
-
-def wait_until(true: Callable[[], object], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @contextlib.contextmanager

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from quick_nodes import quicken
+from running_listener import wait_until
 
 from fedcomp.experiments import engines
 from fedcomp.experiments.engines import superlink
@@ -49,13 +50,14 @@ def written(folder: Path, partition: int) -> int:
 
 def in_the_round(deployment: Deployment, states: Path, kill: Callable[[], object], writes: int = KILLED) -> None:
     """Kill when of the two nodes one has answered the round, and the server waits for the other."""
-    deployment.pause(1)
-    deadline = time.monotonic() + 120
-    while written(states, 0) < writes:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    paused = sorted(deployment.processes(1))
+    for pid in paused:
+        os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: written(states, 0) >= writes, 120.0)
     kill()
-    deployment.resume(1)
+    for pid in paused:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def test_a_run_whose_superlink_is_killed_in_a_round_goes_on_to_the_same_bits(

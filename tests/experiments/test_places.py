@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 from fake_engine import TINY, FakeEngine
 from page_reading import ROOT, blocks
 
+from fedcomp.clients.edge.processes import below
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.engines.processes import Child, free_ports
@@ -84,11 +85,7 @@ def cluster() -> Iterator[tuple[str, list[Child]]]:
                 command = [str(Path(sys.executable).with_name(words[0])), *words[1:]]
                 child = Child(name, command, env=env, log=Path(scratch, f"{name}.log"), cwd=Path(scratch))
                 children.append(child)
-                deadline = time.monotonic() + 120
-                while "Ray runtime started" not in child.log.read_text():
-                    child.require_running()
-                    assert time.monotonic() < deadline, child.tail()
-                    time.sleep(0.1)
+                child.wait_until(lambda child=child: "Ray runtime started" in child.log.read_text(), "waits", 120.0)
             yield f"127.0.0.1:{port}", children
         finally:
             for child in reversed(children):
@@ -116,24 +113,10 @@ def test_with_states_in_files_no_checkpoint_is_made(tmp_path: Path) -> None:
         assert (engine.asked[0] is not None) is made
 
 
-def below(pid: int) -> list[tuple[int, str]]:
-    """Return the process ids and command lines of all that was started below ``pid``."""
-    parents, names = {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat, line = (entry / "stat").read_text(), (entry / "cmdline").read_text()
-            except OSError:
-                continue
-            parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
-            names[int(entry.name)] = line
-    found, waiting = [], [pid]
-    while waiting:
-        parent = waiting.pop()
-        children = [child for child, its in parents.items() if its == parent]
-        found += [(child, names[child]) for child in children]
-        waiting += children
-    return found
+def command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
 
 
 @pytest.mark.long
@@ -143,7 +126,7 @@ def test_two_raylets_share_the_clients_of_a_run(cluster: tuple[str, list[Child]]
 
     def look(record: RoundRecord) -> None:
         if record.round == 1:
-            actors.extend(sum("ClientAppActor" in line for _, line in below(child.pid)) for child in children)
+            actors.extend(sum("ClientAppActor" in command(pid) for pid in below(child.pid)) for child in children)
 
     settings = {"task.hidden": "32", "feedback": True, "codec.density": 0.05}
     spec = RunSpec("topk", engine="ray", rounds=2, clients=4, settings=settings)

@@ -61,7 +61,7 @@ def test_the_validation_split_is_apart_from_what_is_trained_on_and_from_the_test
 
 def test_a_model_has_the_size_that_was_asked_for() -> None:
     for size in (2e5, 8e5, 4e6):
-        held = sum(array.numpy().nbytes for array in slow.begin(0, slow.hidden_of(size)).values())
+        held = sum(array.numpy().nbytes for array in slow.begin(0, module.hidden_of(size)).values())
         assert held == pytest.approx(size, rel=1e-3)
 
 
@@ -97,7 +97,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, *assignments: str, **changes: Any)
         return {"line": accuracies, "needed": 9 if tuning and rate != 0.1 else 4}
 
     def over_link(row: str, kbit: float, hidden: int, rate: float, *, config: Any, needed: Any) -> Any:
-        tuned = hidden not in (EMPTY, slow.hidden_of(module.LARGE))
+        tuned = hidden not in (EMPTY, module.hidden_of(module.LARGE))
         assert needed.get((row, hidden)) == (4 if tuned else None)
         assert rate == (0.02 if hidden == EMPTY and "steps=0.02,0.1" in assignments else 0.1)
         period = {FEDAVG: 60.0, STOCK: 300.0, BOTH: 4.0}.get(row, 20.0)
