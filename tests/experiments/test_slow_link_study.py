@@ -6,8 +6,10 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -197,43 +199,25 @@ def test_a_training_is_ended_when_its_pace_shows_that_it_comes_too_late(
 ) -> None:
     """Of a million rounds as soon as the pace is known; else at the limit, and here the training is there before."""
 
-    class Links:
-        def __init__(self, *given: object, **more: object) -> None:
-            pass
+    def run_app(config: object, *, watch: Callable[[], None], **others: object) -> str:
+        """End a round every tenth of a second of the clock that is written."""
+        line: list[list[float]] = []
+        for number in range(1, 201):
+            line.append([0.1 * number, 50.0])
+            (tmp_path / slow.FILE).write_text(json.dumps({"began": time.time(), "line": line}))
+            watch()
+        return ""
 
-        def __enter__(self) -> Links:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def name(self, node: object) -> str:
-            return str(node)
-
-        def counters(self) -> dict[int, links.Counted]:
-            return {0: links.Counted(1, 2, 3, 4)}
-
-    class Ready(Links):
-        """A deployment whose server app ends a round every tenth of a second of the clock that it writes."""
-
-        folder = tmp_path
-        home = staticmethod(lambda name: tmp_path)
-
-        def run_app(self, config: object, *, watch: Callable[[], None], **others: object) -> str:
-            found: dict[str, Any] = {"began": time.time(), "line": []}
-            for number in range(1, 201):
-                found["line"].append([0.1 * number, 50.0])
-                (tmp_path / slow.FILE).write_text(json.dumps(found))
-                watch()
-            return ""
-
-        def runs(self) -> list[dict[str, str]]:
-            return [{"status": "finished:completed"}]
-
-    monkeypatch.setattr(slow, "SlowLinks", Links)
-    monkeypatch.setattr("fedcomp.experiments.engines.linked.LinkedDeployment", Ready)
-    asked = slow.Training(**{**ASKED, "row": BOTH})
-    found = slow.linked(asked, rate=1e7, down=None, limit=90.0, settings={}, needed=needed)
+    deployment = MagicMock(folder=tmp_path, home=lambda name: tmp_path, run_app=run_app)
+    deployment.runs.return_value = [{"status": "finished:completed"}]
+    made = MagicMock()
+    made.__enter__.return_value.name.return_value = "hub"
+    monkeypatch.setattr(slow, "SlowLinks", lambda *_, **__: made)
+    monkeypatch.setattr(slow, "counted", lambda hub: {0: dict.fromkeys(links.COUNTED, 1)})
+    monkeypatch.setattr("fedcomp.experiments.engines.linked.LinkedDeployment", lambda *_, **__: nullcontext(deployment))
+    found = slow.linked(
+        slow.Training(**{**ASKED, "row": BOTH}), rate=1e7, down=None, limit=90.0, settings={}, needed=needed
+    )
     assert len(found["line"]) == rounds
     assert found["error"] == ("not in 90 s" if rounds == links.ENOUGH else "")
 
