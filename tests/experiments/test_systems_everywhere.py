@@ -341,7 +341,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, ledgers: Path) -> dict[st
             # And rounds in flight at a time, with the nodes that are there.
             patch.setattr(superlink, "Deployment", lambda nodes: nullcontext(deployment))
             rows = {**STEPPED, "buffered": BUFFERED}
-            return found | slept.deployed(rows, nodes=2, seed=3, sleep=0.0, variation=0.0, work=0.0, limit=900)
+            return found | slept.deployed(rows, nodes=2, seed=3, sleep=0.01, variation=0.0, work=0.0, limit=900)
 
 
 @pytest.mark.long
