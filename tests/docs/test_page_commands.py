@@ -63,7 +63,10 @@ PLACEHOLDERS = {
 RUN_BY = {
     "coding.bench": "tests/coding/test_coding_bench.py",
     "experiments.run chaos": "tests/deployment/test_faulted.py",
+    "experiments.run datalens_mnist": "tests/experiments/test_datalens_mnist_study.py",
     "experiments.run slow_link": "tests/experiments/test_slow_link_study.py",
+    "experiments.run sparsifiers": "tests/experiments/test_sparse_experiments.py",
+    "experiments.run topagg_dpsgd": "tests/experiments/test_topagg_dpsgd_study.py",
     "experiments.bench gossip": "tests/experiments/test_quick_benches.py",
     "experiments.bench graphs": "tests/experiments/test_quick_benches.py",
     "experiments.bench node": "tests/experiments/test_node_bench.py",
@@ -74,7 +77,7 @@ RUN_BY = {
     "examples/quickstart_pytorch/compare.py": "tests/examples/test_quickstart_pytorch.py",
     "examples/gossip_pytorch/run.py": "tests/examples/test_gossip_pytorch.py",
 }
-"""Programs that a test of their own runs at tiny sizes; of the experiments those whose every cell is a deployment."""
+"""Programs that a test of their own runs at tiny sizes."""
 
 FEWER: dict[str, dict[str, Any]] = {
     "fedcomp.experiments.catalog.scalecom": {"FEDERATIONS": (2, 8)},
