@@ -82,17 +82,10 @@ def residual(context: Context, strategy: Compressed, node: int) -> np.ndarray:
     return in_order(layout, program_runs.owed(strategy, context, node, layout).astype(np.float32))
 
 
-def memory_of(state: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the one model-sized float32 array in a feedback state without momentum."""
-    found = [v for v in state.values() if v.shape == (1212,)]
-    assert len(found) == 1, {k: v.shape for k, v in state.items()}
-    return found[0]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("error_state", ["discard", pytest.param("keep", marks=pytest.mark.long)])
+@pytest.mark.parametrize("error_state", ["discard", "keep"])
 def test_conservation_under_faults(error_state: str) -> None:
-    """10 clients, 120 rounds, 10 % each of lost, duplicated, late and crashed, nodes wiped at random.
+    """10 clients, 48 rounds, 10 % each of lost, duplicated, late and crashed, nodes wiped at random.
 
     For every life of every node: updates made = delivered + owed, exactly.
     """
@@ -116,7 +109,7 @@ def test_conservation_under_faults(error_state: str) -> None:
         owed[partition[node]] += residual(context, strategy, node)
 
     wipes = 0
-    for round_ in range(1, 121):
+    for round_ in range(1, 49):
         # The bare Grid: a MeteredGrid would remove the duplicates before the strategy sees them.
         replies = grid.send_and_receive(strategy.configure_train(round_, arrays, ConfigRecord(), grid), timeout=9)
         new, _ = strategy.aggregate_train(round_, replies)
@@ -129,12 +122,12 @@ def test_conservation_under_faults(error_state: str) -> None:
     for node in nodes:
         settle(node)
 
-    assert wipes >= 6
+    assert wipes >= 2
     reports = strategy.reports.values()
-    assert sum(r.lost for r in reports) > 60
-    assert sum(len(r.refused) for r in reports) > 60
-    assert sum(len(r.rolled_back) for r in reports) > 60
-    assert sum(r.duplicates for r in reports) > 30
+    assert sum(r.lost for r in reports) > 24
+    assert sum(len(r.refused) for r in reports) > 24
+    assert sum(len(r.rolled_back) for r in reports) > 24
+    assert sum(r.duplicates for r in reports) > 12
     for p in range(10):
         np.testing.assert_array_equal(inner.delivered[p] + owed[p], made[p])
     np.testing.assert_array_equal(stack(arrays), sum(inner.delivered.values()))
@@ -151,7 +144,7 @@ def test_replicas_never_diverge_silently() -> None:
     arrays = model()
     nodes = list(grid.get_node_ids())
     full = 0
-    for round_ in range(1, 61):
+    for round_ in range(1, 41):
         messages = list(strategy.configure_train(round_, arrays, ConfigRecord(), metered))
         full += sum(1 for m in messages if len(m.content.array_records))
         reference = ArrayRecord(
@@ -172,7 +165,7 @@ def test_replicas_never_diverge_silently() -> None:
                 grid.wipe(node)
     resyncs = [r for report in strategy.reports.values() for r in report.refused.values() if "resync" in r]
     assert resyncs, "no wiped node ever asked for a full model: the faults did not reach the code"
-    assert 10 < full < 60, "full models go to new and resynchronised nodes only"
+    assert 10 < full < 40, "full models go to new and resynchronised nodes only"
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["used", "lost"])
