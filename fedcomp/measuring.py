@@ -88,6 +88,18 @@ class Claim:
         }
 
 
+UNMEASURED: Final = "not measured"
+"""The word for a claim that was skipped, and for a figure that is missing."""
+
+
+def mark(claim: Mapping[str, Any]) -> str:
+    """Return how a claim's document ended: ``"holds"``, ``"FAILED"``, ``"missed"`` for a goal, which decides no exit
+    code, or ``"not measured"``."""
+    if claim["ok"] is None:
+        return UNMEASURED
+    return "holds" if claim["ok"] else "FAILED" if claim["gate"] else "missed"
+
+
 class Prepared(NamedTuple):
     """A call that uses up what it is given: ``call(prepare())``, of which only ``call`` is timed."""
 

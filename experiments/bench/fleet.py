@@ -14,10 +14,9 @@ from functools import partial
 from statistics import median
 from typing import Any, Final
 
-from fedcomp.experiments.bench.node import DIFFER, cpu_seconds, family, proportional_bytes
+from fedcomp.experiments.bench.node import DIFFER, Meter, Watched, memory
 from fedcomp.experiments.engines import run as run_engine
 from fedcomp.experiments.engines.processes import sigterm_raises
-from fedcomp.experiments.engines.superlink import TASK_POLL, Deployment
 from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.spec import ROUNDS_FILE, RunResult, RunSpec
 from fedcomp.measuring import Bound, Case, Row
@@ -29,7 +28,7 @@ TRAINING: Final = RunSpec(
 )
 
 
-class Fleet(Deployment):
+class Fleet(Watched):
     """A deployment of this project's nodes."""
 
     # Each loads its libraries, and all of them share the processors.
@@ -38,14 +37,6 @@ class Fleet(Deployment):
     def node_command(self, arguments: list[str]) -> list[str]:
         """Return the command line of a node with these arguments."""
         return [sys.executable, "-m", "fedcomp.clients.edge", *arguments, "--preload", "torch"]
-
-    def env(self, name: str) -> dict[str, str]:
-        """Return the environment of a process, with Flower's own pause between two looks for a message."""
-        return {**super().env(name), TASK_POLL: "1"}
-
-    def leaders(self) -> list[list[int]]:
-        """Return the process of each node that all others of it were started by."""
-        return [[child.pid] for child in self.children[1:]]
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -70,21 +61,13 @@ def _fleet(spec: RunSpec, _: Any) -> list[Row]:
     with sigterm_raises(), Fleet(spec.clients) as fleet:
         started = time.perf_counter() - began
         out = fleet.home("out")
-        marks: list[list[float]] = []
-
-        def watch() -> None:
-            file = out / ROUNDS_FILE
-            lines = len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
-            if lines > len(marks):
-                marks.append([cpu_seconds(node) for node in fleet.leaders()])
-
-        fleet.run_app({**spec.to_run_config(), "out": str(out)}, limit=600 + 120 * spec.rounds, watch=watch)
-        watch()
-        trained = RunResult.load(out)
-        held = [sum(map(proportional_bytes, family(node))) for node in fleet.leaders()]
+        meter = Meter(fleet.cpu, out / ROUNDS_FILE)
+        fleet.run_app({**spec.to_run_config(), "out": str(out)}, limit=600 + 120 * spec.rounds, watch=meter)
+        meter()
+        trained, held = RunResult.load(out), [memory(leaders) for leaders in fleet.leaders()]
     here = run_engine(replace(spec, engine="inprocess"))
     # Between the first line, the evaluation of the first model, and the last.
-    spent = [(last - first) / spec.rounds for first, last in zip(marks[0], marks[-1], strict=True)]
+    spent = [(last - first) / spec.rounds for first, last in zip(meter.marks[1], meter.marks[-1], strict=True)]
     return [row_of(started, spent, held, trained, different_bytes(trained.arrays, here.arrays))]
 
 

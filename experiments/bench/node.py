@@ -7,13 +7,15 @@ processes of a node, from ``/proc``: in steps of 10 ms for each of them.
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import socket
 import socketserver
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +42,23 @@ DIFFER: Final = "bytes of the model that differ from the run in one process"
 GOAL: Final = "goal: a node on a battery"
 
 
-class MixedNodes(Deployment):
+class Watched(Deployment):
+    """A deployment whose nodes' processor time is read, with Flower's own pause between two looks for a message."""
+
+    def env(self, name: str) -> dict[str, str]:
+        """Return the environment of a process."""
+        return {**super().env(name), TASK_POLL: os.environ.get(TASK_POLL, "1")}
+
+    def leaders(self) -> list[list[int]]:
+        """Return, by node, the processes that all others of it were started by."""
+        return [[child.pid] for child in self.children[1:]]
+
+    def cpu(self) -> list[float]:
+        """Return the processor seconds of each node."""
+        return [cpu_seconds(leaders) for leaders in self.leaders()]
+
+
+class MixedNodes(Watched):
     """A deployment of which some nodes have an executor that forks.
 
     Parameters
@@ -79,10 +97,6 @@ class MixedNodes(Deployment):
             )
         return self._launch(f"SuperNode {node}", f"node-{node}", command)
 
-    def env(self, name: str) -> dict[str, str]:
-        """Return the environment of a process, with Flower's own pause between two looks for a message."""
-        return {**super().env(name), TASK_POLL: os.environ.get(TASK_POLL, "1")}
-
     def close(self) -> None:
         """Stop the executors, then all others."""
         for child in self.executors.values():
@@ -92,10 +106,10 @@ class MixedNodes(Deployment):
             relay.shutdown()
             relay.server_close()
 
-    def leaders(self, node: int) -> list[int]:
-        """Return the processes of a node that all others of it were started by."""
-        own = [self.children[1 + node].pid]
-        return [*own, self.executors[node].pid] if node in self.executors else own
+    def leaders(self) -> list[list[int]]:
+        """Return those of all nodes, executors included."""
+        own = super().leaders()
+        return [[*each, self.executors[i].pid] if i in self.executors else each for i, each in enumerate(own)]
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -153,14 +167,15 @@ BOUNDS: Final = (
 )
 
 
-class _Meter:
-    """Reads the processor time of two nodes whenever a file has grown by a line."""
+class Meter:
+    """Reads the processor time of nodes, beside once at the start, whenever a file has grown by a line; ``names`` are
+    first words of the lines."""
 
-    def __init__(self, nodes: MixedNodes, file: Path) -> None:
-        self._nodes = nodes
+    def __init__(self, read: Callable[[], list[float]], file: Path) -> None:
+        self._read = read
         self._file = file
         self._seen = 0
-        self.marks = [self._read()]
+        self.marks = [read()]
         self.names: list[str] = []
 
     def __call__(self) -> None:
@@ -172,19 +187,14 @@ class _Meter:
 
     def each(self) -> list[list[float]]:
         """Return what lies between two readings, by node."""
-        return [
-            [after[node] - before[node] for before, after in zip(self.marks, self.marks[1:], strict=False)]
-            for node in range(len(WAYS))
-        ]
-
-    def _read(self) -> list[float]:
-        return [cpu_seconds(self._nodes.leaders(node)) for node in range(len(WAYS))]
+        spent = [[b - a for a, b in zip(*two, strict=True)] for two in itertools.pairwise(self.marks)]
+        return [list(node) for node in zip(*spent, strict=True)]
 
 
 def messages(nodes: MixedNodes, count: int) -> dict[str, list[list[float]]]:
     """Return the processor seconds of each message by kind and node; the first of each kind is left out."""
     file = nodes.folder / "answered"
-    meter = _Meter(nodes, file)
+    meter = Meter(nodes.cpu, file)
     nodes.run_app({"messages": count + 1, "nodes": len(WAYS), "file": str(file)}, limit=300, project=APP, watch=meter)
     meter()
     return {
@@ -196,11 +206,11 @@ def messages(nodes: MixedNodes, count: int) -> dict[str, list[list[float]]]:
 def training(nodes: MixedNodes, spec: RunSpec) -> tuple[RunResult, list[list[float]]]:
     """Run ``spec``; return its result and the processor seconds of each round by node, without the first."""
     out = nodes.home("out")
-    meter = _Meter(nodes, out / ROUNDS_FILE)
+    meter = Meter(nodes.cpu, out / ROUNDS_FILE)
     nodes.run_app({**spec.to_run_config(), "out": str(out)}, limit=300, watch=meter)
     # Round 0 is the evaluation of the first model, and the process of the last message ends after its reply.
     time.sleep(1.0)
-    meter.marks[-1] = meter._read()
+    meter.marks[-1] = nodes.cpu()
     return RunResult.load(out), [each[2:] for each in meter.each()]
 
 
@@ -208,20 +218,22 @@ def idle(nodes: MixedNodes, seconds: float) -> list[dict[str, float]]:
     """Return what waiting costs each node: memory, and time and bytes extrapolated to an hour."""
 
     def read() -> list[tuple[float, int, int]]:
-        return [(cpu_seconds(nodes.leaders(node)), relay.up, relay.down) for node, relay in enumerate(nodes.relays)]
+        return [(cpu, relay.up, relay.down) for cpu, relay in zip(nodes.cpu(), nodes.relays, strict=True)]
 
     before = read()
     time.sleep(seconds)
-    spent = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(before, read(), strict=True)]
+    hours = [
+        [3600 * (b - a) / seconds for a, b in zip(*pair, strict=True)] for pair in zip(before, read(), strict=True)
+    ]
     return [
         {
-            "memory, MB (PSS)": round(sum(map(proportional_bytes, family(nodes.leaders(node)))) / 1e6, 1),
-            "CPU s an hour": round(cpu * 3600 / seconds, 1),
-            "MB up an hour": round(up * 3600 / seconds / 1e6, 2),
-            "MB down an hour": round(down * 3600 / seconds / 1e6, 2),
+            "memory, MB (PSS)": round(memory(leaders) / 1e6, 1),
+            "CPU s an hour": round(cpu, 1),
+            "MB up an hour": round(up / 1e6, 2),
+            "MB down an hour": round(down / 1e6, 2),
             "from seconds": seconds,
         }
-        for node, (cpu, up, down) in enumerate(spent)
+        for leaders, (cpu, up, down) in zip(nodes.leaders(), hours, strict=True)
     ]
 
 
@@ -247,13 +259,15 @@ def cpu_seconds(leaders: Sequence[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def proportional_bytes(pid: int) -> int:
-    """Return a process's memory, of which pages that it shares with others count in part."""
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")), 0)
+def memory(leaders: Sequence[int]) -> int:
+    """Return the bytes of these processes and all below them, of which pages that are shared count in part (PSS)."""
+    total = 0
+    for pid in family(leaders):
+        # A process may end meanwhile.
+        with suppress(OSError):
+            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            total += next((1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")), 0)
+    return total
 
 
 class Relay(socketserver.ThreadingTCPServer):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fedcomp.errors import why_missing
-from fedcomp.experiments.bench import engine, many
+from fedcomp.experiments.bench import engine
 from fedcomp.measuring import Case, Claim, run
 
 
@@ -34,7 +34,7 @@ def test_every_case_is_measured_and_every_claim_made() -> None:
     count = Counter(row["measure"] for row in found.rows)
     both = {"memory": 2, "client-round": 1, "many clients": 3, "client state": 3, "memory, many": 2}
     assert count == {"engine": 4 if not why_missing("ray") else 2, **both}
-    assert [row["case"] for row in found.rows if "case" in row] == list(many.CASES) == list(many.QUICK)
+    assert [row["case"] for row in found.rows if "case" in row] == list(engine.COHORTS) == list(engine.QUICK)
     claims = {claim.name: claim for claim in found.claims}
     assert len(claims) == 11
     if not why_missing("ray"):
@@ -62,7 +62,7 @@ def test_without_ray_what_is_compared_with_it_is_not_measured(monkeypatch: pytes
 
 def rows(**changed: float) -> list[dict[str, Any]]:
     own = {"measure": "client-round", "overhead_ms": 3.9, "training_ms": 1.8}
-    cases = [{"measure": "many clients", "case": case, "client_round_ms": 2.0} for case in many.CASES]
+    cases = [{"measure": "many clients", "case": case, "client_round_ms": 2.0} for case in engine.COHORTS]
     states = [
         {"measure": "client state", "memory": memory, "kept_in": place, "state_kb": kb, "of_it_in_memory_kb": held}
         for memory, place, kb, held in (
@@ -80,7 +80,7 @@ def rows(**changed: float) -> list[dict[str, Any]]:
 
 def test_wrong_figures_fail() -> None:
     def claims(**changed: float) -> list[Claim]:
-        return run([Case("", lambda _: rows(**changed), many.bounds())]).claims
+        return run([Case("", lambda _: rows(**changed), engine.bounds())]).claims
 
     assert all(claim.ok for claim in claims())
     for name, value in (
