@@ -13,7 +13,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, median
@@ -76,16 +76,7 @@ class Claim:
 
     def to_json(self) -> dict[str, Any]:
         """Return the claim as a JSON-able dictionary."""
-        return {
-            "name": self.name,
-            "value": self.value,
-            "bound": self.bound,
-            "op": self.op,
-            "ok": self.ok,
-            "gate": self.gate,
-            "source": self.source,
-            "skipped": self.skipped,
-        }
+        return {**asdict(self), "ok": self.ok}
 
 
 UNMEASURED: Final = "not measured"

@@ -53,8 +53,8 @@ def tier_b(subject: Subject, *, runs: int, seed: int = 0) -> list[Verdict]:
     residuals = (outputs - subject.run(subject.worlds.present, 1, noisy=False)) / subject.scale
     out = []
     for part, where in subject.parts.items():
-        found = noise_scale(residuals[..., where], 1.0)
-        out.append(Verdict("B", subject.name, part, 1.0, found.ratio, "deviation / sigma", found.count, found.ok))
+        found, count = noise_scale(residuals[..., where], 1.0), residuals[..., where].size
+        out.append(Verdict("B", subject.name, part, 1.0, found.value, "deviation / sigma", count, found.ok))
     return out
 
 
@@ -70,8 +70,8 @@ def tier_c(subject: Subject, *, runs: int, rounds: int = 1, seed: int = 0, confi
         exact.append((subject.run(data, 1, rounds=rounds, noisy=False) / subject.scale).ravel())
     # Along the line between the two exact outputs, on which the worlds differ most against equal noise.
     (absent, threshold), (present, _) = (project(each, *exact) for each in outputs)
-    found = audit_canary(absent, present, threshold, confidence=confidence)
-    return Verdict("C", subject.name, f"{rounds} rounds", mu, found.mu_low, "mu", runs, not found.refutes(mu))
+    low = audit_canary(absent, present, threshold, confidence=confidence)
+    return Verdict("C", subject.name, f"{rounds} rounds", mu, low, "mu", runs, low <= mu)
 
 
 def tier_d(subject: Subject, canaries: Sequence[tuple[int, Any]], *, guesses: int, seed: int = 0) -> Verdict:
@@ -84,9 +84,9 @@ def tier_d(subject: Subject, canaries: Sequence[tuple[int, Any]], *, guesses: in
     released = subject.run(data, 1, seed=seed)[0, 0]
     scores = np.array([released @ np.asarray(contribution, np.float64).ravel() for _, contribution in canaries])
     claimed = subject.ledger(1).epsilon()
-    found = audit_run(scores, coins, guesses=guesses, delta=DELTA, confidence=0.95)
-    part, stands = f"{found.correct} of {guesses} right", not found.refutes(claimed)
-    return Verdict("D", subject.name, part, claimed, found.epsilon_low, "epsilon", len(canaries), stands)
+    correct, low = audit_run(scores, coins, guesses=guesses, delta=DELTA, confidence=0.95)
+    part = f"{correct} of {guesses} right"
+    return Verdict("D", subject.name, part, claimed, low, "epsilon", len(canaries), low <= claimed)
 
 
 def tier_e(subject: Subject, *, runs: int, seed: int = 0) -> Verdict:
@@ -107,4 +107,4 @@ def tier_f(subject: Subject, *, seed: int = 0) -> Verdict:
     pairs = [(noise[0, 0], noise[0, 1]), (noise[0, 0], noise[1, 0]), (noise[0, 1], noise[1, 1])]
     # By significance, not by size: a small correlation of many values counts more than a larger one of few.
     worst = min((likeness(*pair) for pair in pairs), key=lambda found: found.p)
-    return Verdict("F", subject.name, "rounds, runs", 0.0, worst.correlation, "correlation", noise[0, 0].size, worst.ok)
+    return Verdict("F", subject.name, "rounds, runs", 0.0, worst.value, "correlation", noise[0, 0].size, worst.ok)

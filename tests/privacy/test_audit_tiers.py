@@ -9,15 +9,14 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from every_vote import every_vote
+from every_vote import every_vote, neighbours
 
 from fedcomp.experiments.audits import cases, systems
-from fedcomp.experiments.audits.mutants import whole_run
 from fedcomp.experiments.audits.subjects import ClientReply, Subject, Worlds, mean, rounds, sums
 from fedcomp.experiments.audits.tiers import tier_a, tier_b, tier_c, tier_e, tier_f
-from fedcomp.privacy.audit import likeness, neighbours, off_grid
-from fedcomp.privacy.entropy import SeededEntropy, SystemEntropy
-from fedcomp.privacy.mechanism import GridGaussian, Votes
+from fedcomp.privacy.audit import audit_run, likeness, noise_scale
+from fedcomp.privacy.entropy import SystemEntropy
+from fedcomp.privacy.mechanism import Votes
 from fedcomp.privacy.optimizers import TopAggOptimizer
 from fedcomp.rng import Key
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
@@ -130,8 +129,6 @@ def test_audit_B_lost_clients_leave_noise_and_guarantee_as_they_are(lost: int) -
     ]
     outputs = subject.run(data, 60)
     residuals = outputs - subject.run(data, 1, noisy=False)
-    from fedcomp.privacy.audit import noise_scale
-
     assert noise_scale(residuals[..., : cases.WIDTH], subject.scale[0]).ok
     assert subject.ledger(1).epsilon() == cases.dp_fedavg().ledger(1).epsilon()
 
@@ -141,8 +138,6 @@ def test_audit_B_an_empty_round_releases_the_same_noise_and_costs_the_same() -> 
     subject = cases.dp_fedavg()
     empty = replace(subject, worlds=Worlds([], []))
     outputs = empty.run([], 60)[..., : cases.WIDTH]
-    from fedcomp.privacy.audit import noise_scale
-
     assert noise_scale(outputs, subject.scale[0]).ok
     assert empty.ledger(1).epsilon() == subject.ledger(1).epsilon() > 0.0
 
@@ -169,20 +164,6 @@ def test_audit_C_integer_buffers_weights_and_losses_of_replies_tell_nothing() ->
     np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("kind", ["votes", "clipped vectors"])
-def test_audit_D_one_run_with_a_thousand_canaries_does_not_refute_the_ledger(kind: str) -> None:
-    found = whole_run(kind, 1000, 100)
-    assert found.ok, found
-    # Less than what is true, and not nothing.
-    assert 0.1 < found.found < found.claimed
-
-
-def test_audit_D_one_run_catches_noise_that_was_forgotten() -> None:
-    found = whole_run("no noise", 400, 100)
-    assert not found.ok
-    assert found.found == pytest.approx(3.47, abs=0.02)
-
-
 def test_audit_D_one_round_of_a_strategy_with_a_canary_per_client() -> None:
     count = 96
     model = {"w": np.zeros(count, np.float32)}
@@ -197,28 +178,9 @@ def test_audit_D_one_round_of_a_strategy_with_a_canary_per_client() -> None:
     padded = [(place, np.append(row, 0.0)) for place, row in rows]
     coins = Key(0, "canaries").uniform(count) < 0.5
     outputs = subject.run([row for row, coin in zip(rows, coins, strict=True) if coin], 1)[0, 0]
-    from fedcomp.privacy.audit import audit_run
-
-    found = audit_run(np.array([outputs @ row for _, row in padded]), coins, guesses=24, delta=1e-5)
-    assert found.correct > 12
-    assert not found.refutes(subject.ledger(1).epsilon())
-
-
-def test_audit_E_the_same_mechanism_with_float_noise_betrays_the_value_and_on_the_grid_it_does_not() -> None:
-    """Value 0 or 1, unit noise: outputs that are no multiple of 2^-53 come from 0 alone."""
-    shares = {}
-    for noise in ("gaussian", "discrete_gaussian"):
-        mechanism = GridGaussian(noise_multiplier=1.0, clip=1.0, size=1, noise=noise)
-        for value in (0, int(mechanism.bound)):
-            entropy = SeededEntropy(Key(0, "float", value), insecure_deterministic=True)
-            outputs = mechanism.perturb(np.full(100_000, value, np.int64), entropy)
-            # The unit is 2^6 grid steps, so that a double beside 1 has the same last bit as in the published attack.
-            shares[noise, value > 0] = off_grid(outputs, 2.0**-53)
-            if noise == "discrete_gaussian":
-                assert off_grid(outputs, mechanism.step) == 0.0
-    assert shares["gaussian", False] == pytest.approx(0.258, abs=0.01)
-    assert shares["gaussian", True] == 0.0
-    assert shares["discrete_gaussian", False] == shares["discrete_gaussian", True] == 0.0
+    correct, low = audit_run(np.array([outputs @ row for _, row in padded]), coins, guesses=24, delta=1e-5)
+    assert correct > 12
+    assert low <= subject.ledger(1).epsilon()
 
 
 def test_audit_F_global_seeds_do_not_touch_secure_noise() -> None:
