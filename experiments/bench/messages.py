@@ -16,9 +16,9 @@ from typing import Any, Final
 from flwr.app import Context, Message, RecordDict
 
 from fedcomp.clients.app import app as client_app
-from fedcomp.experiments import server_app
 from fedcomp.experiments.central import Plan, simulate, simulate_private
 from fedcomp.experiments.findings import different_bytes
+from fedcomp.experiments.serve import serve
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.flower._private import acting_as, set_message_id
 from fedcomp.flower.grid import InProcessGrid
@@ -154,11 +154,8 @@ def _by_reference(spec: RunSpec) -> RunResult:
 
 
 def _served(spec: RunSpec, grid: InProcessGrid) -> RunResult:
-    results: list[RunResult] = []
     with grid:
-        server = server_app.build(spec, deliver=results.append)
-        server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), {}))
-    return results[0]
+        return serve(spec, grid)
 
 
 def _bare(spec: RunSpec) -> Any:
