@@ -31,7 +31,8 @@ SPEC = RunSpec(
 @pytest.mark.long
 def test_a_deployment_gives_the_result_of_this_process_and_leaves_nothing(monkeypatch, tmp_path):
     """After an app that failed on the same deployment, which is an error with its log and leaves nothing, either."""
-    quicken(monkeypatch)
+    # The bundle holds the two apps only.
+    quicken(monkeypatch, "fedcomp.clients.app", "torch")
     here = engines.run(replace(SPEC, engine="inprocess"))
     used: list[Deployment] = []
 
