@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.experiments.engines import ENGINES
@@ -75,8 +75,7 @@ Columns = Mapping[str, str | Callable[[Any, str], Any]] | Sequence[str]
 """Quantities by name; or, by heading, a quantity or a function of what was found and a label."""
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A claim as it is written: ``row | quantity | bound | gate or goal: reason``. A run fails with a gate; a goal is
     shown as missed. Without a row the quantity is the study's."""
 
@@ -100,7 +99,7 @@ def read_claims(text: str) -> list[Line]:
         if written.startswith("#"):
             continue
         if "|" not in written and lines:
-            lines[-1] = replace(lines[-1], reason=f"{lines[-1].reason} {written}")
+            lines[-1] = lines[-1]._replace(reason=f"{lines[-1].reason} {written}")
             continue
         parts = [part.strip() for part in written.split("|")]
         kind, colon, reason = parts[-1].partition(":")
@@ -265,15 +264,11 @@ class Experiment:
 
     def changed(self, config: Config) -> list[str]:
         """Return what ``config`` sets differently from the defaults, as ``key=value`` texts, the seed left out."""
-        pairs: list[tuple[str, Value, Value]] = [
-            ("rounds", config.rounds, self.rounds),
-            ("clients", config.clients, self.clients),
-        ]
-        if config.budget is not None:
-            pairs.append(("budget", config.budget, ""))
-        matter = {key: option for key, option in self.options.items() if not option.neutral}
-        pairs += [(key, config.settings[key], option.default) for key, option in matter.items()]
-        return [f"{key}={show_value(value)}" for key, value, default in pairs if value != default]
+        now: dict[str, Any] = {"rounds": config.rounds, "clients": config.clients, "budget": config.budget}
+        usual: dict[str, Any] = {"rounds": self.rounds, "clients": self.clients, "budget": None}
+        now |= config.settings
+        usual |= {key: option.default for key, option in self.options.items() if not option.neutral}
+        return [f"{key}={show_value(now[key])}" for key, default in usual.items() if now[key] != default]
 
     def _assigned(self, assignments: Sequence[str]) -> dict[str, Value]:
         given: dict[str, Value] = {}

@@ -15,12 +15,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.experiments.experiment import Curve, Experiment, Rows, Studied, read_claims, within
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Table, different_bytes, mean, spread
-from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, over_seeds, repetitions, table
+from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, learning_line, over_seeds, repetitions, table
 from fedcomp.experiments.options import OF_EVERY_ROW, Config, numbers, show_value
 from fedcomp.experiments.spec import RunResult, RunSpec, parse_settings
 from fedcomp.strategies.parts import BUDGET
@@ -120,18 +120,11 @@ class Found:
         return Sweep(run, axes, title, shared)(self.say, self.workers)
 
 
-@dataclass(frozen=True)
-class Quantity:
+class Quantity(NamedTuple):
     """What a row came to: a function of what was found, the row and the row compared with, and decimals in tables."""
 
     of: Callable[[Found, str, str], Value]
     digits: int | None = None
-
-
-def _share(found: Found, row: str, name: str, parts: int) -> float:
-    """A sum of the whole run, by client and round."""
-    value = found.mean(row, name)
-    return value / parts if parts else math.nan
 
 
 def _times(*names: str) -> Callable[[Found, str, str], float]:
@@ -139,11 +132,17 @@ def _times(*names: str) -> Callable[[Found, str, str], float]:
 
 
 def _part(*names: str) -> Callable[[Found, str, str], float]:
-    def part(found: Found, row: str, other: str) -> float:
-        own, whole = (sum(found.mean(each, name) for name in names) for each in (row, other or found.baseline))
-        return own / whole if whole else math.nan
+    return lambda found, row, other: found.ratio(other or found.baseline, *names, other=row)
 
-    return part
+
+def _each(name: str, *, rounds: bool = True) -> Callable[[Found, str, str], float]:
+    """A sum of the whole run, by client, and by round if ``rounds``."""
+
+    def each(found: Found, row: str, other: str) -> float:
+        parts = found.config.clients * (found.config.rounds if rounds else 1)
+        return found.mean(row, name) / parts if parts else math.nan
+
+    return each
 
 
 def _lost(found: Found, row: str, other: str) -> float:
@@ -155,10 +154,6 @@ def _differing(found: Found, row: str, other: str) -> float:
     return different_bytes(found.results[other or found.baseline].arrays, found.results[row].arrays)
 
 
-def _each(name: str) -> Callable[[Found, str, str], float]:
-    return lambda found, row, other: _share(found, row, name, found.config.clients * found.config.rounds)
-
-
 QUANTITIES: Final[Mapping[str, Quantity]] = {
     "step size": Quantity(lambda found, row, other: found.chosen[row].get("lr")),
     "test, %": Quantity(lambda found, row, other: found.mean(row, "score"), 1),
@@ -168,7 +163,7 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "points lost": Quantity(_lost, 1),
     "uplink bytes": Quantity(_each("uplink"), 0),
     "downlink bytes": Quantity(_each("downlink"), 0),
-    "last downlink bytes": Quantity(lambda found, row, other: _share(found, row, "late", found.config.clients), 0),
+    "last downlink bytes": Quantity(_each("late", rounds=False), 0),
     "peer bytes": Quantity(_each("peer"), 0),
     "bits per weight": Quantity(lambda found, row, other: 32 / found.ratio(row, "uplink"), 3),
     "times fewer up": Quantity(_times("uplink"), 1),
@@ -315,13 +310,7 @@ def specs_of(experiment: Experiment, config: Config) -> list[RunSpec]:
 
 def fields_of(result: RunResult, last: int) -> dict[str, Any]:
     """Return what is asked of a training, JSON-able: see :meth:`Training.run`."""
-    line, so_far = [], [0, 0, 0]
-    for r in result.rounds:
-        up, down = r.uplink_payload_bytes, r.downlink_payload_bytes
-        parts = (up, up + down, r.uplink_wire_bytes + r.downlink_wire_bytes)
-        so_far = [a + b for a, b in zip(so_far, parts, strict=True)]
-        if not math.isnan(r.accuracy):
-            line.append([float(r.round), 100 * r.accuracy, *map(float, so_far)])
+    line = learning_line(result.rounds)
     return {
         "points": line,
         "score": mean([point[1] for point in line][-last:]),
