@@ -63,6 +63,11 @@ class Record(dict[str, Any]):
 class Records(list[Record]):
     """The cells of a sweep, in its order."""
 
+    def __getitem__(self, index: Any) -> Any:
+        """Return a record, or the records of a slice."""
+        found = super().__getitem__(index)
+        return Records(found) if isinstance(index, slice) else found
+
     def where(self, **fields: Any) -> Records:
         """Return the records whose fields have these values."""
         return Records(r for r in self if all(r[name] == value for name, value in fields.items()))

@@ -187,7 +187,7 @@ class Watch:
     def round(self, spec: RunSpec, record: RoundRecord) -> None:
         """A round of the row is finished."""
         self.remaining.round(spec.label, record.round)
-        evaluated = {} if math.isnan(record.accuracy) else {"accuracy": percent(record.accuracy)}
+        evaluated: Any = {} if math.isnan(record.accuracy) else {"accuracy": percent(record.accuracy)}
         self._bars.update(self._tasks[spec.label], completed=record.round, **evaluated)
 
     def done(self, spec: RunSpec, accuracy: float, rounds: int, *, kept: bool) -> None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, StateError, nearest
 from fedcomp.experiments.files import replacing
+from fedcomp.experiments.findings import finite
 from fedcomp.strategies.parts import Scalar
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ class RoundRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able dictionary; NaN becomes ``null``, which JSON has."""
-        return {key: _null(value) for key, value in asdict(self).items()}
+        return {key: finite(value) for key, value in asdict(self).items()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> RoundRecord:
@@ -314,7 +315,7 @@ class RunResult:
             "ledger": self.ledger.to_json(),
             "seconds": self.seconds,
             "simulated_seconds": self.simulated_seconds,
-            "notes": _null(self.notes),
+            "notes": finite(self.notes),
         }
 
     def save(self, directory: str | Path) -> Path:
@@ -381,12 +382,3 @@ def load_arrays(path: Path) -> dict[str, NDArray[Any]]:
     with np.load(path, allow_pickle=False) as archive:
         names = json.loads(archive["names"].tobytes())
         return {name: archive[f"array{i}"] for i, name in enumerate(names)}
-
-
-def _null(value: Any) -> Any:
-    """Return ``value`` with None, JSON's null, for every NaN or infinity."""
-    if isinstance(value, Mapping):
-        return {key: _null(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_null(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
