@@ -43,7 +43,7 @@ from fedcomp.experiments.overview import write_index
 from fedcomp.experiments.page import render_report
 from fedcomp.experiments.progress import Watch
 from fedcomp.experiments.report import count, failed_claims, rerun, summarise, takes, verdict
-from fedcomp.experiments.sheets import Sheet, claims_sheet, result_sheet
+from fedcomp.experiments.sheets import Sheet
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.experiments.store import RunFolder, to_json_text, write_text
 from fedcomp.experiments.tables import specs_of
@@ -254,7 +254,9 @@ def _run(setup: RunnerSetup, request: Request) -> int:
             stdout.write(to_json_text(summary) + "\n")
             stdout.flush()
         else:
-            _close(summary, folder, show.make_console(file=stdout))
+            console = show.make_console(file=stdout)
+            show.close(console, summary)
+            console.print(f"Report: {folder.path / 'report.html'}", soft_wrap=True)
     return CLAIM_FAILED if failed_claims(summary) else OK
 
 
@@ -370,30 +372,6 @@ def _announce(experiment: Experiment, folder: RunFolder) -> None:
     if proxied(os.environ):
         lines.append("proxy: connections to this machine go past that of the environment")
     console.print("\n".join(lines), soft_wrap=True)
-
-
-def _close(summary: Mapping[str, Any], folder: RunFolder, console: Console) -> None:
-    wide = console.width >= show.WIDE
-    console.print()
-    for line in show.headline(summary):
-        console.print(line)
-    console.print()
-    for title, table in show.findings_tables(Findings.from_json(summary["findings"])):
-        console.print(title, style="bold", soft_wrap=True)
-        console.print("  in the report: too long to be shown here" if table is None else table)
-        console.print()
-    if summary["rows"]:
-        console.print(show.table_of(result_sheet(summary, wide=wide)))
-        console.print()
-    for part in show.promise_parts(summary):
-        console.print(part)
-    if summary["claims"]:
-        console.print(show.table_of(claims_sheet(summary["claims"], wide=wide)))
-        console.print()
-    if failed_claims(summary) and summary["changed"]:
-        console.print(f"Changed from the defaults the bounds were set for: {', '.join(summary['changed'])}.")
-    console.print(verdict(summary), style="bold")
-    console.print(f"Report: {folder.path / 'report.html'}", soft_wrap=True)
 
 
 def _interrupted(folder: RunFolder, resume: str) -> int:

@@ -98,8 +98,8 @@ def _show(summary: Mapping[str, Any], *, as_json: bool, stdout: TextIO) -> None:
         stdout.flush()
         return
     console = show.make_console(file=stdout)
-    for rows in show.row_groups(summary["rows"]):
-        console.print(show.rows_table(rows))
+    for table in show.rows_tables(summary["rows"]):
+        console.print(table)
         console.print()
     if summary["claims"]:
         console.print(show.table_of(claims_sheet(summary["claims"], wide=console.width >= show.WIDE)))
