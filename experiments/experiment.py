@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fedcomp.errors import ConfigError, nearest
@@ -17,7 +17,6 @@ from fedcomp.experiments.engines import ENGINES
 from fedcomp.experiments.findings import Figure, Table
 from fedcomp.experiments.options import Config, Value, option, show_value
 from fedcomp.experiments.spec import RunSpec
-from fedcomp.strategies.parts import BUDGET
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def read_claims(text: str) -> list[Line]:
     Raises
     ------
     ConfigError
-        When a line has another form; what its bound may be is :func:`~fedcomp.experiments.kit.claim`'s.
+        When a line has another form; what its bound may be is :func:`~fedcomp.experiments.tables.claims_of`'s.
     """
     lines: list[Line] = []
     for written in filter(None, map(str.strip, text.splitlines())):
@@ -294,13 +293,3 @@ def check_budget(budget: float | None) -> None:
     """Raise :class:`ConfigError` unless ``budget`` is none, or an epsilon that can be kept."""
     if budget is not None and not 0.0 < budget < math.inf:
         raise ConfigError(f"--budget must be an epsilon greater than 0 and finite, not {budget:g}")
-
-
-def within(spec: RunSpec, budget: float) -> RunSpec:
-    """Return ``spec`` with ``budget``, or its own smaller one, if its system promises privacy; else as it is."""
-    from fedcomp.experiments.systems import get_system
-
-    if not get_system(spec.system).private:
-        return spec
-    own = float(spec.settings.get(BUDGET, 0.0))
-    return replace(spec, settings={**spec.settings, BUDGET: min(budget, own or math.inf)})

@@ -1,4 +1,4 @@
-"""What a page of the catalogue is written with: sweeps over axes, tables and curves of records, claims.
+"""What a page of the catalogue is written with: sweeps over axes, tables and curves of records.
 
 A page says what is compared, over which axes, in which columns, what is claimed of it, and what the answer is. What
 every experiment needs besides is here, once: cells that run side by side, are kept as they finish and are named on the
@@ -13,8 +13,8 @@ Examples
 ((1.0, 0.5), (3.0, 1.5))
 >>> [(line.name, line.y) for line in curves("Loss", records, "steps", "loss", by="start").series]
 [('1.0', (1.0, 0.5)), ('3.0', (3.0, 1.5))]
->>> claim("loss after a step, from 1", records.one(start=1.0, steps=1).loss, "<= 0.5", "theory").ok
-True
+>>> records.one(start=1.0, steps=1).loss
+0.5
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedcomp.clients.edge.processes import end_with
-from fedcomp.experiments.findings import Claim, Curves, Say, Series, Table, mean
+from fedcomp.experiments.findings import Curves, Say, Series, Table, mean
 from fedcomp.experiments.options import Config
 from fedcomp.plain import from_fields
 
@@ -283,34 +283,6 @@ def curves(
     series = [Series(name, *line) for name, line in lines.items()]
     across, up = (label or (name if isinstance(name, str) else "") for label, name in ((x_label, x), (y_label, y)))
     return Curves(title, across, up, series, **options)
-
-
-def claim(name: str, value: float, bound: str, source: str, *, gate: bool = True, skipped: str = "") -> Claim:
-    """Return the claim that ``value`` keeps ``bound``.
-
-    Parameters
-    ----------
-    bound : str
-        A comparison and a number: ``"<= 1.2"``. A number put in with ``f"<= {number}"`` keeps all its digits.
-    source : str
-        Where the bound comes from: a paper, theory, a measurement, a goal.
-    gate : bool
-        Whether the run fails with the claim; a goal is reported and fails nothing.
-    skipped : str
-        Why it was not measured, and what to install; empty where it was.
-
-    Raises
-    ------
-    ValueError
-        When the bound is not of this form.
-    """
-    op, _, number = bound.partition(" ")
-    try:
-        return Claim(name, float(value), op, float(number), source, gate, skipped)
-    except ValueError as error:
-        raise ValueError(
-            f"claim {name!r}: bound {bound!r} is not a comparison and a number such as '<= 1.2'"
-        ) from error
 
 
 def train_losses(task: Task, results: Mapping[str, RunResult], say: Say) -> dict[str, float]:

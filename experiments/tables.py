@@ -18,9 +18,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fedcomp.errors import ConfigError, nearest
-from fedcomp.experiments.experiment import Curve, Experiment, Rows, Studied, read_claims, within
+from fedcomp.experiments.experiment import Curve, Experiment, Rows, Studied, read_claims
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Table, different_bytes, mean, spread
-from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, learning_line, over_seeds, repetitions, table
+from fedcomp.experiments.kit import Record, Records, Sweep, curves, learning_line, over_seeds, repetitions, table
 from fedcomp.experiments.options import OF_EVERY_ROW, Config, numbers, show_value
 from fedcomp.experiments.spec import RunResult, RunSpec, parse_settings
 from fedcomp.strategies.parts import BUDGET
@@ -292,7 +292,8 @@ def run_one(training: Training, **cell: Any) -> dict[str, Any]:
 
 
 def specs_of(experiment: Experiment, config: Config) -> list[RunSpec]:
-    """Return the rows that the runner trains: none where the experiment tunes or repeats, which it does itself.
+    """Return the rows that the runner trains: none where the experiment tunes or repeats, which it does itself. Private
+    ones get the run's budget, where their own is not smaller.
 
     Raises
     ------
@@ -302,7 +303,12 @@ def specs_of(experiment: Experiment, config: Config) -> list[RunSpec]:
     training = Training.of(experiment, config)
     specs = [] if experiment.trains_itself else [training.spec(label) for label in training.rows]
     if config.budget is not None:
-        specs = [within(spec, config.budget) for spec in specs]
+        from fedcomp.experiments.systems import get_system
+
+        for i, spec in enumerate(specs):
+            if get_system(spec.system).private:
+                own = float(spec.settings.get(BUDGET, 0.0)) or math.inf
+                specs[i] = replace(spec, settings={**spec.settings, BUDGET: min(config.budget, own)})
         if not experiment.measures_privately and not any(BUDGET in spec.settings for spec in specs):
             raise ConfigError(f"experiment {experiment.name!r} has nothing that a budget could end; leave --budget out")
     return specs
@@ -479,17 +485,16 @@ _WORDS: Final = {"lr": "step size"}
 
 
 def _curve(found: Found, each: Curve) -> Curves:
-    labels = list(each.rows or found.rows)
-    for label in labels:
+    for label in each.rows:
         if label not in found.groups:
             raise ConfigError(f"curve of {each.y!r}: no row {label!r}{nearest(label, found.groups)}")
     by_bytes = "so far" in each.x
     return curves(
         each.title or f"{each.y.partition(',')[0].capitalize()} against {each.x}",
-        [found.groups[label] for label in labels],
-        lambda group: over_seeds(group, AXES[each.x]),
-        lambda group: over_seeds(group, AXES[each.y]),
-        lambda group: next(label for label in labels if found.groups[label] is group),
+        each.rows or found.rows,
+        lambda label: over_seeds(found.groups[label], AXES[each.x]),
+        lambda label: over_seeds(found.groups[label], AXES[each.y]),
+        str,
         x_label=each.x + (", all clients" if by_bytes else ""),
         y_label=each.y,
         log_x=by_bytes,
@@ -499,12 +504,12 @@ def _curve(found: Found, each: Curve) -> Curves:
 
 
 def claims_of(found: Found) -> list[Claim]:
-    """Check an experiment's claims.
+    """Check an experiment's claims. A bound is a comparison and a number, ``<= 1.2``, or what an answer is filled with.
 
     Raises
     ------
     ConfigError
-        When one is about what nobody measured.
+        When one is about what nobody measured, or its bound has another form.
     """
     written = found.experiment.claims
     made = []
@@ -513,11 +518,14 @@ def claims_of(found: Found) -> list[Claim]:
         given = found.studied.skipped
         skipped = given.get((line.row, line.quantity), given.get(line.quantity, ""))
         value = math.nan if skipped else found.number(line.row, line.quantity)
+        bound = filled(line.bound, found)
+        op, _, number = bound.partition(" ")
         try:
-            bound = filled(line.bound, found)
-            made.append(claim(name, value, bound, line.reason, gate=line.gate, skipped=skipped))
+            made.append(Claim(name, value, op, float(number), line.reason, line.gate, skipped))
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError(
+                f"claim {name!r}: bound {bound!r} is not a comparison and a number such as '<= 1.2'"
+            ) from error
     return made
 
 
