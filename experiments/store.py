@@ -113,9 +113,9 @@ class RunFolder:
 
         Settings that change no figure may differ.
         """
-        other = f"run {self.name} was started by another version of experiment {experiment.name!r}: its "
+        other = f"run {self.name} was started by another version of experiment {experiment.name!r}"
         if set(self.config.settings) != set(config.settings):
-            raise ConfigError(f"{other}settings have other names; start a new run")
+            raise ConfigError(f"{other}: its settings have other names; start a new run")
         sizes = ("engine", "rounds", "clients", "seed")
         pairs = {f"--{name}": (getattr(self.config, name), getattr(config, name)) for name in sizes}
         options = (key for key, option in sorted(experiment.options.items()) if not option.neutral)
@@ -127,7 +127,7 @@ class RunFolder:
                     "resume without it, or start a new run"
                 )
         if list(specs) != self.specs:
-            raise ConfigError(f"{other}rows differ; start a new run")
+            raise ConfigError(f"{other}: its rows differ; start a new run")
 
     def append(self, spec: RunSpec, record: RoundRecord) -> None:
         """Add one finished round to ``rounds.jsonl``; it is on disk when this returns."""
