@@ -275,18 +275,11 @@ class Experiment:
             key, sign, value = text.partition("=")
             key = key.strip()
             if not sign:
-                raise ConfigError(f"--set needs key=value, not {text!r}{self._hint(key)}")
+                raise ConfigError(f"--set needs key=value, not {text!r}{nearest(key, self.options)}")
             if key not in self.options:
-                raise ConfigError(f"experiment {self.name!r} has no setting {key!r}{self._hint(key)}")
+                raise ConfigError(f"experiment {self.name!r} has no setting {key!r}{nearest(key, self.options)}")
             given[key] = self.options[key].parse(key, value)
         return given
-
-    def _hint(self, key: str) -> str:
-        # Users write the part after the dot ("density"), so that is compared as well as the full name.
-        for full in self.options:
-            if key and full.rpartition(".")[2] == key:
-                return f"; did you mean {full!r}?"
-        return nearest(key, self.options)
 
 
 def check_budget(budget: float | None) -> None:

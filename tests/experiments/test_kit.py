@@ -173,12 +173,6 @@ def test_lines_are_points_or_stretches_by_record() -> None:
     assert [(s.x, s.y) for s in whole.series] == [((0.0, 3.0), (1.0, 0.125))] * 2
 
 
-def test_a_record_is_plain_data() -> None:
-    record = Record({"loss": 0.5, "name": "a"})
-    assert dict(record) == {"loss": 0.5, "name": "a"}
-    assert Records([record]).each(lambda r: r.loss + 1) == [1.5]
-
-
 def test_means_over_seeds_end_where_the_shortest_training_does() -> None:
     runs = Records([Record({"points": [(0, 1.0), (5, 0.5)]}), Record({"points": [(0, 3.0)]})])
     assert over_seeds(runs, 1) == [2.0]

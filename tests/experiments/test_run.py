@@ -262,16 +262,6 @@ def test_e2_a_user_is_told_how_long_it_takes(call: Caller) -> None:
 
 
 @pytest.mark.slow
-def test_a_claim_that_measured_nothing_fails_and_is_null_in_json(call: Caller) -> None:
-    def study(found: Found) -> Studied:
-        return Studied({"nothing there": float("nan")})
-
-    experiment = dataclasses.replace(TINY, study=study, claims="| nothing there | >= 0.0 | gate: test", answer="")
-    assert call("tiny", "--json", experiment=experiment) == 1
-    assert json.loads(call.stdout)["claims"][0]["value"] is None
-
-
-@pytest.mark.slow
 def test_an_interrupted_run_resumes_to_the_same_rows(call: Caller) -> None:
     assert call("tiny", "--json", "--seed", "3") == 0
     whole = json.loads(call.stdout)
@@ -351,20 +341,6 @@ def test_an_experiment_may_only_measure(call: Caller) -> None:
     assert document["claims"][0]["value"] == 1.0
     assert document["data"] == "numbers made by formula (nothing downloaded)."
     assert "Measured &lt;losses&gt;" in (folder / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_rows_come_before_the_measurement(call: Caller) -> None:
-    seen: list[object] = []
-
-    def look(found: Found) -> Studied:
-        seen.append(sorted(found.results))
-        return measure(found)
-
-    both = dataclasses.replace(TINY, study=look, claims=MEASURED.claims, answer="")
-    assert call("tiny", "--json", experiment=both) == 0
-    assert seen == [["dense", "sparse"]]
-    assert [claim["name"] for claim in json.loads(call.stdout)["claims"]][-1] == "the last loss"
 
 
 def test_an_experiment_without_rounds_is_measured_all_the_same(call: Caller) -> None:
