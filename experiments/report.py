@@ -15,6 +15,7 @@ from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Findings
 from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.measuring import UNMEASURED, mark
 from fedcomp.privacy.statement import Statement
 
 COUNTED = {
@@ -26,9 +27,6 @@ COUNTED = {
     "all clients at once, a round as long as its slowest); it contains no computing time.",
 }
 """What the columns mean, in the words every report uses."""
-
-UNMEASURED = "not measured"
-"""The word for a claim that was skipped, and for a figure that is missing."""
 
 _BYTE_COLUMNS = [f"{way}_{what}_bytes" for way in ("uplink", "downlink", "peer") for what in ("payload", "wire")]
 _PACKAGES = ("fedcomp", "flwr", "torch", "numpy", "numba", "scikit-learn")
@@ -183,14 +181,6 @@ def shown_epsilon(value: float) -> str:
 def failed_claims(summary: Mapping[str, Any]) -> list[str]:
     """Return the names of the claims that gate the exit code and did not hold."""
     return [claim["name"] for claim in summary["claims"] if claim["gate"] and not claim["ok"]]
-
-
-def mark(claim: Mapping[str, Any]) -> str:
-    """Return how a claim ended: ``"holds"``, ``"FAILED"``, ``"missed"`` for a goal, which decides no exit code, or
-    ``"not measured"``."""
-    if claim["ok"] is None:
-        return UNMEASURED
-    return "holds" if claim["ok"] else "FAILED" if claim["gate"] else "missed"
 
 
 def shortfalls(claims: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
