@@ -23,7 +23,7 @@ from flwr.simulation import run_simulation
 
 from fedcomp.clients.app import app as client_app
 from fedcomp.errors import ConfigError, FedcompError, optional
-from fedcomp.experiments import server_app
+from fedcomp.experiments.serve import serve
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.flower.wrapper import GridWrapper
 
@@ -55,8 +55,7 @@ def run(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        server = server_app.build(spec, on_round=on_round, privacy=privacy, deliver=results.append)
-        server(_StoppableGrid(grid, stop), context)
+        results.append(serve(spec, _StoppableGrid(grid, stop), on_round=on_round, privacy=privacy))
 
     with _environment(), _without_deprecation(), contextlib.ExitStack() as left:
         left.callback(stop.set)

@@ -242,7 +242,7 @@ def leave_few_subjects(monkeypatch: pytest.MonkeyPatch) -> None:
     from fedcomp.experiments.audits import cases, mutants, systems
 
     monkeypatch.setattr(cases, "SUBJECTS", {"votes": cases.votes_sum})
-    monkeypatch.setattr(systems, "SUBJECTS", {"message": systems.PrivateMessages})
+    monkeypatch.setattr(systems, "SUBJECTS", {"message": systems.message})
     monkeypatch.setattr(mutants, "MUTANTS", {name: mutants.MUTANTS[name] for name in ("no clip", "no root of k")})
 
 

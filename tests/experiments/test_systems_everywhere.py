@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp import Grid
 from private_rows import small
 from quick_nodes import quicken
 
@@ -162,36 +162,28 @@ def overlapping(grid: MeteredGrid, kind: str, **options: int) -> tuple[np.ndarra
 def on_ray(ledgers: Path) -> dict[str, Any]:
     """All of them one after the other on one simulation: its start costs more."""
     results: dict[str, Any] = {}
-    build = ray.server_app.build
 
-    def preceded(last: RunSpec, **given: Any) -> ServerApp:
-        app, own = ServerApp(), build(last, **given)
-
-        @app.main()
-        def main(grid: Grid, context: Context) -> None:
-            results["pipelined"] = overlapping(MeteredGrid(grid), "pipelined", width=2)
-            results["buffered"] = overlapping(MeteredGrid(grid), "buffered", concurrency=2, buffer=1)
-            for name in ("fedavg", *ROWS[1:], *EARLY):
-                results[name] = serve(spec(name, "ray"), grid)
-            results["edad"] = serve(edad("ray"), grid)
-            results["still"] = serve(still("ray"), grid)
-            for name in GOSSIP:
-                results[name] = serve(gossip(name, "ray"), grid)
-            for name in PRIVATE:
-                kept = ledgers / f"{name}.jsonl"
-                results[name] = serve(
-                    small(name, engine="ray", clients=2, budget=BUDGETS.get(name, 0.0)), grid, privacy=kept
-                )
-            results["coded-linear"] = serve(linear("ray"), grid)
-            results["datalens"] = serve(datalens("ray"), grid)
-            results["skewed-gcn"] = serve(on_graph("ray"), grid)
-            # The last one as the engine itself serves it.
-            own(grid, context)
-
-        return app
+    def preceded(last: RunSpec, grid: Grid, **given: Any) -> RunResult:
+        results["pipelined"] = overlapping(MeteredGrid(grid), "pipelined", width=2)
+        results["buffered"] = overlapping(MeteredGrid(grid), "buffered", concurrency=2, buffer=1)
+        for name in ("fedavg", *ROWS[1:], *EARLY):
+            results[name] = serve(spec(name, "ray"), grid)
+        results["edad"] = serve(edad("ray"), grid)
+        results["still"] = serve(still("ray"), grid)
+        for name in GOSSIP:
+            results[name] = serve(gossip(name, "ray"), grid)
+        for name in PRIVATE:
+            kept = ledgers / f"{name}.jsonl"
+            one = small(name, engine="ray", clients=2, budget=BUDGETS.get(name, 0.0))
+            results[name] = serve(one, grid, privacy=kept)
+        results["coded-linear"] = serve(linear("ray"), grid)
+        results["datalens"] = serve(datalens("ray"), grid)
+        results["skewed-gcn"] = serve(on_graph("ray"), grid)
+        # The last one as the engine itself serves it.
+        return serve(last, grid, **given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray.server_app, "build", preceded)
+        patch.setattr(ray, "serve", preceded)
         patch.setattr(ray, "client_app", Either())
         results[ROWS[0]] = engines.run(spec(ROWS[0], "ray"))
     return results
