@@ -11,7 +11,6 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
@@ -77,37 +76,6 @@ client = ClientApp(mods=[compression(first_model=first_model)])
 server = ServerApp()
 
 
-@dataclass(frozen=True)
-class Training:
-    """A training.
-
-    Attributes
-    ----------
-    row : str
-        A key of :data:`ROWS`.
-    hidden : int
-        Units of the hidden layer, which are the model's size: 300 bytes each.
-    rate : float
-        Step size of the clients.
-    seed, rounds : int
-    steps : int
-        Of a client per round.
-    target : float
-        Accuracy in percent that ends it.
-    tuning : bool
-        Whether accuracy is that on a validation split, which nobody trains on then.
-    """
-
-    row: str
-    hidden: int
-    rate: float
-    seed: int
-    rounds: int
-    steps: int
-    target: float
-    tuning: bool = False
-
-
 @cache
 def examples(tuning: bool) -> tuple[tuple[NDArray[Any], NDArray[Any]], tuple[NDArray[Any], NDArray[Any]]]:
     """Return what is trained on and what is tested on: pixels and classes each."""
@@ -151,12 +119,22 @@ class Over(Exception):
     """Ends a training at its target, and a deployment whose time limit is over."""
 
 
-def trained(training: Training, grid: Grid, finished: Callable[[float, MeteredGrid], object]) -> None:
-    """Train over ``grid``; ``finished`` is told the accuracy after each round, in percent of the test or validation
-    split."""
-    metered, (x, y) = MeteredGrid(grid), examples(training.tuning)[1]
+def trained(asked: Mapping[str, Any], grid: Grid, finished: Callable[[float, MeteredGrid], object]) -> None:
+    """Train over ``grid``.
+
+    Parameters
+    ----------
+    asked : mapping
+        ``row``, a key of :data:`ROWS`; ``hidden``, units of the hidden layer, 300 bytes each; ``rate``, the clients'
+        step size, and ``steps`` of a client per round; ``seed``; ``rounds``; ``target``, the accuracy in percent that
+        ends it; ``tuning``, whether accuracy is that on a validation split, which nobody trains on then (default no).
+    finished : callable
+        Is told the accuracy after each round, in percent of the test or validation split.
+    """
+    asked = {"tuning": False, **asked}
+    metered, (x, y) = MeteredGrid(grid), examples(asked["tuning"])[1]
     inner = FedAvg(min_train_nodes=NODES, min_available_nodes=NODES, fraction_evaluate=0.0)
-    told = ConfigRecord({name: getattr(training, name) for name in ("seed", "hidden", "rate", "steps", "tuning")})
+    told = ConfigRecord({name: asked[name] for name in ("seed", "hidden", "rate", "steps", "tuning")})
 
     def note(number: int, arrays: ArrayRecord, outcome: RoundOutcome) -> None:
         # A round without replies keeps the model and reaches nothing.
@@ -164,23 +142,24 @@ def trained(training: Training, grid: Grid, finished: Callable[[float, MeteredGr
         if outcome.arrays is not None:
             reached = accuracy([arrays[name].numpy() for name in NAMES], x, y)
         finished(reached, metered)
-        if reached >= training.target:
+        if reached >= asked["target"]:
             raise Over
 
-    start = begin(training.seed, training.hidden)
+    start, strategy = begin(asked["seed"], asked["hidden"]), ROWS[asked["row"]](inner)
     with contextlib.suppress(Over):
-        fit(ROWS[training.row](inner), metered, start, training.rounds, timeout=None, train_config=told, on_round=note)
+        fit(strategy, metered, start, asked["rounds"], timeout=None, train_config=told, on_round=note)
 
 
 def here(**asked: Any) -> dict[str, Any]:
-    """Train in this process; return accuracies by round, and ``needed``: rounds to the target, infinity for never."""
+    """Train in this process as :func:`trained`; return accuracies by round as ``line``, and ``needed``: rounds to the
+    target, infinity for never."""
     from fedcomp.flower.grid import InProcessGrid
     from fedcomp.flower.logs import quiet
 
-    training, line = Training(**asked), list[float]()
-    with quiet(), InProcessGrid(client, NODES, seed=training.seed) as grid:
-        trained(training, grid, lambda reached, _: line.append(reached))
-    reached = bool(line) and line[-1] >= training.target
+    line: list[float] = []
+    with quiet(), InProcessGrid(client, NODES, seed=asked["seed"]) as grid:
+        trained(asked, grid, lambda reached, _: line.append(reached))
+    reached = bool(line) and line[-1] >= asked["target"]
     return {"line": line, "needed": len(line) if reached else float("inf")}
 
 
@@ -206,11 +185,11 @@ def main(grid: Grid, context: Context) -> None:
         keep()
 
     keep()
-    trained(Training(**asked["training"]), grid, finished)
+    trained(asked["training"], grid, finished)
 
 
 def linked(
-    training: Training,
+    training: Mapping[str, Any],
     *,
     rate: float,
     down: float | None,
@@ -223,6 +202,8 @@ def linked(
 
     Parameters
     ----------
+    training : mapping
+        See :func:`trained`.
     down : float, optional
         Bits per second to the nodes, where that is another rate.
     limit : float
@@ -255,7 +236,7 @@ def linked(
         first = crossed(hub)
         time.sleep(idle)
         quiet, before = crossed(hub, first), crossed(hub)
-        asked = {"training": asdict(training), "out": str(out), "hub": hub, "before": before}
+        asked = {"training": training, "out": str(out), "hub": hub, "before": before}
         file.write_text(json.dumps(asked), encoding="utf-8")
 
         def watch() -> None:

@@ -108,12 +108,11 @@ def over_link(
     row: str, kbit: float, hidden: int, rate: float, *, config: Config, needed: Mapping[tuple[str, int], float]
 ) -> dict[str, Any]:
     """Train over real links; ``needed`` rounds by row and size, where they are known."""
-    from fedcomp.experiments.slow import Training, linked
+    from fedcomp.experiments.slow import linked
 
     large = kbit == LARGE_KBIT and hidden == hidden_of(LARGE)
-    training = Training(**_asked(config, row if row != STOCK else FEDAVG, hidden, rate, config.seed))
     return linked(
-        training,
+        _asked(config, row if row != STOCK else FEDAVG, hidden, rate, config.seed),
         rate=1e3 * kbit,
         down=1e3 * LARGE_DOWN if large else None,
         limit=float(config.settings["stock_limit" if large else "limit"]),

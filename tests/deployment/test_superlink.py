@@ -12,7 +12,7 @@ from running_listener import wait_until
 from fedcomp.experiments import engines
 from fedcomp.experiments.engines import superlink
 from fedcomp.experiments.engines.processes import DeploymentError, members, processes_with
-from fedcomp.experiments.engines.superlink import APP, Deployment
+from fedcomp.experiments.engines.superlink import Deployment
 from fedcomp.experiments.spec import RunSpec
 
 pytestmark = pytest.mark.engines
@@ -86,10 +86,6 @@ def test_a_node_that_dies_at_once_stops_the_deployment(monkeypatch, tmp_path):
         deployment.__enter__()
     assert not deployment.folder.exists()
     assert all(members(child.pid) == [] for child in deployment.children)
-
-
-def test_the_bundle_is_a_few_kilobytes():
-    assert sum(path.stat().st_size for path in APP.rglob("*") if path.suffix in (".py", ".toml")) < 5_000
 
 
 def test_every_process_is_offline_and_has_a_home_of_its_own(tmp_path, monkeypatch):

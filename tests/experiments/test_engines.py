@@ -76,13 +76,6 @@ def test_only_due_rounds_are_evaluated_but_always_the_last():
 
 
 @pytest.mark.long
-def test_another_seed_is_another_run_and_the_same_seed_the_same():
-    runs = [engines.run(RunSpec("topk", rounds=2, clients=3, seed=s, settings=SMALL)) for s in (1, 1, 2)]
-    assert same(runs[0].arrays, runs[1].arrays)
-    assert not same(runs[0].arrays, runs[2].arrays)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("system", "settings"),
     [

@@ -215,9 +215,7 @@ def test_a_training_is_ended_when_its_pace_shows_that_it_comes_too_late(
     monkeypatch.setattr(slow, "SlowLinks", lambda *_, **__: made)
     monkeypatch.setattr(slow, "counted", lambda hub: {0: dict.fromkeys(links.COUNTED, 1)})
     monkeypatch.setattr("fedcomp.experiments.engines.linked.LinkedDeployment", lambda *_, **__: nullcontext(deployment))
-    found = slow.linked(
-        slow.Training(**{**ASKED, "row": BOTH}), rate=1e7, down=None, limit=90.0, settings={}, needed=needed
-    )
+    found = slow.linked({**ASKED, "row": BOTH}, rate=1e7, down=None, limit=90.0, settings={}, needed=needed)
     assert len(found["line"]) == rounds
     assert found["error"] == ("not in 90 s" if rounds == links.ENOUGH else "")
 
@@ -227,9 +225,7 @@ def test_a_training_is_ended_when_its_pace_shows_that_it_comes_too_late(
 @pytest.mark.long
 def test_a_training_over_links_is_that_of_this_process_and_its_bytes_have_names() -> None:
     asked = {**ASKED, "row": BOTH, "hidden": 200, "rounds": 2, "target": 101.0}
-    found = slow.linked(
-        slow.Training(**asked), rate=1e7, down=None, limit=120.0, settings=module.settings(1e4), idle=3.0
-    )
+    found = slow.linked(asked, rate=1e7, down=None, limit=120.0, settings=module.settings(1e4), idle=3.0)
     assert found["error"] == ""
     np.testing.assert_allclose([point[1] for point in found["line"]], slow.here(**asked)["line"], atol=0.3)
     seen = found["interface"]
