@@ -169,7 +169,7 @@ def test_audit_D_one_round_of_a_strategy_with_a_canary_per_client() -> None:
     model = {"w": np.zeros(count, np.float32)}
 
     def make(given, seed):
-        arguments = cases.promise(given, seed, 2.0) | {"population": count}
+        arguments = cases.promise(2.0 if given is None else given, seed) | {"population": count}
         return DpFedAvg(mean(), clip=cases.CLIP, **arguments)
 
     rows = [(place, cases.CLIP * np.eye(1, count, place, dtype=np.float32)[0]) for place in range(count)]
