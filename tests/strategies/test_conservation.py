@@ -231,32 +231,12 @@ LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()}, Sma
 NODES = 4
 
 
-class Added(FedAvg):
-    """Adds every update to the model, unweighted: what was delivered is the model itself."""
-
-    def __init__(self) -> None:
-        super().__init__(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0)
-        self.base = model()
-
-    def configure_train(self, server_round: int, arrays: ArrayRecord, config: Any, grid: Any) -> Any:
-        self.base = arrays
-        return super().configure_train(server_round, arrays, config, grid)
-
-    def aggregate_train(self, server_round: int, replies: Any) -> Any:
-        total = {name: array.numpy().astype(np.float64) for name, array in self.base.items()}
-        for reply in replies:
-            if not reply.has_error():
-                record = next(iter(reply.content.array_records.values()))
-                total = {k: v + record[k].numpy() - self.base[k].numpy() for k, v in total.items()}
-        return ArrayRecord({k: Array(v.astype(np.float32)) for k, v in total.items()}), None
-
-
 def compressed() -> Compressed:
-    return Compressed(Added(), TopK(density=0.05), policy=SmallDense())
+    return Compressed(Sum(), TopK(density=0.05), policy=SmallDense())
 
 
 def downlink() -> Compressed:
-    return Compressed(Added(), TopK(density=0.05), TopK(density=0.1), policy=SmallDense())
+    return Compressed(Sum(), TopK(density=0.05), TopK(density=0.1), policy=SmallDense())
 
 
 class Watching(PlainGrid):
@@ -293,11 +273,7 @@ class World:
         contexts = [(node, self.engine.context(node)) for node in self.engine.get_node_ids()]
         made = sum(context.state.array_records["toy.sum"]["sum"].numpy() for _, context in contexts)
         left = sum(owed(strategy, context, node, LAYOUT) for node, context in contexts)
-        return made - self.natural(left)
-
-    def natural(self, vector: Any) -> np.ndarray:
-        """Return a layout vector in the model's own order."""
-        return np.concatenate([np.ravel(v).astype(np.float64) for v in LAYOUT.unflatten(np.float32(vector)).values()])
+        return made - in_order(LAYOUT, np.float32(left))
 
 
 def run_until(world: World, strategy: Any, path: Path, *, saved: int, killed: int, start: int = 1, arrays=None) -> None:
