@@ -27,9 +27,9 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from fedcomp.clients.edge.processes import end_with
 from fedcomp.experiments.findings import Claim, Curves, Say, Series, Table, mean
@@ -48,7 +48,6 @@ __all__ = [
     "claim",
     "curves",
     "learning_line",
-    "named",
     "over_seeds",
     "repetitions",
     "running_mean",
@@ -214,28 +213,6 @@ class Sweep:
             # A generator, so that each cell is kept before the next one runs.
             return ((name, call()) for name, call in calls.items())
         return _in_processes(calls, min(workers, len(calls)))
-
-
-class Cell(Protocol):
-    """A cell that is an object: plain data with a name of its own."""
-
-    @property
-    def name(self) -> str:
-        """Unique within the run."""
-
-    def run(self) -> Any:
-        """Return what it came to, a dataclass of JSON-able fields."""
-
-
-def named(cells: Iterable[Cell], title: str = "") -> Sweep:
-    """Return the sweep over cells that have names of their own; its only axis is ``name``."""
-    asked = list(cells)
-    by_name = {cell.name: cell for cell in asked}
-    return Sweep(_run_named, [{"name": cell.name} for cell in asked], title, {"cells": by_name})
-
-
-def _run_named(name: str, cells: Mapping[str, Cell]) -> dict[str, Any]:
-    return asdict(cells[name].run())
 
 
 def _in_processes(

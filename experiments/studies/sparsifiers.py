@@ -152,8 +152,10 @@ def trained_rows(
     """Train rows that are not sent as messages: see :func:`fedcomp.experiments.tables.trained`."""
     rivals = {"codec": of_codec, "oracle": oracle, "corrected": corrected}
     # What is tuned has to be trained alike, so by :func:`train` as well.
-    made = {"rows": rows, "each": each, "train": train, "tunes_without_messages": False, "rivals": rivals}
-    return trained(found, replace(found.experiment, **made), repetitions(found.config, seeds), grids)
+    made: dict[str, Any] = {"rows": rows, "each": each, "train": train, "rivals": rivals}
+    return trained(
+        found, replace(found.experiment, tunes_without_messages=False, **made), repetitions(found.config, seeds), grids
+    )
 
 
 def study(found: Found) -> Studied:
