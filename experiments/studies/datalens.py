@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from fedcomp.privacy.accounting import (
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.votes import encode_rows, entropy_bits, longest_rows, pass_probability, topk_stochastic_sign
 from fedcomp.rng import Key
+from fedcomp.strategies.parts import TASK_PREFIX, below
 from fedcomp.tasks.teachers import MNIST_CLASSES, shared_records, wrapping_deal
 from fedcomp.wire import FILLED
 
@@ -56,22 +57,9 @@ FULL: Final[Mapping[str, Any]] = {
 """The published settings for MNIST that do not depend on epsilon; widths of the networks are ours."""
 
 
-@dataclass(frozen=True)
-class PublishedSettings:
-    """One command of the authors' published code (read).
-
-    Attributes
-    ----------
-    name : str
-    epsilon : float
-        What it stops at.
-    teachers, k : int
-    sigma, beta : float
-    images : int
-        B; where the data's size is not given, the teachers' share of it (assumed).
-    size : int
-        Pixels times channels.
-    """
+class PublishedSettings(NamedTuple):
+    """One command of the authors' published code (read): what epsilon it stops at, teachers, k, sigma, beta, images a
+    step (B; where the data's size is not given, the teachers' share of it, assumed), pixels times channels."""
 
     name: str
     epsilon: float
@@ -99,14 +87,7 @@ class PublishedSettings:
 
     def steps(self) -> int:
         """Return the largest number of steps that the code's own rule allows."""
-        low, high = 0, 1
-        while classical_epsilon(self.events(high), DELTA) <= self.epsilon:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = classical_epsilon(self.events(middle), DELTA) <= self.epsilon
-            low, high = (middle, high) if fits else (low, middle)
-        return low
+        return bisect_right(range(1, 10_000), self.epsilon, key=lambda n: classical_epsilon(self.events(n), DELTA))
 
     def exact(self, moved: float = 1.0) -> float:
         """Return the exact epsilon after all steps, of who moves a sum ``moved`` times as far as was paid for."""
@@ -208,6 +189,7 @@ def study(found: Found) -> Studied:
     twice, never = say.cell("held", lambda: held(first_spec))
     pictures = Findings.from_json(say.cell("pictures", lambda: Findings(figures=drawn(found)).to_json()))
     dealt = shared_records(wrapping_deal(np.repeat(np.arange(10), MNIST_CLASSES), 4000, 15), sum(MNIST_CLASSES))
+    records = len(_task(first_spec).train_split)
     doubled = [p.exact(moved=2.0) for p in PUBLISHED if p.name == "MNIST"]
     # The lowest seed, not the mean: a claim on a mean could hide a seed that learnt nothing.
     lowest = {epsilon: min(results[label].accuracy for label in labels(config, epsilon)) for epsilon in budgets(config)}
@@ -230,13 +212,7 @@ def study(found: Found) -> Studied:
             _learnt(found),
             table(
                 "Bytes of one step and one client",
-                {
-                    "what goes down": "what",
-                    "votes up": "up",
-                    "entropy bound": "bound",
-                    "float32 gradients": "dense",
-                    "down": "down",
-                },
+                {name: name for name in ("what goes down", "votes up", "entropy bound", "float32 gradients", "down")},
                 sent,
                 f"Payload of a client with {config.settings['teachers']} teachers. Votes of all of them are in one "
                 "frame, which is padded to a length that follows from the settings alone.",
@@ -283,7 +259,7 @@ def study(found: Found) -> Studied:
                 ("deal", "records", "two teachers", "no teacher", "epsilon 1 is", "epsilon 10 is"),
                 [
                     ["published: class by class in turn, MNIST", sum(MNIST_CLASSES), *dealt, *doubled],
-                    ["here: a keyed hash of each record, this run", records_of(first_spec), twice, never, None, None],
+                    ["here: a keyed hash of each record, this run", records, twice, never, None, None],
                 ],
                 "The last two columns: exact epsilon of a record in two teachers' hands, which moves a sum by "
                 "4 sqrt(k) where 2 sqrt(k) were paid for, at the published settings for MNIST of budget 1 and 10.",
@@ -325,10 +301,10 @@ def sent_by(result: RunResult) -> Record:
     length = longest_rows(votes, task.pixels, k) + FILLED
     return Record(
         {
-            "what": said.get("send", "generator"),
-            "up": round(result.uplink_payload_bytes / messages) if messages else None,
-            "bound": round(entropy_bits(task.pixels, k, votes) / 8),
-            "dense": 4 * votes * task.pixels,
+            "what goes down": said.get("send", "generator"),
+            "votes up": round(result.uplink_payload_bytes / messages) if messages else None,
+            "entropy bound": round(entropy_bits(task.pixels, k, votes) / 8),
+            "float32 gradients": 4 * votes * task.pixels,
             "down": round(result.downlink_payload_bytes / messages) if messages else None,
             "beyond": abs(result.uplink_payload_bytes - messages * length),
         }
@@ -336,42 +312,36 @@ def sent_by(result: RunResult) -> Record:
 
 
 def _learnt(found: Found) -> Table:
-    config = found.config
-
-    def each(epsilon: float) -> Any:
-        accuracies = [100 * found.results[label].accuracy for label in labels(config, epsilon)]
-        first = found.results[labels(config, epsilon)[0]]
-        return {
-            "noise": named(epsilon),
-            "z": first.spec.settings["noise_multiplier"],
-            "steps": first.final.round,
-            "accuracy, mean %": mean(accuracies),
-            "half the range": spread(accuracies),
-            "lowest": min(accuracies),
-            "highest": max(accuracies),
-        }
-
-    lines = [each(epsilon) for epsilon in (NOISELESS, *budgets(config))]
-    caption = (
+    config, results = found.config, found.results
+    epsilons = (NOISELESS, *budgets(config))
+    reached = {e: [100 * results[label].accuracy for label in labels(config, e)] for e in epsilons}
+    first = {e: results[labels(config, e)[0]] for e in epsilons}
+    columns: dict[str, Any] = {
+        "noise": named,
+        "z": lambda epsilon: first[epsilon].spec.settings["noise_multiplier"],
+        "steps": lambda epsilon: first[epsilon].final.round,
+        "accuracy, mean %": lambda epsilon: mean(reached[epsilon]),
+        "half the range": lambda epsilon: spread(reached[epsilon]),
+        "lowest": lambda epsilon: min(reached[epsilon]),
+        "highest": lambda epsilon: max(reached[epsilon]),
+    }
+    return table(
+        "What the generator is worth",
+        columns,
+        epsilons,
         "Accuracy on the real test images of a classifier that has seen generated ones only, after its last epoch, "
         f"over {config.settings['seeds']} seeds. Chance is 10 %. Budgets are at delta {DELTA:g}; what they promise is "
-        "stated below."
+        "stated below.",
     )
-    return table("What the generator is worth", {name: name for name in lines[0]}, lines, caption)
 
 
 def _task(spec: RunSpec) -> GeneratorTask:
     from fedcomp.tasks import get_task
     from fedcomp.tasks.generator import GeneratorTask
 
-    task = get_task(spec.task, **{k[5:]: v for k, v in spec.settings.items() if k.startswith("task.")})
+    task = get_task(spec.task, **below(spec.settings, TASK_PREFIX))
     assert isinstance(task, GeneratorTask)
     return task
-
-
-def records_of(spec: RunSpec) -> int:
-    """Return how many records a row's clients have."""
-    return len(_task(spec).train_split)
 
 
 def held(spec: RunSpec) -> tuple[int, int]:
