@@ -246,7 +246,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, Mapping[str,
     monkeypatch.setattr(module, "cost", lambda *a, **o: {"times": 2.0})
     beside_them = {system: Beside(more.get("differ", 0), 0, 0.0) for system in CHECKED}
     monkeypatch.setattr(central, "beside", lambda results, caption: (Table("checked", (), ()), beside_them))
-    return measure(EXPERIMENT, config(), {}, Say())
+    return measure(EXPERIMENT, config(), {}, more.get("say", Say()))
 
 
 def failed(findings: Any, *, gate: bool) -> list[str]:
@@ -309,20 +309,25 @@ def test_the_tables_name_the_front_and_the_settings(monkeypatch: pytest.MonkeyPa
     assert "MLP 0.50 at 1/24 (PowerSGD)" in findings.answer
 
 
-@pytest.mark.long
-def test_a_short_run_on_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {name: ROWS[name] for name in (FEDAVG, TOPK, NATURAL)}
-    monkeypatch.setattr(module, "ROWS", rows)
-    monkeypatch.setattr(module, "REPETITIONS", 1)
-    monkeypatch.setattr(module, "LOOKED", 2)
-    asked = EXPERIMENT.configure(assignments=("seeds=1", "workers=1"), rounds=1, clients=2)
-    findings = measure(EXPERIMENT, asked, {}, Say())
-    assert failed(findings, gate=True) == []
-    assert len(findings.figures) == 2 * len(MODELS)
-    for table in findings.tables[1 : 1 + len(MODELS)]:
-        assert {row[0] for row in table.rows} == set(rows)
-        assert all(row[table.columns.index("time, FedAvg's")] > 0 for row in table.rows)
-    assert {record["task"] for record in findings.tasks} == {"digits", "mnist", "tiny-shakespeare"}
+def test_a_run_that_was_interrupted_ends_as_one_that_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: dict[str, Any] = {}
+    findings = measured(monkeypatch, say=Say(keep=whole.__setitem__))
+    kept: dict[str, Any] = {}
+    count = iter(range(100))
+
+    def dying(row: str, **others: Any) -> dict[str, Any]:
+        if next(count) > 3:
+            raise KeyboardInterrupt
+        return {"loss": 1.0 + len(row) / 1000, "accuracy": 0.9, "uplink": UPLINK[row], "downlink": 1.0}
+
+    with pytest.raises(KeyboardInterrupt):
+        measured(monkeypatch, train=dying, say=Say(keep=kept.__setitem__))
+    assert 0 < len(kept) < len(whole)
+    before = dict(kept)
+    resumed = measured(monkeypatch, say=Say(kept=kept, keep=kept.__setitem__))
+    assert kept == whole
+    assert all(kept[name] is before[name] for name in before)
+    assert resumed.to_json() == findings.to_json()
 
 
 def test_wrong_models_are_refused_with_the_nearest() -> None:
