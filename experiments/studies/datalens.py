@@ -192,7 +192,7 @@ def study(found: Found) -> Studied:
     records = len(_task(first_spec).train_split)
     doubled = [p.exact(moved=2.0) for p in PUBLISHED if p.name == "MNIST"]
     # The lowest seed, not the mean: a claim on a mean could hide a seed that learnt nothing.
-    lowest = {epsilon: min(results[label].accuracy for label in labels(config, epsilon)) for epsilon in budgets(config)}
+    lowest = {e: min(results[label].accuracy for label in labels(config, e)) for e in budgets(config)}
     quantities: dict[Any, float] = {
         **spending(results, results[stopped]),
         **{(named(e), "lowest accuracy of the seeds"): accuracy for e, accuracy in lowest.items()},
@@ -200,11 +200,11 @@ def study(found: Found) -> Studied:
         "packed votes over 1.05 times the entropy bound and the header": largest(sizes.each("over")),
         "records here that two teachers hold": twice,
         "records with two teachers under the published deal": dealt[0],
-        "PRV above the exact epsilon": largest(r.prv - r.exact for r in costs),
+        "PRV above the exact epsilon": largest(r["PRV"] - r["exact"] for r in costs),
         "violation of exact <= PRV <= RDP <= their rule": largest(
-            max(r.exact - r.prv, r.prv - r.rdp, r.rdp - r.rule) for r in costs
+            max(r["exact"] - r["PRV"], r["PRV"] - r["RDP"], r["RDP"] - r["their rule"]) for r in costs
         ),
-        "chance that a pixel without a vote passes at budget 1": max(costs.where(epsilon=1.0).each("noise")),
+        "chance that a pixel without a vote passes at budget 1": max(costs.where(budget=1.0).each("no vote, passes")),
     }
     return Studied(
         quantities,
@@ -212,42 +212,21 @@ def study(found: Found) -> Studied:
             _learnt(found),
             table(
                 "Bytes of one step and one client",
-                {name: name for name in ("what goes down", "votes up", "entropy bound", "float32 gradients", "down")},
+                _columns(sent),
                 sent,
                 f"Payload of a client with {config.settings['teachers']} teachers. Votes of all of them are in one "
                 "frame, which is padded to a length that follows from the settings alone.",
             ),
             table(
                 "Votes on one image, in bytes",
-                {
-                    "pixels": "d",
-                    "k": "k",
-                    "packed": "packed",
-                    "entropy bound": "bound",
-                    "bitmap and signs": lambda r: (r.d + r.k) / 8,
-                    "fixed width and signs": lambda r: (r.k * math.ceil(math.log2(r.d)) + r.k) / 8,
-                    "float32": lambda r: 4 * r.d,
-                },
+                _columns(sizes),
                 sizes,
                 "Measured on 15 images of random directions, per image. The bound is log2 C(d, k) + k bits: a support "
                 "and signs of which nothing is known.",
             ),
             table(
                 "What the published settings cost and show",
-                {
-                    "data": lambda r: f"{r.name}, budget {r.epsilon:g}",
-                    "teachers": "teachers",
-                    "z": "z",
-                    "images a step": "images",
-                    "steps": "steps",
-                    "their rule": "rule",
-                    "RDP": "rdp",
-                    "PRV": "prv",
-                    "exact": "exact",
-                    "teachers / sigma": "signal",
-                    "no vote, passes": "noise",
-                    "all votes, passes rightly": "right",
-                },
+                _columns(costs),
                 costs,
                 f"Epsilon at delta {DELTA:g} after as many steps as their rule allows, for the exchange of one teacher "
                 "(sensitivity 2 sqrt(k)) and one release for each image; images a step are assumed for CelebA. Then "
@@ -267,6 +246,11 @@ def study(found: Found) -> Studied:
         ],
         figures=pictures.figures,
     )
+
+
+def _columns(records: Records) -> dict[str, Any]:
+    """Return all fields as columns but those that are for claims."""
+    return {name: name for name in records[0] if name not in ("beyond", "over", "budget")}
 
 
 def spending(results: Mapping[str, RunResult], stopped: RunResult) -> dict[str, float]:
@@ -365,8 +349,10 @@ def packed() -> list[dict[str, Any]]:
     for d, k in ((784, 200), (784, 300), (12288, 700)):
         directions = Key(1, "packed", layer=k).uniform(15 * d).reshape(15, d) - 0.5
         size = len(encode_rows(topk_stochastic_sign(directions, k, uniforms=Key(2, "packed", layer=k))))
-        over = size / (1.05 * entropy_bits(d, k, 15) / 8 + len(encode_rows(np.zeros((15, d), np.int8))))
-        found.append({"d": d, "k": k, "packed": size / 15, "bound": entropy_bits(d, k) / 8, "over": over})
+        sizes = {"pixels": d, "k": k, "packed": size / 15, "entropy bound": entropy_bits(d, k) / 8}
+        sizes |= {"bitmap and signs": (d + k) / 8, "fixed width and signs": (k * math.ceil(math.log2(d)) + k) / 8}
+        header = len(encode_rows(np.zeros((15, d), np.int8)))
+        found.append({**sizes, "float32": 4 * d, "over": size / (1.05 * entropy_bits(d, k, 15) / 8 + header)})
     return found
 
 
@@ -378,15 +364,19 @@ def published() -> list[dict[str, Any]]:
         noise, right, _ = p.passes
         found.append(
             {
-                **{name: getattr(p, name) for name in ("name", "epsilon", "teachers", "z", "images")},
+                "data": f"{p.name}, budget {p.epsilon:g}",
+                "teachers": p.teachers,
+                "z": p.z,
+                "images a step": p.images,
                 "steps": p.steps(),
-                "rule": classical_epsilon(events, DELTA),
-                "rdp": rdp_epsilon(events, DELTA),
-                "prv": prv_epsilon(events, DELTA),
+                "their rule": classical_epsilon(events, DELTA),
+                "RDP": rdp_epsilon(events, DELTA),
+                "PRV": prv_epsilon(events, DELTA),
                 "exact": p.exact(),
-                "signal": p.teachers / p.sigma,
-                "noise": noise,
-                "right": right,
+                "teachers / sigma": p.teachers / p.sigma,
+                "no vote, passes": noise,
+                "all votes, passes rightly": right,
+                "budget": p.epsilon,
             }
         )
     return found
