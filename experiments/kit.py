@@ -27,7 +27,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -169,18 +169,6 @@ class Sweep:
             for axis, each in cell.items()
         )
         return f"{self.title}: {values}" if self.title else values
-
-
-def named(cells: Iterable[Any], title: str = "") -> Sweep:
-    """Return the sweep over cells that are objects: plain data with a unique ``name`` and a ``run()`` that returns a
-    dataclass of JSON-able fields. Its only axis is ``name``."""
-    asked = list(cells)
-    by_name = {cell.name: cell for cell in asked}
-    return Sweep(_run_named, [{"name": cell.name} for cell in asked], title, {"cells": by_name})
-
-
-def _run_named(name: str, cells: Mapping[str, Any]) -> dict[str, Any]:
-    return asdict(cells[name].run())
 
 
 def _in_processes(

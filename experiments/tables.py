@@ -9,12 +9,12 @@ function that returns :class:`Studied`.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fedcomp.errors import ConfigError, nearest
@@ -26,6 +26,7 @@ from fedcomp.experiments.spec import RunResult, RunSpec, parse_settings
 from fedcomp.strategies.parts import BUDGET
 
 if TYPE_CHECKING:
+    from fedcomp.experiments.central import Plan
     from fedcomp.program import System
 
 TUNING_SEED: Final = 2**32
@@ -345,18 +346,11 @@ def by_messages(spec: RunSpec, training: Training) -> dict[str, Any]:
 
 def without_messages(spec: RunSpec, training: Training) -> dict[str, Any]:
     """Train a row without messages, with real frames: the same model, sooner. What only messages have is None."""
-    from fedcomp.experiments.central import Plan, simulate
+    from fedcomp.experiments.central import simulate
     from fedcomp.flower.logs import quiet
 
-    if spec.system not in training.rivals:
-        plan, system = Plan.of(spec)
-    else:
-        # What is tried here only has no row in the table of systems: the plan is that of plain averaging.
-        own = {key: value for key, value in spec.settings.items() if not key.startswith("codec.")}
-        plan, _ = Plan.of(replace(spec, system="fedavg", settings=own))
-        system = rival(spec, training)
     with quiet():
-        out = simulate(plan, system)
+        out = simulate(*planned(spec, training))
     line = [(float(p.round), 100 * p.accuracy, float(p.uplink), None, None) for p in out.points]
     nothing = dict.fromkeys(("downlink", "late", "wire_up", "wire_down", "peer", "simulated", "seconds"))
     return {
@@ -368,6 +362,24 @@ def without_messages(spec: RunSpec, training: Training) -> dict[str, Any]:
         "diverged": out.diverged,
         **nothing,
     }
+
+
+def measured(spec: RunSpec, training: Training) -> dict[str, Any]:
+    """Train a row without messages and look into what was sent: :func:`fedcomp.experiments.central.measured`."""
+    from fedcomp.experiments import central
+
+    return central.measured(*planned(spec, training))
+
+
+def planned(spec: RunSpec, training: Training) -> tuple[Plan, System]:
+    """Return how a row is trained without messages, and its program."""
+    from fedcomp.experiments.central import Plan
+
+    if spec.system not in training.rivals:
+        return Plan.of(spec)
+    # What is tried here only has no row in the table of systems: the plan is that of plain averaging.
+    own = {key: value for key, value in spec.settings.items() if not key.startswith("codec.")}
+    return Plan.of(replace(spec, system="fedavg", settings=own))[0], rival(spec, training)
 
 
 def rival(spec: RunSpec, training: Training) -> System:
@@ -417,23 +429,42 @@ def findings(experiment: Experiment, config: Config, results: Mapping[str, RunRe
 
 
 def _train_all(found: Found) -> None:
-    experiment, config, say = found.experiment, found.config, found.say
-    shared = {"training": Training.of(experiment, config)}
-    labels = list(found.rows)
+    experiment, config = found.experiment, found.config
     grids = {key: numbers(str(config.settings[name])) for key, name in experiment.tune.items()}
-    places = [dict(zip(grids, values, strict=True)) for values in itertools.product(*grids.values())]
-    found.chosen = {label: {} for label in labels}
-    if grids:
-        cells = [{"label": label, **place, "seed": config.seed} for label in labels for place in places]
-        tried = Sweep(partial(run_one, tuning=True), cells, "tuning", shared)(say, found.workers)
-        found.tried = tried.groups("label")
-        found.chosen = {
-            label: {key: best[key] for key in grids}
-            for label, best in ((label, max(group, key=_worth)) for label, group in found.tried.items())
-        }
     seeds = repetitions(config) if "seeds" in config.settings else range(config.seed, config.seed + 1)
-    cells = [{"label": label, **found.chosen[label], "seed": seed} for label in labels for seed in seeds]
-    found.groups = Sweep(run_one, cells, shared=shared)(say, found.workers).groups("label")
+    found.groups, found.tried = trained(found, experiment, seeds, grids)
+    found.chosen = {label: {key: group[0][key] for key in grids} for label, group in found.groups.items()}
+
+
+def trained(
+    found: Found, experiment: Experiment, seeds: Sequence[int], grids: Mapping[str, Sequence[float]]
+) -> tuple[dict[str, Records], dict[str, Records]]:
+    """Train the rows of ``experiment``, which is that of ``found`` or one beside it, once for each seed.
+
+    Parameters
+    ----------
+    grids : mapping
+        By setting, the values of which every row by itself gets those that do best on a validation split.
+
+    Returns
+    -------
+    groups, tried : dict of str to Records
+        By row: the trainings, which hold what was chosen; and what was tried for that.
+    """
+    training = replace(Training.of(experiment, found.config), tunes=bool(grids))
+    cells = [
+        {"label": label, **dict(zip(grids, each, strict=True))}
+        for label in training.rows
+        for each in product(*grids.values())
+    ]
+    tried: dict[str, Records] = {}
+    if grids:
+        asked = [{**cell, "seed": found.config.seed} for cell in cells]
+        tried = found.sweep(partial(run_one, tuning=True), asked, "tuning", training=training).groups("label")
+        best = {label: max(group, key=_worth) for label, group in tried.items()}
+        cells = [{"label": label, **{key: best[label][key] for key in grids}} for label in training.rows]
+    asked = [{**cell, "seed": seed} for cell in cells for seed in seeds]
+    return found.sweep(run_one, asked, training=training).groups("label"), tried
 
 
 def _worth(tried: Record) -> tuple[float, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import time
@@ -14,7 +13,7 @@ import pytest
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.findings import Say, Series
-from fedcomp.experiments.kit import Record, Records, Sweep, curves, named, over_seeds, table
+from fedcomp.experiments.kit import Record, Records, Sweep, curves, over_seeds, table
 from fedcomp.experiments.options import numbers
 from fedcomp.rules import Real
 
@@ -78,30 +77,6 @@ def test_listed_cells_need_not_be_a_product_and_no_two_may_be_the_same() -> None
     assert list(Sweep(descend, cells, "tuning").cells) == ["tuning: a, lr 0.1", "tuning: b, lr 0.2"]
     with pytest.raises(ValueError, match="a cell twice: 3 cells, 2 names"):
         Sweep(descend, [*cells, cells[0]])(Say())
-
-
-@dataclasses.dataclass(frozen=True)
-class Named:
-    """A cell that is an object."""
-
-    name: str
-    start: float
-
-    def run(self) -> Reached:
-        return Reached(self.start / 2, math.nan)
-
-
-@dataclasses.dataclass(frozen=True)
-class Reached:
-    loss: float
-    accuracy: float
-
-
-def test_cells_may_be_objects_with_names_of_their_own() -> None:
-    found = named([Named("a", 1.0), Named("b", 3.0)])(Say())
-    assert [(r.name, r.loss) for r in found] == [("a", 0.5), ("b", 1.5)]
-    with pytest.raises(ValueError, match="a cell twice"):
-        named([Named("a", 1.0), Named("a", 3.0)])(Say())
 
 
 @pytest.mark.slow
