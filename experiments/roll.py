@@ -94,6 +94,9 @@ class Roll(GridWrapper):
 
     @round.setter
     def round(self, value: int) -> None:
+        self._begin(value)
+
+    def _begin(self, value: int) -> None:
         for node in self._contact.close():
             text = "%s missed round %d and was not heard of since: it is skipped until there is a sign of life"
             log.warning(text, self._title(node), self._round)
@@ -101,13 +104,7 @@ class Roll(GridWrapper):
         self.reasons, self.returned = [], []
         self.inner.round = value
 
-    def prepare(self, online: Collection[int]) -> list[int]:
-        """Call the roll of nodes before the first round; return the partitions that two of them hold."""
-        self.called = True
-        taken, self.reasons = self._call_roll(list(online)), []
-        return taken
-
-    def get_node_ids(self, *, partitions: bool = False) -> list[int]:
+    def there(self, *, partitions: bool = False) -> list[int]:
         """Return the names of the nodes that are there; with ``partitions`` of those alone whose partition is known."""
         listed = list(self.inner.get_node_ids())
         for node in self._contact.look(listed):

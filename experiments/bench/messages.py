@@ -16,10 +16,10 @@ from typing import Any, Final
 from flwr.app import Context, Message, RecordDict
 
 from fedcomp.clients.app import app as client_app
-from fedcomp.experiments import server_app
 from fedcomp.experiments.central import Plan, simulate, simulate_private
 from fedcomp.experiments.findings import different_bytes
-from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.serve import serve
+from fedcomp.experiments.spec import RunSpec
 from fedcomp.flower._private import acting_as, set_message_id
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.logs import quiet
@@ -152,12 +152,9 @@ def _training(name: str, asked: RunSpec, repetitions: int) -> Case:
 def _trained(way: str, spec: RunSpec) -> Any:
     if way == "bare loop":
         return (simulate_private(spec) if spec.system == "topagg" else simulate(*Plan.of(spec))).arrays
-    results: list[RunResult] = []
-    by_reference = way == "by reference"
     with (
         ByReference(spec.clients, spec.seed)
-        if by_reference
+        if way == "by reference"
         else InProcessGrid(client_app, spec.clients, seed=spec.seed) as grid
     ):
-        server_app.build(spec, deliver=results.append)(grid, Context(grid.run.run_id, 0, {}, RecordDict(), {}))
-    return results[0].arrays
+        return serve(spec, grid).arrays

@@ -14,8 +14,7 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,23 +41,7 @@ DIFFER: Final = "bytes of the model that differ from the run in one process"
 GOAL: Final = "goal: a node on a battery"
 
 
-class Watched(Deployment):
-    """A deployment whose nodes' processor time is read, with Flower's own pause between two looks for a message."""
-
-    def env(self, name: str) -> dict[str, str]:
-        """Return the environment of a process."""
-        return {**super().env(name), TASK_POLL: os.environ.get(TASK_POLL, "1")}
-
-    def leaders(self) -> list[list[int]]:
-        """Return, by node, the processes that all others of it were started by."""
-        return [[child.pid] for child in self.children[1:]]
-
-    def cpu(self) -> list[float]:
-        """Return the processor seconds of each node."""
-        return [cpu_seconds(leaders) for leaders in self.leaders()]
-
-
-class MixedNodes(Watched):
+class MixedNodes(Deployment):
     """A deployment of which some nodes have an executor that forks.
 
     Parameters
@@ -71,7 +54,8 @@ class MixedNodes(Watched):
     """
 
     def __init__(self, nodes: int, forking: Sequence[int], **options: Any) -> None:
-        super().__init__(nodes)
+        # Flower's own pause between two looks for a message.
+        super().__init__(nodes, settings={TASK_POLL: os.environ.get(TASK_POLL, "1")})
         self.executors: dict[int, Child] = {}
         self.relays: list[Relay] = []
         self._forking = forking
@@ -107,9 +91,9 @@ class MixedNodes(Watched):
             relay.server_close()
 
     def leaders(self) -> list[list[int]]:
-        """Return those of all nodes, executors included."""
-        own = super().leaders()
-        return [[*each, self.executors[i].pid] if i in self.executors else each for i, each in enumerate(own)]
+        """Return the processes of each node that all others of it were started by."""
+        executors = [[self.executors[i].pid] if i in self.executors else [] for i in range(self.nodes)]
+        return [[child.pid, *own] for child, own in zip(self.children[1:], executors, strict=True)]
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -168,14 +152,12 @@ BOUNDS: Final = (
 
 
 class Meter:
-    """Reads the processor time of nodes, beside once at the start, whenever a file has grown by a line; ``names`` are
-    first words of the lines."""
+    """Reads the processor time of nodes, by the processes that lead them, when made and when a file has a line more."""
 
-    def __init__(self, read: Callable[[], list[float]], file: Path) -> None:
-        self._read = read
-        self._file = file
+    def __init__(self, leaders: Sequence[Sequence[int]], file: Path) -> None:
+        self._leaders, self._file = leaders, file
         self._seen = 0
-        self.marks = [read()]
+        self.marks = [self.read()]
         self.names: list[str] = []
 
     def __call__(self) -> None:
@@ -183,18 +165,24 @@ class Meter:
         if len(lines) > self._seen:
             self._seen = len(lines)
             self.names.append(lines[-1].partition(" ")[0])
-            self.marks.append(self._read())
+            self.marks.append(self.read())
 
     def each(self) -> list[list[float]]:
         """Return what lies between two readings, by node."""
-        spent = [[b - a for a, b in zip(*two, strict=True)] for two in itertools.pairwise(self.marks)]
-        return [list(node) for node in zip(*spent, strict=True)]
+        return [
+            [after[node] - before[node] for before, after in itertools.pairwise(self.marks)]
+            for node in range(len(self.marks[0]))
+        ]
+
+    def read(self) -> list[float]:
+        """Return the processor seconds of each node so far."""
+        return [cpu_seconds(each) for each in self._leaders]
 
 
 def messages(nodes: MixedNodes, count: int) -> dict[str, list[list[float]]]:
     """Return the processor seconds of each message by kind and node; the first of each kind is left out."""
     file = nodes.folder / "answered"
-    meter = Meter(nodes.cpu, file)
+    meter = Meter(nodes.leaders(), file)
     nodes.run_app({"messages": count + 1, "nodes": len(WAYS), "file": str(file)}, limit=300, project=APP, watch=meter)
     meter()
     return {
@@ -206,34 +194,33 @@ def messages(nodes: MixedNodes, count: int) -> dict[str, list[list[float]]]:
 def training(nodes: MixedNodes, spec: RunSpec) -> tuple[RunResult, list[list[float]]]:
     """Run ``spec``; return its result and the processor seconds of each round by node, without the first."""
     out = nodes.home("out")
-    meter = Meter(nodes.cpu, out / ROUNDS_FILE)
+    meter = Meter(nodes.leaders(), out / ROUNDS_FILE)
     nodes.run_app({**spec.to_run_config(), "out": str(out)}, limit=300, watch=meter)
     # Round 0 is the evaluation of the first model, and the process of the last message ends after its reply.
     time.sleep(1.0)
-    meter.marks[-1] = nodes.cpu()
+    meter.marks[-1] = meter.read()
     return RunResult.load(out), [each[2:] for each in meter.each()]
 
 
 def idle(nodes: MixedNodes, seconds: float) -> list[dict[str, float]]:
     """Return what waiting costs each node: memory, and time and bytes extrapolated to an hour."""
+    leaders = nodes.leaders()
 
     def read() -> list[tuple[float, int, int]]:
-        return [(cpu, relay.up, relay.down) for cpu, relay in zip(nodes.cpu(), nodes.relays, strict=True)]
+        return [(cpu_seconds(own), relay.up, relay.down) for own, relay in zip(leaders, nodes.relays, strict=True)]
 
     before = read()
     time.sleep(seconds)
-    hours = [
-        [3600 * (b - a) / seconds for a, b in zip(*pair, strict=True)] for pair in zip(before, read(), strict=True)
-    ]
+    spent = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(before, read(), strict=True)]
     return [
         {
-            "memory, MB (PSS)": round(memory(leaders) / 1e6, 1),
-            "CPU s an hour": round(cpu, 1),
-            "MB up an hour": round(up / 1e6, 2),
-            "MB down an hour": round(down / 1e6, 2),
+            "memory, MB (PSS)": round(sum(map(proportional_bytes, family(own))) / 1e6, 1),
+            "CPU s an hour": round(cpu * 3600 / seconds, 1),
+            "MB up an hour": round(up * 3600 / seconds / 1e6, 2),
+            "MB down an hour": round(down * 3600 / seconds / 1e6, 2),
             "from seconds": seconds,
         }
-        for leaders, (cpu, up, down) in zip(nodes.leaders(), hours, strict=True)
+        for own, (cpu, up, down) in zip(leaders, spent, strict=True)
     ]
 
 
@@ -259,15 +246,13 @@ def cpu_seconds(leaders: Sequence[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def memory(leaders: Sequence[int]) -> int:
-    """Return the bytes of these processes and all below them, of which pages that are shared count in part (PSS)."""
-    total = 0
-    for pid in family(leaders):
-        # A process may end meanwhile.
-        with suppress(OSError):
-            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            total += next((1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")), 0)
-    return total
+def proportional_bytes(pid: int) -> int:
+    """Return a process's memory, of which pages that it shares with others count in part."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")), 0)
 
 
 class Relay(socketserver.ThreadingTCPServer):

@@ -21,7 +21,7 @@ from other_users import NOBODY, as_nobody
 from quick_nodes import quicken
 
 from fedcomp.experiments import engines
-from fedcomp.experiments.engines.processes import processes_with, wait_for_port
+from fedcomp.experiments.engines.processes import processes_with, tail
 from fedcomp.experiments.engines.superlink import APP
 from fedcomp.experiments.program import main as fedcomp
 from fedcomp.experiments.security.certificates import create
@@ -36,7 +36,8 @@ SPEC = RunSpec("topk", task="digits", rounds=2, clients=2, seed=4, settings={"co
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    quicken(monkeypatch)
+    # The bundle holds the two apps only.
+    quicken(monkeypatch, "fedcomp.clients.app", "torch")
     with contextlib.closing(Site(tmp_path)) as made:
         yield made
 
@@ -176,7 +177,7 @@ def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere
     superexec = processes_with("FLWR_HOME", str(folder.home("superexec"))).keys()
     os.kill(superlink, signal.SIGKILL)
     site.until(link, "superlink is started again")
-    wait_for_port(site.port, link, 60.0)
+    link.wait_for_port(site.port, 60.0)
     # The one below which server apps run has not noticed.
     assert superexec <= processes_with("FLWR_HOME", str(folder.home("superexec"))).keys()
 
@@ -216,52 +217,51 @@ def test_a_port_in_use_and_a_second_link_are_one_line(site, capfd):
     assert "Address already in use" in printed.err
 
 
-@pytest.mark.parametrize("victim", ["link", "SuperExec"])
-def test_a_run_whose_link_or_superexec_is_killed_goes_on_by_the_same_command(site, tmp_path, victim):
+def test_a_run_whose_link_or_superexec_is_killed_goes_on_by_the_same_command(site, tmp_path):
     """The run has failed, and what it has come to is in its checkpoint: nodes keep their ids, the server its rounds."""
     folder = site.folder
     assert fedcomp(["certificates", str(folder.path), "--host", "127.0.0.1", "--nodes", "2"]) == 0
     link = site.link()
     for number in range(2):
         site.until(site.peer_node(f"node-{number}", number, 2, "--home", str(tmp_path / f"home-{number}")), "joined")
-    spec = replace(SPEC, rounds=4)
-    rounds, ended = tmp_path / "out" / ROUNDS_FILE, []
+    spec, rounds = replace(SPEC, rounds=6), tmp_path / "out" / ROUNDS_FILE
+    where = {CHECKPOINT_KEY: str(tmp_path / "checkpoint"), CHECKPOINT_EVERY_KEY: 1}
+    home, deadline = str(folder.home("superexec")), time.monotonic() + 400.0
 
-    def killed() -> bool:
-        if ended or not rounds.exists() or rounds.read_text().count("\n") < 2:
-            return bool(ended)
+    def wait_while(holds) -> None:
+        while holds():
+            assert time.monotonic() < deadline, tail(tmp_path / "run.log", 60)
+            time.sleep(0.05)
+
+    def reached() -> int:
+        lines = rounds.read_text().splitlines() if rounds.exists() else []
+        return json.loads(lines[-1])["round"] if lines else 0
+
+    for victim in ("SuperExec", "link"):
+        before = reached()
+        command = site.start("run", site.run_command(spec, **where), folder.home("cli"))
+        wait_while(lambda before=before: reached() <= before)
+        assert reached() < spec.rounds
         if victim == "link":
             link.kill()
+            # The server app of the run waits for a SuperLink to tell that it ends.
+            wait_while(
+                lambda: leaders(folder.home("superlink"), "superlink") or leaders(folder.home("superexec"), "superexec")
+            )
+            site.children.remove(link)
+            shutil.move(link.log, tmp_path / "first.log")
+            site.link()
         else:
             (superexec,) = leaders(folder.home("superexec"), "superexec")
             os.kill(superexec, signal.SIGKILL)
-        ended.append(True)
-        return True
-
-    where = {CHECKPOINT_KEY: str(tmp_path / "checkpoint"), CHECKPOINT_EVERY_KEY: 1}
-    command = site.start("run", site.run_command(spec, **where), folder.home("cli"))
-    deadline = time.monotonic() + 200.0
-    while not killed():
-        assert time.monotonic() < deadline, command.tail(60)
-        time.sleep(0.05)
-    if victim == "link":
-        # The server app of the run waits for a SuperLink to tell that it ends.
-        while leaders(folder.home("superlink"), "superlink") or leaders(folder.home("superexec"), "superexec"):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        site.children.remove(link)
-        shutil.move(link.log, tmp_path / "first.log")
-        site.link()
-    else:
-        site.until(link, "superexec is started again")
-    command.stop()
-    while any("flwr-serverapp" in line for line in processes_with("FLWR_HOME", str(folder.home("superexec"))).values()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert not (tmp_path / "out" / RESULT_FILE).exists()
+            site.until(link, "superexec is started again")
+        command.stop()
+        site.children.remove(command)
+        wait_while(lambda: any("flwr-serverapp" in line for line in processes_with("FLWR_HOME", home).values()))
+        assert not (tmp_path / "out" / RESULT_FILE).exists()
     found = site.run(spec, **where)
     whole = engines.run(replace(spec, engine="inprocess"))
-    assert [record.round for record in found] == [0, 1, 2, 3, 4]
+    assert [record.round for record in found] == list(range(7))
     assert found.accuracy == whole.accuracy
     assert {k: v.tobytes() for k, v in found.arrays.items()} == {k: v.tobytes() for k, v in whole.arrays.items()}
 

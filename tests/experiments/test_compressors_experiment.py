@@ -228,40 +228,6 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
 FEW_ROWS = {name: ROWS[name] for name in (FEDAVG, TOPK, THRESHOLD, POWER, NATURAL)}
 
 
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the table have few rows, and let times be counted, not measured."""
-    monkeypatch.setattr(module, "ROWS", FEW_ROWS)
-    monkeypatch.setattr(module, "cost", lambda model, row, budget, setting, config: {"times": 1.0 + len(row)})
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("few")
-def test_a_run_that_was_interrupted_ends_as_one_that_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: dict[str, Any] = {}
-    findings = measure(EXPERIMENT, config(), {}, Say(keep=whole.__setitem__))
-    kept: dict[str, Any] = {}
-    count = 0
-
-    def dying(*args: Any, **options: Any) -> dict[str, Any]:
-        nonlocal count
-        count += 1
-        if count > 15:
-            raise KeyboardInterrupt
-        return train(*args, **options)
-
-    monkeypatch.setattr(module, "train", dying)
-    with pytest.raises(KeyboardInterrupt):
-        measure(EXPERIMENT, config(), {}, Say(keep=kept.__setitem__))
-    assert 0 < len(kept) < len(whole)
-    monkeypatch.setattr(module, "train", train)
-    before = dict(kept)
-    resumed = measure(EXPERIMENT, config(), {}, Say(kept=kept, keep=kept.__setitem__))
-    assert kept == whole
-    assert all(kept[name] is before[name] for name in before)
-    assert resumed.to_json() == findings.to_json()
-
-
 UPLINK = {FEDAVG: 340_000.0, TOPK: 14_000.0, THRESHOLD: 12_000.0, POWER: 13_000.0, NATURAL: 46_000.0}
 
 
@@ -285,7 +251,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, Mapping[str,
     monkeypatch.setattr(module, "cost", lambda *a, **o: {"times": 2.0})
     wrong = {"model bytes": more.get("differ", 0), "frame bytes": 0}
     monkeypatch.setattr(module, "check", lambda *a, **o: wrong)
-    return measure(EXPERIMENT, config(), {}, Say())
+    return measure(EXPERIMENT, config(), {}, more.get("say", Say()))
 
 
 def failed(findings: Any, *, gate: bool) -> list[str]:
@@ -352,24 +318,25 @@ def test_the_tables_name_the_front_and_what_was_left_out(monkeypatch: pytest.Mon
     assert "MLP 0.50 at 1/24 (PowerSGD)" in findings.answer
 
 
-@pytest.mark.long
-def test_a_short_run_on_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ROWS", FEW_ROWS)
-    monkeypatch.setattr(module, "REPETITIONS", 1)
-    monkeypatch.setattr(module, "LOOKED", 2)
-    asked = EXPERIMENT.configure(assignments=("seeds=1", "workers=1"), rounds=1, clients=2)
-    findings = measure(EXPERIMENT, asked, {}, Say())
-    exact = [claim for claim in findings.claims if claim.op == "<=" and claim.bound == 0.0 and claim.gate]
-    assert len(exact) == 7
-    assert [(claim.name, claim.value) for claim in exact if not claim.ok] == []
-    assert len(findings.tables) == 3 + len(MODELS)
-    assert len(findings.figures) == 2 * len(MODELS)
-    for table in findings.tables[1 : 1 + len(MODELS)]:
-        assert {row[0] for row in table.rows} == set(FEW_ROWS)
-        times = table.columns.index("time, FedAvg's")
-        assert table.rows[0][times] == pytest.approx(1.0, rel=0.9)
-        assert all(row[times] > 0 for row in table.rows)
-    assert {record["task"] for record in findings.tasks} == {"digits", "mnist", "tiny-shakespeare"}
+def test_a_run_that_was_interrupted_ends_as_one_that_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: dict[str, Any] = {}
+    findings = measured(monkeypatch, say=Say(keep=whole.__setitem__))
+    kept: dict[str, Any] = {}
+    count = iter(range(100))
+
+    def dying(row: str, **others: Any) -> dict[str, Any]:
+        if next(count) > 3:
+            raise KeyboardInterrupt
+        return {"loss": 1.0 + len(row) / 1000, "accuracy": 0.9, "uplink": 2 * UPLINK[row], "downlink": 2.0, "rounds": 1}
+
+    with pytest.raises(KeyboardInterrupt):
+        measured(monkeypatch, train=dying, say=Say(keep=kept.__setitem__))
+    assert 0 < len(kept) < len(whole)
+    before = dict(kept)
+    resumed = measured(monkeypatch, say=Say(kept=kept, keep=kept.__setitem__))
+    assert kept == whole
+    assert all(kept[name] is before[name] for name in before)
+    assert resumed.to_json() == findings.to_json()
 
 
 def test_wrong_models_are_refused_with_the_nearest() -> None:

@@ -60,7 +60,7 @@ def test_the_time_of_children_counts_while_they_run_and_when_they_have_ended() -
         assert set(node.family([process.pid])) > {process.pid}
         assert node.cpu_seconds([process.pid]) >= 0.55
         assert os.getpid() not in node.family([process.pid])
-        assert node.memory([process.pid]) > 1e5
+        assert node.proportional_bytes(process.pid) > 1e5
     finally:
         process.communicate()
 
@@ -85,9 +85,11 @@ def test_a_relay_counts_both_ways() -> None:
         relay.server_close()
 
 
-def test_readings_belong_to_the_line_that_was_written(tmp_path: Path) -> None:
-    readings, file = iter([[0.0, 0.0], [1.0, 10.0], [3.0, 20.0]]), tmp_path / "lines"
-    meter = node.Meter(lambda: next(readings), file)
+def test_readings_belong_to_the_line_that_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([[0.0, 0.0], [1.0, 10.0], [3.0, 20.0]])
+    monkeypatch.setattr(node.Meter, "read", lambda self: next(readings))
+    file = tmp_path / "lines"
+    meter = node.Meter([], file)
     meter()
     for line in ("plain 0\n", "torch 0\n"):
         with file.open("a") as out:
