@@ -44,7 +44,14 @@ class BenchRequest:
 def _command(context: typer.Context, request: BenchRequest) -> int:
     """Run a benchmark and check its claims."""
     known: Benchmarks = context.obj
-    return _list(known, request.as_json) if request.show_list else _bench(known, request)
+    if not request.show_list:
+        return _bench(known, request)
+    entries = [(name, summary) for name, (_, summary) in known.items()]
+    if request.as_json:
+        print(to_json_text({"list": [{"benchmark": name, "measures": text} for name, text in entries]}))
+    else:
+        show.make_console().print(show.table_of(Sheet("", ["benchmark", "measures"], entries, [False] * 2)))
+    return OK
 
 
 app = command_line(BenchRequest, _command)
@@ -60,15 +67,6 @@ def main(
     return invoke(app, program, arguments, benchmarks)
 
 
-def _list(benchmarks: Benchmarks, as_json: bool) -> int:
-    entries = [(name, summary) for name, (_, summary) in benchmarks.items()]
-    if as_json:
-        print(to_json_text({"list": [{"benchmark": name, "measures": text} for name, text in entries]}))
-    else:
-        show.make_console().print(show.table_of(Sheet("", ["benchmark", "measures"], entries, [False] * 2)))
-    return OK
-
-
 def _bench(benchmarks: Benchmarks, request: BenchRequest) -> int:
     name = request.name
     if name is None:
@@ -79,7 +77,8 @@ def _bench(benchmarks: Benchmarks, request: BenchRequest) -> int:
     cases = importlib.import_module(benchmarks[name][0]).cases
     with clean_stdout(request.as_json) as stdout:
         try:
-            found = run(cases(request.quick), quick=request.quick, say=_progress)
+            say = partial(print, " ", file=sys.stderr, flush=True)
+            found = run(cases(request.quick), quick=request.quick, say=say)
         except KeyboardInterrupt:
             return INTERRUPTED
         except FedcompError:
@@ -88,10 +87,6 @@ def _bench(benchmarks: Benchmarks, request: BenchRequest) -> int:
             return complain(f"benchmark {name!r} broke: {type(error).__name__}: {error}", BROKEN)
         show_it = partial(_show, as_json=request.as_json, stdout=stdout)
         return conclude(name, found, show_it, quick=request.quick, environment=environment())
-
-
-def _progress(text: str) -> None:
-    print(f"  {text}", file=sys.stderr, flush=True)
 
 
 def _show(summary: Mapping[str, Any], *, as_json: bool, stdout: TextIO) -> None:
