@@ -1,7 +1,8 @@
 """Wrong variants of the private code, each of which looks right and trains well, and the tier that must catch it.
 
 Every mutant changes one thing in a class of the product and is audited together with its original: the audit has
-to flag the one and pass the other. They exist to test the audit; nothing else may use them.
+to flag the one and pass the other. What is wrong with each stands in :data:`MUTANTS`. They exist to test the audit;
+nothing else may use them.
 """
 
 from __future__ import annotations
@@ -64,8 +65,6 @@ def using(variant: type[GridGaussian], strategy: Any = DpFedAvg) -> Any:
 
 
 class ClipPerTensor(using(NoClip)):  # type: ignore[misc]  # a class made on the spot
-    """Clips every tensor to C, and not the update."""
-
     def contribution(self, update: NDArray[Any], layout: Layout, server_round: int) -> NDArray[Any]:
         out = np.array(update, np.float64)
         for tensor in layout.tensors:
@@ -112,8 +111,6 @@ class MeanOverReplies(GridGaussian):
 
 
 class NoiseOnMean(DpFedAvg):
-    """Divides by the replies, draws the noise for the clients that were expected."""
-
     def mechanism(self, layout: Layout, server_round: int) -> MeanOverReplies:
         # Grows as replies come.
         self._came: list[int] = []
@@ -126,8 +123,6 @@ class NoiseOnMean(DpFedAvg):
 
 
 class NoisePerClient(GridGaussian):
-    """Every client adds its share of the noise, and then the noise is averaged like the updates."""
-
     def perturb(self, total: Integers, entropy: Entropy) -> Floats:
         # Tier A runs without noise, and there is nothing to share out.
         if self.noise_multiplier == 0.0:
@@ -150,8 +145,6 @@ class _FromReplies(DpFedAvg):
 
 
 class WeightedByExamples(_FromReplies):
-    """Weighs every clipped update by the number of examples its client reports."""
-
     def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
         counts = self.reported("num-examples")
         # In the order of the replies, in which contributions are asked for.
@@ -185,8 +178,6 @@ class NoiseCastToIntegers(_FromReplies):
 
 
 class MetricLeak(_FromReplies):
-    """Releases the mean of the clients' losses, exactly."""
-
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
         arrays, _ = super().aggregate_train(server_round, replies)
         return arrays, MetricRecord({"loss": math.fsum(self.reported("loss")) / len(self._read)})
@@ -196,16 +187,12 @@ class MetricLeak(_FromReplies):
 
 
 class OnlyC(GridGaussian):
-    """Takes C for the sensitivity of "replace", which is 2C."""
-
     @property
     def sensitivity(self) -> float:
         return self.bound
 
 
 class ForgotRootK(Votes):
-    """Draws noise of z for votes whose norm is sqrt(k)."""
-
     @property
     def bound(self) -> float:
         return float(self.resolution)
@@ -233,8 +220,6 @@ class _Uncentred(NormBits):
 
 
 class UncentredBits(DpFedAvg):
-    """Counts norm bits around 0, with the noise of a count around 1/2."""
-
     def new_bits(self, adaptive: AdaptiveClip) -> NormBits:
         right = super().new_bits(adaptive).mechanism
         return _Uncentred(right.noise_multiplier, right.adjacency, right.noise)
@@ -244,15 +229,11 @@ class UncentredBits(DpFedAvg):
 
 
 class OneEventPerBatch(Votes):
-    """Charges a batch of images as one release."""
-
     def event(self, *, rate: float = 1.0, size: int = 0, label: str = "update") -> Event:
         return replace(super().event(rate=rate, size=size, label=label), releases=1)
 
 
 class ForgetfulAccountant(DpFedAvg):
-    """Restarts its accountant in every round: the same promise, no history."""
-
     def configure_train(self, *arguments: Any) -> Any:
         promise = ("delta", "population", "adjacency", "sampling", "budget")
         self.privacy = PrivacyLedger(**{name: getattr(self.privacy, name) for name in promise})
@@ -263,8 +244,6 @@ class ForgetfulAccountant(DpFedAvg):
 
 
 class PrivateSupport(GridGaussian):
-    """Releases the largest quarter of the sum, with noise on it, and nothing elsewhere."""
-
     def perturb(self, total: Integers, entropy: Entropy) -> Floats:
         noisy = super().perturb(total, entropy)
         # By the exact sum: which coordinates are released depends on data that no noise has covered.
@@ -296,8 +275,6 @@ class TwoClips(LowRank, id="lsg"):
 
 
 class SeparateClips(using(NoClip, systems.Steady)):  # type: ignore[misc]  # a class made on the spot
-    """Clips the products with the left and with the right carriers each to C: together they have up to sqrt(2) C."""
-
     def program(self) -> LowRank:
         return TwoClips(**self.settings.get_config())
 
@@ -309,8 +286,6 @@ class SeparateClips(using(NoClip, systems.Steady)):  # type: ignore[misc]  # a c
 
 
 class SameSeed(DpFedAvg):
-    """Draws the same noise in every round."""
-
     def entropy(self, purpose: str, server_round: int) -> Entropy:
         return make_entropy(Key(self.seed, f"privacy/{purpose}"), insecure_deterministic=True)
 

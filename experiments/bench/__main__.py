@@ -77,7 +77,8 @@ def _bench(benchmarks: Benchmarks, request: BenchRequest) -> int:
     cases = importlib.import_module(benchmarks[name][0]).cases
     with clean_stdout(request.as_json) as stdout:
         try:
-            found = run(cases(request.quick), quick=request.quick, say=_progress)
+            say = partial(print, " ", file=sys.stderr, flush=True)
+            found = run(cases(request.quick), quick=request.quick, say=say)
         except KeyboardInterrupt:
             return INTERRUPTED
         except FedcompError:
@@ -86,10 +87,6 @@ def _bench(benchmarks: Benchmarks, request: BenchRequest) -> int:
             return complain(f"benchmark {name!r} broke: {type(error).__name__}: {error}", BROKEN)
         show_it = partial(_show, as_json=request.as_json, stdout=stdout)
         return conclude(name, found, show_it, quick=request.quick, environment=environment())
-
-
-def _progress(text: str) -> None:
-    print(f"  {text}", file=sys.stderr, flush=True)
 
 
 def _show(summary: Mapping[str, Any], *, as_json: bool, stdout: TextIO) -> None:

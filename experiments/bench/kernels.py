@@ -41,7 +41,7 @@ from fedcomp.kernels import (
     warm,
 )
 from fedcomp.layout import Layout, TensorSpec, Update
-from fedcomp.measuring import Bound, Case, Found, Row, Times
+from fedcomp.measuring import Bound, Calls, Case, Found, Row, Times
 from fedcomp.rng import Key
 from fedcomp.systems.forward import SIGNS_A_SECOND
 
@@ -102,9 +102,8 @@ def cases(quick: bool) -> Iterator[Case]:
         held = vector.copy()
         turns = {"rotation": partial(rotate, held, _TURN), "rotation back": partial(rotate, held, _TURN, inverse=True)}
         yield _limited("rotation", vector, turns, repetitions)
-        for make in (low_rank, spectra):
-            for name, part, calls in make(vector):
-                yield _limited(name, part, calls, repetitions, claimed=part.size > SMALL)
+        yield from low_rank(vector, repetitions)
+        yield from spectra(vector, repetitions)
         for density in FIGURES:
             yield of_density(vector, repetitions, density)
         for length in ADAPTIVE:
@@ -115,8 +114,10 @@ def cases(quick: bool) -> Iterator[Case]:
         yield from worst(vector, repetitions)
 
 
-def _limited(name: str, vector: Vector, calls: Any, repetitions: int, *, claimed: bool = True) -> Case:
-    limits = [Bound(f"{m}: read passes", m, f"<= {LIMITS[m]}", GOAL) for m in calls if claimed and m in LIMITS]
+def _limited(name: str, vector: Vector, calls: Calls, repetitions: int) -> Case:
+    """Return the case of methods that have :data:`LIMITS`, which are claimed of large vectors."""
+    limited = [method for method in calls if method in LIMITS and vector.size > SMALL]
+    limits = [Bound(f"{method}: read passes", method, f"<= {LIMITS[method]}", GOAL) for method in limited]
     return in_passes(name, vector, calls, repetitions, limits)
 
 
@@ -183,11 +184,7 @@ def _stream(vector: Vector) -> Iterator[Vector]:
     return itertools.cycle([np.roll(vector, shift) for shift in (vector.size // 3, vector.size // 2, 0)])
 
 
-Made = Iterator[tuple[str, Vector, dict[str, Callable[[], object]]]]
-"""Name, vector and calls of a case."""
-
-
-def spectra(vector: Vector) -> Made:
+def spectra(vector: Vector, repetitions: int) -> Iterator[Case]:
     """Yield Fourier transforms of layers, there and back, of 1M values and of all.
 
     Lengths of layers are products of small primes, as shapes are; one more case has a prime length, the worst there is.
@@ -202,18 +199,15 @@ def spectra(vector: Vector) -> Made:
         tensors = tuple(TensorSpec(f"layer {i}", (each,), "float32", i * each, each) for i in range(layers))
         layout = Layout(tensors, (), tuple(t.name for t in tensors))
         codec, update, total = FFT(0.01), Update(part, layout), Update(part.copy(), layout)
-        yield (
-            f"FFT, {layers} x {each:,} values",
-            part,
-            {
-                f"FFT, 1 %, {length}, to bytes": partial(codec.encode, update, {}, _TURN),
-                # Of an orthonormal transform any vector is as good as any other, however often it was transformed.
-                f"FFT, {length}, sum of spectra to update": partial(codec.conclude, total),
-            },
-        )
+        calls: dict[str, Callable[[], object]] = {
+            f"FFT, 1 %, {length}, to bytes": partial(codec.encode, update, {}, _TURN),
+            # Of an orthonormal transform any vector is as good as any other, however often it was transformed.
+            f"FFT, {length}, sum of spectra to update": partial(codec.conclude, total),
+        }
+        yield _limited(f"FFT, {layers} x {each:,} values", part, calls, repetitions)
 
 
-def low_rank(vector: Vector) -> Made:
+def low_rank(vector: Vector, repetitions: int) -> Iterator[Case]:
     """Yield square matrices in a common basis of rank 4, there and back, of 1M values and of all."""
     for side in sorted({math.isqrt(min(SMALL, vector.size)), math.isqrt(vector.size)}):
         size = side * side
@@ -234,7 +228,7 @@ def low_rank(vector: Vector) -> Made:
             "PowerSGD, rank 4, to bytes": to_bytes,
             "PowerSGD, rank 4, sum to matrix": back,
         }
-        yield f"PowerSGD, {side} x {side}", update.vector, calls
+        yield _limited(f"PowerSGD, {side} x {side}", update.vector, calls, repetitions)
 
 
 def directions(vector: Vector, repetitions: int, *, claimed: bool) -> Case:

@@ -72,6 +72,8 @@ RUN_BY = {
     "experiments.bench node": "tests/experiments/test_node_bench.py",
     "experiments.bench fleet": "tests/experiments/test_fleet_bench.py",
     "experiments.bench state": "tests/experiments/test_quick_benches.py",
+    "experiments.bench server": "tests/experiments/test_quick_benches.py",
+    "experiments.bench upkeep": "tests/experiments/test_quick_benches.py",
     "experiments.bench peers": "tests/experiments/test_peers_bench.py",
     "experiments.bench graph_rows": "tests/experiments/test_quick_benches.py",
     "examples/quickstart_pytorch/compare.py": "tests/examples/test_quickstart_pytorch.py",
