@@ -36,7 +36,7 @@ class Sheet:
     rows : sequence of sequences of str
         The first cell names the row.
     right : sequence of bool
-        Which columns are set to the right, as numbers are.
+        Which columns are set to the right, as numbers are; empty for none.
     caption : str
     differing : frozenset of (int, int)
         Row and column of the cells that differ from their neighbour on the left.
@@ -45,9 +45,12 @@ class Sheet:
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    right: Sequence[bool]
+    right: Sequence[bool] = ()
     caption: str = ""
     differing: frozenset[tuple[int, int]] = frozenset()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "right", self.right or [False] * len(self.columns))
 
 
 def found_sheet(table: Table) -> Sheet:

@@ -15,12 +15,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fedcomp.errors import ConfigError, nearest
-from fedcomp.experiments.experiment import Curve, Experiment, Rows, Studied, read_claims, within
+from fedcomp.experiments.experiment import Curve, Experiment, Rows, Studied, read_claims
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Table, different_bytes, mean, spread
-from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, over_seeds, repetitions, table
+from fedcomp.experiments.kit import Record, Records, Sweep, curves, learning_line, over_seeds, repetitions, table
 from fedcomp.experiments.options import OF_EVERY_ROW, Config, numbers, show_value
 from fedcomp.experiments.spec import RunResult, RunSpec, parse_settings
 from fedcomp.strategies.parts import BUDGET
@@ -120,18 +120,11 @@ class Found:
         return Sweep(run, axes, title, shared)(self.say, self.workers)
 
 
-@dataclass(frozen=True)
-class Quantity:
+class Quantity(NamedTuple):
     """What a row came to: a function of what was found, the row and the row compared with, and decimals in tables."""
 
     of: Callable[[Found, str, str], Value]
     digits: int | None = None
-
-
-def _share(found: Found, row: str, name: str, parts: int) -> float:
-    """A sum of the whole run, by client and round."""
-    value = found.mean(row, name)
-    return value / parts if parts else math.nan
 
 
 def _times(*names: str) -> Callable[[Found, str, str], float]:
@@ -139,11 +132,17 @@ def _times(*names: str) -> Callable[[Found, str, str], float]:
 
 
 def _part(*names: str) -> Callable[[Found, str, str], float]:
-    def part(found: Found, row: str, other: str) -> float:
-        own, whole = (sum(found.mean(each, name) for name in names) for each in (row, other or found.baseline))
-        return own / whole if whole else math.nan
+    return lambda found, row, other: found.ratio(other or found.baseline, *names, other=row)
 
-    return part
+
+def _each(name: str, *, rounds: bool = True) -> Callable[[Found, str, str], float]:
+    """A sum of the whole run, by client, and by round if ``rounds``."""
+
+    def each(found: Found, row: str, other: str) -> float:
+        parts = found.config.clients * (found.config.rounds if rounds else 1)
+        return found.mean(row, name) / parts if parts else math.nan
+
+    return each
 
 
 def _lost(found: Found, row: str, other: str) -> float:
@@ -155,10 +154,6 @@ def _differing(found: Found, row: str, other: str) -> float:
     return different_bytes(found.results[other or found.baseline].arrays, found.results[row].arrays)
 
 
-def _each(name: str) -> Callable[[Found, str, str], float]:
-    return lambda found, row, other: _share(found, row, name, found.config.clients * found.config.rounds)
-
-
 QUANTITIES: Final[Mapping[str, Quantity]] = {
     "step size": Quantity(lambda found, row, other: found.chosen[row].get("lr")),
     "test, %": Quantity(lambda found, row, other: found.mean(row, "score"), 1),
@@ -168,7 +163,7 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "points lost": Quantity(_lost, 1),
     "uplink bytes": Quantity(_each("uplink"), 0),
     "downlink bytes": Quantity(_each("downlink"), 0),
-    "last downlink bytes": Quantity(lambda found, row, other: _share(found, row, "late", found.config.clients), 0),
+    "last downlink bytes": Quantity(_each("late", rounds=False), 0),
     "peer bytes": Quantity(_each("peer"), 0),
     "bits per weight": Quantity(lambda found, row, other: 32 / found.ratio(row, "uplink"), 3),
     "times fewer up": Quantity(_times("uplink"), 1),
@@ -297,7 +292,8 @@ def run_one(training: Training, **cell: Any) -> dict[str, Any]:
 
 
 def specs_of(experiment: Experiment, config: Config) -> list[RunSpec]:
-    """Return the rows that the runner trains: none where the experiment tunes or repeats, which it does itself.
+    """Return the rows that the runner trains: none where the experiment tunes or repeats, which it does itself. Private
+    ones get the run's budget, where their own is not smaller.
 
     Raises
     ------
@@ -307,7 +303,12 @@ def specs_of(experiment: Experiment, config: Config) -> list[RunSpec]:
     training = Training.of(experiment, config)
     specs = [] if experiment.trains_itself else [training.spec(label) for label in training.rows]
     if config.budget is not None:
-        specs = [within(spec, config.budget) for spec in specs]
+        from fedcomp.experiments.systems import get_system
+
+        for i, spec in enumerate(specs):
+            if get_system(spec.system).private:
+                own = float(spec.settings.get(BUDGET, 0.0)) or math.inf
+                specs[i] = replace(spec, settings={**spec.settings, BUDGET: min(config.budget, own)})
         if not experiment.measures_privately and not any(BUDGET in spec.settings for spec in specs):
             raise ConfigError(f"experiment {experiment.name!r} has nothing that a budget could end; leave --budget out")
     return specs
@@ -315,13 +316,7 @@ def specs_of(experiment: Experiment, config: Config) -> list[RunSpec]:
 
 def fields_of(result: RunResult, last: int) -> dict[str, Any]:
     """Return what is asked of a training, JSON-able: see :meth:`Training.run`."""
-    line, so_far = [], [0, 0, 0]
-    for r in result.rounds:
-        up, down = r.uplink_payload_bytes, r.downlink_payload_bytes
-        parts = (up, up + down, r.uplink_wire_bytes + r.downlink_wire_bytes)
-        so_far = [a + b for a, b in zip(so_far, parts, strict=True)]
-        if not math.isnan(r.accuracy):
-            line.append([float(r.round), 100 * r.accuracy, *map(float, so_far)])
+    line = learning_line(result.rounds)
     return {
         "points": line,
         "score": mean([point[1] for point in line][-last:]),
@@ -490,17 +485,16 @@ _WORDS: Final = {"lr": "step size"}
 
 
 def _curve(found: Found, each: Curve) -> Curves:
-    labels = list(each.rows or found.rows)
-    for label in labels:
+    for label in each.rows:
         if label not in found.groups:
             raise ConfigError(f"curve of {each.y!r}: no row {label!r}{nearest(label, found.groups)}")
     by_bytes = "so far" in each.x
     return curves(
         each.title or f"{each.y.partition(',')[0].capitalize()} against {each.x}",
-        [found.groups[label] for label in labels],
-        lambda group: over_seeds(group, AXES[each.x]),
-        lambda group: over_seeds(group, AXES[each.y]),
-        lambda group: next(label for label in labels if found.groups[label] is group),
+        each.rows or found.rows,
+        lambda label: over_seeds(found.groups[label], AXES[each.x]),
+        lambda label: over_seeds(found.groups[label], AXES[each.y]),
+        str,
         x_label=each.x + (", all clients" if by_bytes else ""),
         y_label=each.y,
         log_x=by_bytes,
@@ -510,12 +504,12 @@ def _curve(found: Found, each: Curve) -> Curves:
 
 
 def claims_of(found: Found) -> list[Claim]:
-    """Check an experiment's claims.
+    """Check an experiment's claims. A bound is a comparison and a number, ``<= 1.2``, or what an answer is filled with.
 
     Raises
     ------
     ConfigError
-        When one is about what nobody measured.
+        When one is about what nobody measured, or its bound has another form.
     """
     written = found.experiment.claims
     made = []
@@ -524,11 +518,14 @@ def claims_of(found: Found) -> list[Claim]:
         given = found.studied.skipped
         skipped = given.get((line.row, line.quantity), given.get(line.quantity, ""))
         value = math.nan if skipped else found.number(line.row, line.quantity)
+        bound = filled(line.bound, found)
+        op, _, number = bound.partition(" ")
         try:
-            bound = filled(line.bound, found)
-            made.append(claim(name, value, bound, line.reason, gate=line.gate, skipped=skipped))
+            made.append(Claim(name, value, op, float(number), line.reason, line.gate, skipped))
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError(
+                f"claim {name!r}: bound {bound!r} is not a comparison and a number such as '<= 1.2'"
+            ) from error
     return made
 
 
