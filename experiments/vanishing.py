@@ -73,7 +73,7 @@ def live(spec: RunSpec, world: World, *, chunk: int = 0) -> Life:
             peer=world.peer,
             deadlines=(world.share_by, world.end),
             chunk=chunk,
-            shared=partial(share, SpoolRoot(Path(folder))) if linked else None,
+            shared=partial(share, Path(folder)) if linked else None,
         )
         # The folder is made here and is part of no specification: the result is given back with the one that was asked
         # for.
@@ -107,7 +107,7 @@ def relive(spec: RunSpec, life: Life) -> RunResult:
         return serve(spec, engine)
 
 
-def share(root: SpoolRoot, situation: Situation, trained: Trained) -> dict[int, float]:
+def share(folder: Path, situation: Situation, trained: Trained) -> dict[int, float]:
     """Take the shards out of the peers' spools that a vanishing sender or holder kept from landing; return when each
     client had sent all of its own (:data:`fedcomp.flower.vanishing.Shared`).
 
@@ -118,7 +118,8 @@ def share(root: SpoolRoot, situation: Situation, trained: Trained) -> dict[int, 
     """
     from fedcomp.flower.asks import find_ask
 
-    clients = len(situation.presence)
+    # The root of the spools of one run, which it makes when it begins.
+    root, clients = SpoolRoot(folder), len(situation.presence)
     held: dict[int, dict[int, Parcel]] = {}
     left: dict[int, float] = {}
     for client, (start, message) in trained.items():

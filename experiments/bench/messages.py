@@ -152,9 +152,9 @@ def _training(name: str, asked: RunSpec, repetitions: int) -> Case:
 def _trained(way: str, spec: RunSpec) -> Any:
     if way == "bare loop":
         return (simulate_private(spec) if spec.system == "topagg" else simulate(*Plan.of(spec))).arrays
-    with (
-        ByReference(spec.clients, spec.seed)
-        if way == "by reference"
-        else InProcessGrid(client_app, spec.clients, seed=spec.seed) as grid
-    ):
+    if way == "by reference":
+        grid: InProcessGrid = ByReference(spec.clients, spec.seed)
+    else:
+        grid = InProcessGrid(client_app, spec.clients, seed=spec.seed)
+    with grid:
         return serve(spec, grid).arrays
