@@ -52,7 +52,7 @@ DAMAGE = {
     "keys missing": "{}",
     "keys of other types": json.dumps(dict.fromkeys(("experiment", "config", "claims", "environment", "answer"), 5)),
     "deep": "[" * 100_000,
-    "huge number": '{"seconds": 1e999, "idle": true, "experiment": "x", "config": {}, "environment": {"finished": ""}}',
+    "huge number": '{"seconds": 1e999, "experiment": "x", "config": {}, "environment": {"finished": ""}}',
     "not text": b"\xff\xfe\x00",
 }
 
