@@ -94,16 +94,5 @@ def test_hostile_names_and_summaries_are_text(tmp_path: Path) -> None:
     assert name in page.text
 
 
-def test_runs_of_earlier_versions_are_listed(tmp_path: Path) -> None:
-    folder = finished(tmp_path, "old")
-    summary = json.loads((folder / "summary.json").read_text())
-    for key in ("seconds", "began", "command"):
-        del summary[key]
-    (folder / "summary.json").write_text(to_json_text(summary))
-    (entry,) = list_runs(tmp_path)[0]
-    assert (entry["problem"], entry["took"]) == ("", "")
-    assert write_index(tmp_path).exists()
-
-
 def test_an_empty_folder_has_a_page(tmp_path: Path) -> None:
     assert "No run yet" in write_index(tmp_path).read_text()
