@@ -77,7 +77,7 @@ def close(console: Console, summary: Mapping[str, Any]) -> None:
     wide, claims = console.width >= WIDE, summary["claims"]
     found = Findings.from_json(summary["findings"])
     console.print()
-    if not summary["idle"] and not summary["config"]["quick"]:
+    if not summary["config"]["quick"]:
         if summary["answer"]:
             console.print(summary["answer"], style="bold")
         for mark, text in shortfalls(claims):

@@ -257,10 +257,6 @@ class Experiment:
         settings.update(self._assigned(assignments))
         return Config(self.name, engine, rounds, clients, seed, settings, budget, quick)
 
-    def idle(self, config: Config) -> bool:
-        """Whether ``config`` asks for no round of an experiment that has rounds: nothing is measured or claimed."""
-        return self.rounds > 0 and config.rounds == 0
-
     def changed(self, config: Config) -> list[str]:
         """Return what ``config`` sets differently from the defaults, as ``key=value`` texts, the seed left out."""
         now: dict[str, Any] = {"rounds": config.rounds, "clients": config.clients, "budget": config.budget}

@@ -87,8 +87,7 @@ class Config:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the configuration that :meth:`to_json` wrote."""
-        # Runs that were stored before there were budgets or quick runs lack them.
-        return cls(**{f.name: document[f.name] for f in fields(cls) if f.name in document})
+        return cls(**document)
 
 
 _POSITIVE: Final = Real(above=0.0)

@@ -76,8 +76,7 @@ def entry_of(summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "experiment": str(summary["experiment"]),
         "text": verdict(summary),
         "when": str(summary["environment"]["finished"]),
-        # Summaries of earlier versions do not say how long the run took.
-        "took": duration(summary["seconds"]) if "seconds" in summary else "",
+        "took": duration(summary["seconds"]),
         "link": f"./{quote(folder.name)}/report.html" if (folder / "report.html").is_file() else "",
         "short": [] if quick else shortfalls(summary["claims"]),
         "state": state(summary),

@@ -171,7 +171,7 @@ def points(line: Series, curves: Curves) -> list[tuple[float, float]]:
 
 def _ticks(axis: Axis, *, as_bytes: bool = False, whole: bool = False) -> tuple[list[float], list[str]]:
     """Give an axis its usual ticks; return their places and labels."""
-    from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator
 
     low, high = sorted(axis.get_view_interval())
     log = axis.get_scale() == "log"
@@ -184,21 +184,17 @@ def _ticks(axis: Axis, *, as_bytes: bool = False, whole: bool = False) -> tuple[
         locator = logarithmic if sum(low <= x <= high for x in logarithmic.tick_values(low, high)) > 1 else locator
     places = [float(x) for x in locator.tick_values(low, high) if low <= x <= high]
     texts = _texts(places, log, as_bytes)
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_locator(FixedLocator(places))
-    axis.set_major_formatter(FixedFormatter(texts))
+    axis.set_ticks([], minor=True)
+    axis.set_ticks(places, texts)
     return places, texts
 
 
 def _thin(figure: Figure, axis: Axis, places: Sequence[float], texts: Sequence[str]) -> None:
     """Leave an axis every tick, every second, every third ... until no labels touch each other or nearly do."""
-    from matplotlib.ticker import FixedFormatter, FixedLocator
-
     layout = figure.get_layout_engine()
     assert layout is not None
     for step in range(1, len(places) + 1):
-        axis.set_major_locator(FixedLocator(places[::step]))
-        axis.set_major_formatter(FixedFormatter(texts[::step]))
+        axis.set_ticks(places[::step], texts[::step])
         # Extents of tick labels are known only once the layout has been computed; nothing has to be drawn for that.
         layout.execute(figure)
         boxes = [label.get_window_extent().padded(1.5) for label in axis.get_ticklabels() if label.get_text()]

@@ -83,7 +83,6 @@ def summarise(
         "question": experiment.question,
         "config": config.to_json(),
         "changed": experiment.changed(config),
-        "idle": experiment.idle(config),
         "baseline": baseline,
         "rows": rows,
         "findings": found,
@@ -287,8 +286,6 @@ def link_name(settings: Mapping[str, Any]) -> str:
 
 def verdict(summary: Mapping[str, Any]) -> str:
     """Return how the run ended as one sentence: the answer to its question, and what of its claims did not hold."""
-    if summary["idle"]:
-        return "No round was run: accuracy is that of the initial model, and no claim was checked."
     if summary["config"]["quick"]:
         return "Ran to its end at its smallest size: no figure of this run answers the question."
     said = "; ".join(filter(None, (summary["answer"].removesuffix("."), outcome(summary["claims"]))))

@@ -37,7 +37,7 @@ from fedcomp.experiments.commands import (
     invoke,
 )
 from fedcomp.experiments.experiment import Experiment, check_budget
-from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.findings import Say
 from fedcomp.experiments.options import Config, show_value
 from fedcomp.experiments.overview import write_index
 from fedcomp.experiments.page import render_report
@@ -332,10 +332,8 @@ def _execute(
                 row.save(result)
             results[spec.label] = result
             watch.done(spec, result.accuracy, result.final.round, kept=kept)
-        findings = Findings()
-        if not experiment.idle(config):
-            say = Say(watch.say, folder.cells(), folder.keep_cell, watch.remaining.cells)
-            findings = tables.findings(experiment, config, results, say)
+        say = Say(watch.say, folder.cells(), folder.keep_cell, watch.remaining.cells)
+        findings = tables.findings(experiment, config, results, say)
     if config.quick:
         # The bounds were set for the default sizes; here they are shown but decide nothing.
         findings = replace(findings, claims=[replace(claim, gate=False) for claim in findings.claims])

@@ -72,8 +72,7 @@ def result_sheet(summary: Mapping[str, Any], *, wide: bool = True) -> Sheet:
         "uplink wire": [short_bytes(row["uplink_wire_bytes"]) for row in rows],
         "downlink payload": [short_bytes(row["downlink_payload_bytes"]) for row in rows],
         "downlink wire": [short_bytes(row["downlink_wire_bytes"]) for row in rows],
-        # Summaries of runs before there were links between clients lack the figure.
-        "between clients": [short_bytes(row.get("peer_wire_bytes", 0)) for row in rows],
+        "between clients": [short_bytes(row["peer_wire_bytes"]) for row in rows],
         "uplink ratio": [ratio(row["uplink_ratio"]) for row in rows],
         f"time at {link}" if link else "simulated time": [
             duration(row["simulated_seconds"]) if row["simulated_seconds"] else "–" for row in rows
@@ -82,7 +81,7 @@ def result_sheet(summary: Mapping[str, Any], *, wide: bool = True) -> Sheet:
     }
     left_out = {
         "downlink payload": wide,
-        "between clients": any(row.get("peer_wire_bytes") for row in rows),
+        "between clients": any(row["peer_wire_bytes"] for row in rows),
         "lost replies": any(row["failures"] for row in rows),
     }
     shown = {name: cells for name, cells in columns.items() if left_out.get(name, True)}

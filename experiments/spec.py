@@ -235,7 +235,6 @@ class RoundRecord:
     replies: int = 0
     failures: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
-    # Last and with defaults: runs that were stored before clients had links of their own lack them.
     peer_payload_bytes: int = 0
     peer_wire_bytes: int = 0
 
