@@ -40,6 +40,11 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
                 "Take one bit first: FedAvg's accuracy from the first round, no memory on the client, any optimiser. "
                 "Not for vectors with few non-zero entries, nor for coded sums.",
             ),
+            "auto": Verdict(
+                "specialised",
+                "From a half to four bits a value without a setting to choose: nearer to updates with unlike rows and "
+                "columns than EDEN and top-k. New; needs numba or its compiled file on clients of large models.",
+            ),
             'EDEN(scale="least")': Verdict(
                 "recommended", "For the downlink: the smallest error; biased, so only under error feedback."
             ),

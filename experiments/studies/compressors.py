@@ -194,6 +194,7 @@ ROWS: Final[Mapping[str, Contender]] = {
     "QSGD": _row("qsgd", "levels", LEVELS, memory=False),
     "dithering": _row("dithering", "bits", tuple(range(1, 9)), memory=False),
     "EDEN": _row("eden", "bits", (1, 2, 3, 4), memory=False),
+    "Auto": _row("auto", "bits", (0.25, 0.5, 1.0, 2.0, 4.0), memory=False),
     "fixed point + EF": Contender(
         lambda d, lr: _memory({"id": "fixedpoint", "codec": {"id": "randomk", "density": d}, "clip": 0.5}), DENSITIES
     ),

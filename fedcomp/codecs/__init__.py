@@ -6,6 +6,7 @@ A codec that is imported here is known by its id and part of ``fedcomp``: that l
 import inspect
 
 from fedcomp.codecs.adacomp import AdaComp as AdaComp
+from fedcomp.codecs.auto import Auto as Auto
 from fedcomp.codecs.base import Codec as Codec
 from fedcomp.codecs.base import State as State
 from fedcomp.codecs.base import require_finite as require_finite

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params
+from fedcomp.codecs.auto import Auto
 from fedcomp.codecs.base import Codec, State, all_finite, norm
 from fedcomp.codecs.memory import MEMORIES, described, kept, not_finite, number_of, recalled, vector_of
 from fedcomp.codecs.registry import codecs
@@ -128,6 +129,11 @@ class ErrorFeedback(Wrapper):
         if codec.remembers or codec.phases != 1:
             why = "has memory of its own" if codec.remembers else f"needs {codec.phases} exchanges"
             raise ConfigError(f"{codec!r} {why}; error feedback wraps a one-exchange codec without memory")
+        if isinstance(codec, Auto) and not codec.feedback:
+            raise ConfigError(
+                f"{codec!r} is unbiased and adds noise as large as what is remembered, so that the memory would grow "
+                "without bound; use Auto(feedback=True), or no error feedback"
+            )
         if codec.votes:
             raise ConfigError(
                 f"{codec!r} sends votes, which are not in the update's unit: what they leave out cannot be remembered. "

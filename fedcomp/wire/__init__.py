@@ -51,6 +51,7 @@ from fedcomp.wire.limits import (
     Schema,
 )
 from fedcomp.wire.longest import FILLED, longest, pad
+from fedcomp.wire.modelled import Levels
 from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
 from fedcomp.wire.rangefloat import RangeFloat
 from fedcomp.wire.residues import Residues
@@ -93,6 +94,7 @@ __all__ = [
     "IndexCodec",
     "Indices",
     "Kind",
+    "Levels",
     "LimitExceeded",
     "Limits",
     "Natural",

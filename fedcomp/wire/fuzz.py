@@ -12,7 +12,7 @@ import tracemalloc
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -28,6 +28,7 @@ from fedcomp.wire.frame import HEADER, USER_TAG, Frame, encode
 from fedcomp.wire.index import Indices
 from fedcomp.wire.levels import QsgdLevels, Ternary
 from fedcomp.wire.limits import COEFFICIENTS, SHARED, SPARSE, Expected, Limits, Schema
+from fedcomp.wire.modelled import DITHERED, PART, ROUNDED, Head, Levels, Terms, streams_of
 from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
 from fedcomp.wire.rangefloat import RangeFloat
 from fedcomp.wire.residues import Residues
@@ -76,6 +77,20 @@ class Specimen:
     def _expected(self, mutant: Frame) -> Schema:
         """Return the schema with as many tensors as the frame claims, so that not every second mutant ends there."""
         return self.schema if mutant[8:9] == b"\x02" else self.schema[:1]
+
+
+@dataclass(frozen=True)
+class LevelsSpecimen(Specimen):
+    """Honest frames of levels, whose receiver knows of which matrices the vector consists."""
+
+    terms: Terms | None = None
+
+    def open(self, mutant: Frame, with_schema: bool) -> tuple[Tensor, ...]:
+        """Return the tensors, levels decoded."""
+        found = super().open(mutant, with_schema)
+        terms = self.terms
+        assert terms is not None
+        return tuple(replace(t, values=t.values.opened(terms)) if isinstance(t.values, Levels) else t for t in found)
 
 
 @dataclass
@@ -159,7 +174,26 @@ def specimens(size: int = 300) -> list[Specimen]:
         schema = (Expected("w", (n,)), Expected("steps", (24,), "int64"))
         supports = {SHARED_ID: seeded_support(key.u64(), n, k)}
         out.append(Specimen(name, frames, schema, supports))
-    return out
+    return [*out, *_levels_specimens(size, key)]
+
+
+def _levels_specimens(size: int, key: Key) -> list[LevelsSpecimen]:
+    """Return honest frames of levels of each form, of two matrices and a vector."""
+    columns = max(8, size // 40)
+    shapes = ((20, columns), (12, 5), (1, max(1, size - 20 * columns - 60)))
+    terms = Terms(shapes, budget=256 + size // 2, seed=4)
+    schema = (Expected("w", (terms.size,)), Expected("steps", (24,), "int64"))
+    found = []
+    for form in (ROUNDED, DITHERED, PART):
+        head = Head(form, 3, 0x3C80, (0, 5, 0) if form == ROUNDED else (0, 0, 0), 30_000 if form == PART else 1 << 16)
+        count = streams_of(head, terms).size
+        u = key.at(purpose="levels", layer=form).uniform(count)
+        levels = np.where(u < 0.7, 0, np.rint(20.0 * (u - 0.85))).astype(np.int32)
+        levels[0], levels[1] = 4, 2
+        main = Tensor(Levels.coded(head, levels, terms), (terms.size,))
+        frames = (encode([main]), encode([main, dense(np.arange(24, dtype=np.int64))], flags=1))
+        found.append(LevelsSpecimen(f"levels of form {form}", frames, schema, {}, terms))
+    return found
 
 
 def values_of(name: str, x: NDArray[np.float32], key: Key) -> Values:

@@ -16,6 +16,7 @@ from fedcomp.wire.entropy import shorter
 from fedcomp.wire.errors import Corrupt
 from fedcomp.wire.gamma import gamma_size, pack_gamma, unpack_gamma
 from fedcomp.wire.index import Support
+from fedcomp.wire.modelled import Levels
 from fedcomp.wire.quantised import (
     Ones,
     SignScale,
@@ -346,6 +347,7 @@ VALUE_CODECS: Final[dict[int, type[Values]]] = {
         Ones,
         UnitSign,
         Residues,
+        Levels,
     )
 }
 VALUE_BY_NAME: Final = {c.name: c for c in VALUE_CODECS.values()}

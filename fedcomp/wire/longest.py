@@ -31,6 +31,8 @@ _ALIGNMENT: Final = 9
 _ROUNDED: Final = 2
 _RANGE: Final = 9
 """Of a range float: bits and mantissa, a lowest magnitude below 2**23 and a number of positive ones below 2**16."""
+_LEVELS: Final = 7
+"""Of levels: form, bits, step and three shifts."""
 _BEHIND_BACKEND: Final = 12
 """Of a support's bound: roundings to whole bytes; the raw lengths of sections where a byte compressor is tried."""
 
@@ -49,7 +51,7 @@ def longest(schema: Schema, index: str = "auto", *forms: Mapping[str, int]) -> i
     *forms : mapping of str to int
         Of each tensor in order, or of all if it is one: what the lengths of quantised values depend on: ``block``
         (values per scale, 0 for all), ``bits``, ``levels``, ``bucket`` (values per norm, 0 for all), ``modulus``,
-        ``fixed`` (1: levels in fields of a fixed width in any case).
+        ``bytes`` (of a section of levels), ``fixed`` (1: levels in fields of a fixed width in any case).
 
     Raises
     ------
@@ -207,6 +209,7 @@ _VALUES: Final[Mapping[str, Callable[[int, Mapping[str, int]], tuple[int, int]]]
         len(put_varint(form["modulus"])),
         4 * min(1, k) + packed_size(k, (form["modulus"] - 1).bit_length()),
     ),
+    "levels": lambda k, form: (_LEVELS, form["bytes"]),
     "unit-sign": lambda k, form: (0, (k + 7) // 8),
 }
 """Parameters and section of k values at most, in bytes, by value codec. Raw values are float32."""

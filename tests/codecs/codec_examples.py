@@ -15,6 +15,7 @@ from fedcomp.codecs import (
     QSGD,
     STC,
     AdaComp,
+    Auto,
     ChunkTop1,
     ChunkTopK,
     Clip,
@@ -168,6 +169,11 @@ EXAMPLES: tuple[Codec, ...] = (
     EDEN(2, scope="layer"),
     EDEN(1, scale="least"),
     ErrorFeedback(EDEN(4, scale="least")),
+    Auto(),
+    Auto(0.1),
+    Auto(4.0),
+    Auto(feedback=True),
+    ErrorFeedback(Auto(0.1, feedback=True)),
     FixedPoint(Domain(Rotation(seed=2), RandomK(0.5)), clip=2048.0, levels=2048),
 )
 

