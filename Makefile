@@ -18,13 +18,16 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: quickstart test test-long test-fast lint golden bench clean
+.PHONY: quickstart test test-most test-long test-fast lint golden bench clean
 
 quickstart: $(STAMP)  ## set up and run the main job
 	$(BIN)/python -m experiments.run
 
+# Side by side: types are looked at by one processor.
 test: $(KERNELS)  ## set up and check: lint, types, every test that is not in test-long
-	$(MAKE) lint
+	$(MAKE) -j 2 lint test-most
+
+test-most: $(KERNELS)
 	$(PYTEST) -m "not long"
 
 # Most of what starts Ray or deployments is here, and waits.

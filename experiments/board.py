@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,7 +19,8 @@ def require() -> None:
 
 
 def export(directory: Path, rounds: Mapping[str, Sequence[RoundRecord]]) -> None:
-    """Write event files for ``tensorboard --logdir DIRECTORY``, one folder below ``directory`` for each label.
+    """Write event files for ``tensorboard --logdir DIRECTORY``, one folder below ``directory`` for each label: every
+    finite figure of a round, client metrics and a strategy's own among them.
 
     Parameters
     ----------
@@ -33,15 +34,8 @@ def export(directory: Path, rounds: Mapping[str, Sequence[RoundRecord]]) -> None
     for place, (label, records) in enumerate(rounds.items()):
         with SummaryWriter(directory / f"{place:02d}-{slug(label)}") as writer:
             for record in records:
-                for tag, value in figures(record):
-                    writer.add_scalar(tag, value, record.round)
-
-
-def figures(record: RoundRecord) -> Iterator[tuple[str, float]]:
-    """Yield name and value of every finite figure of a round, client metrics and a strategy's own among them."""
-    plain = asdict(record)
-    metrics = plain.pop("metrics")
-    del plain["round"]
-    for tag, value in (*plain.items(), *((f"metrics/{key}", value) for key, value in metrics.items())):
-        if isinstance(value, int | float) and math.isfinite(value):
-            yield tag, float(value)
+                figures = asdict(record)
+                metrics = {f"metrics/{key}": value for key, value in figures.pop("metrics").items()}
+                for tag, value in (figures | metrics).items():
+                    if tag != "round" and isinstance(value, int | float) and math.isfinite(value):
+                        writer.add_scalar(tag, float(value), record.round)

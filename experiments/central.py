@@ -26,7 +26,7 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from fedcomp import wire
-from fedcomp.codecs import Codec, Identity, State, get_codec
+from fedcomp.codecs import Codec, Identity, State
 from fedcomp.codecs.lgc import LGC
 from fedcomp.codecs.positional import Stretch, stretches
 from fedcomp.codecs.power_sgd import PowerSGD
@@ -472,11 +472,6 @@ class Outcome:
     steps: list[float] = field(default_factory=list)
 
     @property
-    def settled(self) -> float:
-        """Mean accuracy of the last five evaluated rounds: one test image more or less moves a single one."""
-        return _mean([point.accuracy for point in self.points[-5:]])
-
-    @property
     def stale(self) -> float:
         """Mean over rounds of :attr:`steps`; NaN for FedAvg, whose step is what arrived."""
         return _mean(self.steps)
@@ -559,34 +554,30 @@ def simulate(plan: Plan, system: Program, *, look: Callable[[Seen], None] | None
     return out
 
 
-def measured(plan: Plan, codec: Mapping[str, Any] | Program) -> dict[str, Any]:
-    """Run ``plan`` with a codec and return figures as plain data, for a sweep.
-
-    Parameters
-    ----------
-    codec : mapping or System
-        The codec's configuration, as :func:`fedcomp.codecs.get_codec` takes it, or a system.
+def measured(plan: Plan, system: Program) -> dict[str, Any]:
+    """Run ``plan`` with ``system`` and return figures as plain data, for a sweep.
 
     Returns
     -------
     dict
         ``loss`` (infinite when it diverged) and ``accuracy`` of the final model, the loss on all training examples
-        unless the plan says otherwise, the accuracy on the test split; ``settled``, the mean accuracy over the last
-        five evaluations; ``uplink``, ``downlink``: bytes of all frames; ``kept``, ``union``, ``overlap``: means over
-        rounds (and clients) of the compressible values a client sent, of the coordinates at which the mean is not zero,
-        and of 1 - q/k of the shared support; ``build_up``: the largest, over rounds, of those coordinates over the most
-        values one client sent, at most 1 on a shared support; ``stale``: mean share of the server's step, squared, on
-        coordinates of which nothing arrived; ``diverged``: the round in which updates were not finite, or None;
-        ``points``: round, loss and uplink bytes so far of every evaluation.
+        unless the plan says otherwise, the accuracy on the test split; ``score``, the mean accuracy in percent over the
+        last five evaluations; ``uplink``, ``downlink``: bytes of all frames; ``kept``, ``union``, ``overlap``: means
+        over rounds (and clients) of the compressible values a client sent, of the coordinates at which the mean is not
+        zero, and of 1 - q/k of the shared support; ``build_up``: the largest, over rounds, of those coordinates over
+        the most values one client sent, at most 1 on a shared support; ``stale``: mean share of the server's step,
+        squared, on coordinates of which nothing arrived; ``diverged``: the round in which updates were not finite, or
+        None; ``points``: round, loss and uplink bytes so far of every evaluation.
     """
-    system = codec if isinstance(codec, Program) else program_of(get_codec(dict(codec)))
     with quiet():
         out = simulate(plan, system)
-    names = ("uplink", "downlink", "kept", "union", "overlap", "diverged", "settled", "stale")
     return {
         "loss": out.final.loss,
         "accuracy": out.final.accuracy,
-        **{name: getattr(out, name) for name in names},
+        "score": _mean([100 * point.accuracy for point in out.points[-5:]]),
+        **{
+            name: getattr(out, name) for name in ("uplink", "downlink", "kept", "union", "overlap", "diverged", "stale")
+        },
         "build_up": max((e.union / max(1, *e.kept) for e in out.exchanges), default=math.nan),
         "points": [(float(p.round), p.loss, float(p.uplink)) for p in out.points],
     }

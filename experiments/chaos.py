@@ -17,8 +17,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,35 +117,29 @@ def projected(vector: NDArray[np.float32], seed: int) -> tuple[float, ...]:
     return tuple(float(each) for each in products)
 
 
-@dataclass(frozen=True)
-class Made:
-    """What a client wrote down of a message, on the disk before anything was kept or sent.
+def judge(
+    made: Sequence[Mapping[str, Any]],
+    used: Sequence[tuple[int, int]],
+    owed: Mapping[int, Sequence[float]],
+    *,
+    hit: Collection[tuple[int, int]] = (),
+    rounds: int = 0,
+    finished: int = 0,
+    processes: Sequence[str] = (),
+    moved: Sequence[float] = (),
+    tolerance: float = 1e-4,
+) -> dict[str, Any]:
+    """Return what a run did wrong, in sentences, from what was seen of it from outside.
 
-    Attributes
+    Parameters
     ----------
-    node, sequence : int
-        Whose, and the number of the server's message.
-    update, frame : tuple of float
-        Of what training came to, and of what the frame decodes to; see :func:`projected`.
-    """
-
-    node: int
-    sequence: int
-    update: tuple[float, ...]
-    frame: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What was seen of a run from outside.
-
-    Attributes
-    ----------
-    made : sequence of Made
-        The journals of all clients. A message that came again has a line for each time.
+    made : sequence of mapping
+        What clients wrote down of messages, on the disk before anything was kept or sent: ``node``, ``sequence``, the
+        number of the server's message, and the inner products (:func:`projected`) ``update``, of what training came to,
+        and ``frame``, of what the frame decodes to. A message that came again has a line for each time.
     used : sequence of (int, int)
         Node and sequence number of every update in a sum of a model that was kept, by the server.
-    owed : mapping of int to tuple of float
+    owed : mapping of int to sequence of float
         By node: what its state folder still has for the server, when the server's last acknowledgement is heard.
     hit : collection of (int, int)
         Node and sequence number of messages during which a fault of :data:`LOSING` met the node.
@@ -153,116 +147,86 @@ class Evidence:
         Asked for, and in the final model.
     processes : sequence of str
         Command lines of what still ran after everything was stopped.
-    moved : tuple of float
+    moved : sequence of float
         Of the final model less the first one; see :func:`projected`. Empty where nobody looked.
-    """
-
-    made: Sequence[Made]
-    used: Sequence[tuple[int, int]]
-    owed: Mapping[int, tuple[float, ...]]
-    hit: Collection[tuple[int, int]] = ()
-    rounds: int = 0
-    finished: int = 0
-    processes: Sequence[str] = ()
-    moved: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What is wrong, in sentences; and what was abandoned, by node and sequence number.
-
-    Attributes
-    ----------
-    lost : dict of int to float
-        By node: the largest inner product without a place, as a share of the sum of its updates' ones.
-    """
-
-    twice: tuple[str, ...] = ()
-    mass: tuple[str, ...] = ()
-    unfinished: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
-    abandoned: tuple[tuple[int, int], ...] = field(default=(), compare=False)
-    lost: Mapping[int, float] = field(default_factory=dict, compare=False)
-
-    @property
-    def wrong(self) -> tuple[str, ...]:
-        """All of it; empty when the run kept what it must."""
-        return (*self.twice, *self.mass, *self.unfinished, *self.left)
-
-
-def judge(seen: Evidence, *, tolerance: float = 1e-4) -> Verdict:
-    """Return what a run did wrong.
-
-    Parameters
-    ----------
     tolerance : float
         Of sums, relative to the sum of their terms' sizes: frames and memories are float32.
+
+    Returns
+    -------
+    dict
+        ``twice``, ``mass``, ``unfinished`` and ``left``: sentences, all empty when the run kept what it must;
+        ``abandoned``, pairs of node and sequence number; ``lost``, by node: the largest inner product without a place,
+        as a share of the sum of its updates' ones.
+
+    Raises
+    ------
+    ConfigError
+        When a node was hit during more than :data:`MAX_EXCUSED` messages.
     """
-    known = {(line.node, line.sequence) for line in seen.made}
-    times = sorted(Counter(seen.used).items())
-    twice = [f"update {i} of node {node} is in the model {n} times" for (node, i), n in times if n > 1]
-    twice += [
-        f"update {i} of node {node} is in the model, and the node never made it"
-        for node, i in sorted(set(seen.used) - known)
-    ]
-    twice += _moved_otherwise(seen, tolerance)
+    known, times = {(line["node"], line["sequence"]) for line in made}, Counter(used)
+    twice = [f"update {i} of node {node} is in the model {n} times" for (node, i), n in sorted(times.items()) if n > 1]
+    unknown = sorted(set(used) - known)
+    twice += [f"update {i} of node {node} is in the model, and the node never made it" for node, i in unknown]
+    twice += _moved_otherwise(made, used, moved, tolerance)
     mass, abandoned, lost = list[str](), list[tuple[int, int]](), dict[int, float]()
-    for node in sorted({line.node for line in seen.made}):
-        lost[node], found, said = _balanced(node, seen, tolerance)
-        if lost[node] > tolerance:
-            mass.append(f"node {node}: updates, frames and memory do not add up; {said}")
+    for node in sorted({line["node"] for line in made}):
+        lines = [line for line in made if line["node"] == node]
+        excused = [line for line in lines if (node, line["sequence"]) in set(hit)]
+        if len(excused) > MAX_EXCUSED:
+            raise ConfigError(
+                f"node {node} was hit during {len(excused)} messages; more than {MAX_EXCUSED} prove nothing"
+            )
+        # Of a message that came again the last answer is the one that left: a stored reply is no new line.
+        last = {line["sequence"]: np.array(line["frame"]) for line in lines}
+        held = _sum([owed[node]] if node in owed else [])
+        missing = _sum(line["update"] for line in lines) - held
+        missing -= _sum(times[node, sequence] * frame for sequence, frame in last.items())
+        scale = max(float(sum(np.abs(line["update"]).max() for line in lines)) + float(np.abs(held).max()), 1e-12)
+        # The fewest excused updates by which the rest is as small as it must be.
+        lost[node], found = np.inf, tuple[Mapping[str, Any], ...]()
+        for size in range(len(excused) + 1):
+            for chosen in itertools.combinations(excused, size):
+                share = float(np.abs(missing - _sum(line["update"] for line in chosen)).max()) / scale
+                if share < lost[node]:
+                    lost[node], found = share, chosen
+            if lost[node] <= tolerance:
+                abandoned += [(node, line["sequence"]) for line in found]
+                break
         else:
-            abandoned += [(node, line.sequence) for line in found]
-    unfinished = [] if seen.finished >= seen.rounds else [f"{seen.finished} of {seen.rounds} rounds are in the model"]
-    left = [f"still running: {command}" for command in seen.processes]
-    return Verdict(tuple(twice), tuple(mass), tuple(unfinished), tuple(left), tuple(abandoned), lost)
+            said = f"{np.abs(missing).max():.3g} of {scale:.3g} without a place, {len(excused)} updates excused"
+            mass.append(f"node {node}: updates, frames and memory do not add up; {said}")
+    return {
+        "twice": twice,
+        "mass": mass,
+        "unfinished": [] if finished >= rounds else [f"{finished} of {rounds} rounds are in the model"],
+        "left": [f"still running: {command}" for command in processes],
+        "abandoned": abandoned,
+        "lost": lost,
+    }
 
 
 def _sum(vectors: Iterable[Sequence[float] | NDArray[np.float64]]) -> NDArray[np.float64]:
     return sum((np.asarray(each, np.float64) for each in vectors), np.zeros(PROJECTIONS))
 
 
-def _balanced(node: int, seen: Evidence, tolerance: float) -> tuple[float, tuple[Made, ...], str]:
-    """Return the share of a node's mass without a place, the fewest excused updates by which it is that small, and in
-    words what is missing when nothing is excused."""
-    lines = [line for line in seen.made if line.node == node]
-    excused = [line for line in lines if (node, line.sequence) in set(seen.hit)]
-    if len(excused) > MAX_EXCUSED:
-        raise ConfigError(f"node {node} was hit during {len(excused)} messages; more than {MAX_EXCUSED} prove nothing")
-    times = Counter(seen.used)
-    # Of a message that came again the last answer is the one that left: a stored reply is no new line.
-    last = {line.sequence: np.array(line.frame) for line in lines}
-    used = _sum(times[node, sequence] * frame for sequence, frame in last.items())
-    owed = _sum([seen.owed[node]] if node in seen.owed else [])
-    missing = _sum(line.update for line in lines) - used - owed
-    scale = float(sum(np.abs(line.update).max() for line in lines)) + float(np.abs(owed).max())
-    best, least = tuple[Made, ...](), np.inf
-    for size in range(len(excused) + 1):
-        for chosen in itertools.combinations(excused, size):
-            rest = np.abs(missing - _sum(line.update for line in chosen))
-            if (share := float(rest.max()) / max(scale, 1e-12)) < least:
-                best, least = chosen, share
-        if least <= tolerance:
-            break
-    said = f"{np.abs(missing).max():.3g} of {scale:.3g} without a place, {len(excused)} updates excused"
-    return least, best, said
-
-
-def _moved_otherwise(seen: Evidence, tolerance: float) -> list[str]:
+def _moved_otherwise(
+    made: Sequence[Mapping[str, Any]], used: Sequence[tuple[int, int]], moved: Sequence[float], tolerance: float
+) -> list[str]:
     """Return what is wrong when the model is not the sum of its rounds' means of the frames that are said to be in it.
 
     Here nobody's list is believed: the frames are the clients' own, and the model is the one that came out.
     """
-    if not seen.moved:
+    if not moved:
         return []
-    frames = {(line.node, line.sequence): np.array(line.frame) for line in seen.made}
-    rounds: dict[int, list[NDArray[np.float64]]] = {}
-    for pair in dict.fromkeys(seen.used):
+    frames = {(line["node"], line["sequence"]): line["frame"] for line in made}
+    rounds: dict[int, list[Sequence[float]]] = {}
+    for pair in dict.fromkeys(used):
         if pair in frames:
             rounds.setdefault(pair[1], []).append(frames[pair])
     means = [np.mean(each, axis=0) for each in rounds.values()]
-    missing = np.abs(np.array(seen.moved) - _sum(means)).max()
-    scale = float(sum(np.abs(each).max() for each in means)) + float(np.abs(seen.moved).max())
+    missing = np.abs(np.array(moved) - _sum(means)).max()
+    scale = float(sum(np.abs(each).max() for each in means)) + float(np.abs(moved).max())
     if missing <= tolerance * max(scale, 1e-12):
         return []
     return [f"the model is not what its updates make of it: {missing:.3g} of {scale:.3g} differ"]

@@ -16,23 +16,19 @@ from fedcomp.experiments.files import replacing
 _SHIM: Final = Path(__file__).resolve().parent / "wrong_clock"
 
 
-class WrongClock:
-    """The wall clock of all Python processes that are started with :attr:`environment`; monotonic clocks stay right.
+def set_clock(path: Path, seconds: float) -> None:
+    """Put a clock forward, or back where ``seconds`` are below 0, against the machine's.
 
     Parameters
     ----------
     path : Path
-        A file that the processes read, so that they notice when their clock is set.
+        A file that processes with the :func:`environment` of it read, so that they notice when their clock is set.
     """
+    with replacing(path) as file:
+        file.write(f"{seconds!r}\n".encode())
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.set(0.0)
-        others = os.environ.get("PYTHONPATH")
-        search = os.pathsep.join([str(_SHIM), *([others] if others else [])])
-        self.environment = {"PYTHONPATH": search, "FEDCOMP_WRONG_CLOCK": str(path)}
 
-    def set(self, seconds: float) -> None:
-        """Put the clock forward, or back where ``seconds`` are below 0, against the machine's."""
-        with replacing(self.path) as file:
-            file.write(f"{seconds!r}\n".encode())
+def environment(path: Path) -> dict[str, str]:
+    """Return the environment of Python processes whose wall clock is that of a file; monotonic clocks stay right."""
+    search = filter(None, [str(_SHIM), os.environ.get("PYTHONPATH")])
+    return {"PYTHONPATH": os.pathsep.join(search), "FEDCOMP_WRONG_CLOCK": str(path)}

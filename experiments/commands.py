@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, fields
-from typing import Any, TextIO, TypeVar, get_type_hints
+from typing import Any, TextIO
 
 import click
 import typer
 
 from fedcomp.errors import ConfigError, FedcompError, MissingExtra, optional
 
-Request = TypeVar("Request")
-
 OK, CLAIM_FAILED, WRONG_INPUT, BROKEN, INTERRUPTED = 0, 1, 2, 3, 130
 
 
-def command_line(kind: type[Request], run: Callable[[typer.Context, Request], int]) -> typer.Typer:
-    """Return a command whose arguments and options are the fields of a dataclass.
+def command_line(kind: type, help: str) -> typer.Typer:
+    """Return the command whose arguments and options are the fields of a dataclass, annotated as Typer reads them:
+    ``Annotated[int, typer.Option(help=...)]``. Calling it makes one."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(help=help)(kind)
+    return app
 
-    Parameters
-    ----------
-    kind : type
-        A dataclass whose fields are annotated as Typer reads them: ``Annotated[int, typer.Option(help=...)]``.
-    run : callable
-        Receives the context and the arguments of the call, and returns the exit code; its docstring is the help text.
+
+def invoke(app: typer.Typer, program: str, arguments: Sequence[str] | None, run: Callable[[Any], int]) -> int:
+    """Read ``arguments`` (the process's own when ``None``), give them to ``run`` and return its exit code.
+
+    Errors of usage and of this project become one line on standard error.
 
     Examples
     --------
@@ -37,43 +36,17 @@ def command_line(kind: type[Request], run: Callable[[typer.Context, Request], in
     ... class Sum:
     ...     first: int
     ...     second: int = 2
-    >>> app = command_line(Sum, lambda context, asked: print(asked.first + asked.second) or 0)
-    >>> invoke(app, "sum", ["1"], None)
+    >>> invoke(command_line(Sum, "Add."), "sum", ["1"], lambda asked: print(asked.first + asked.second) or 0)
     3
     0
-    """
-
-    def command(context: typer.Context, **given: Any) -> None:
-        raise typer.Exit(run(context, kind(**given)))
-
-    # Typer looks for the arguments of a command in its signature.
-    hints = get_type_hints(kind, include_extras=True)
-    found = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    for each in fields(kind):  # type: ignore[arg-type]  # a type variable cannot be bound to dataclasses
-        default = inspect.Parameter.empty if each.default is MISSING else each.default
-        found.append(
-            inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[each.name])
-        )
-    command.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in found}
-    command.__doc__ = run.__doc__
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(command)
-    return app
-
-
-def invoke(app: typer.Typer, program: str, arguments: Sequence[str] | None, setup: object) -> int:
-    """Run ``app`` on ``arguments`` (the process's own when ``None``) and return its exit code.
-
-    Errors of usage and of this project become one line on standard error. ``setup`` reaches the command as
-    ``context.obj``.
     """
     try:
         with optional("this command"):
             # Standalone, click would print errors its own way and end the process.
-            code = app(
-                args=None if arguments is None else list(arguments), standalone_mode=False, prog_name=program, obj=setup
-            )
+            words = None if arguments is None else list(arguments)
+            asked = app(args=words, standalone_mode=False, prog_name=program)
+            # After --help there is nothing to run.
+            return asked if isinstance(asked, int) else run(asked)
     except click.ClickException as error:
         return complain(error.format_message(), WRONG_INPUT)
     except (ConfigError, MissingExtra) as error:
@@ -85,7 +58,6 @@ def invoke(app: typer.Typer, program: str, arguments: Sequence[str] | None, setu
         return INTERRUPTED
     except BrokenPipeError:
         return unread()
-    return int(code or OK)
 
 
 def unread() -> int:

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from fedcomp.experiments.findings import LONG, Findings, HeatMap
 from fedcomp.experiments.findings import Table as FoundTable
-from fedcomp.experiments.report import UNMEASURED, promises, shortfalls
-from fedcomp.experiments.sheets import Sheet, found_sheet
+from fedcomp.experiments.report import UNMEASURED, failed_claims, promises, shortfalls, verdict
+from fedcomp.experiments.sheets import Sheet, claims_sheet, found_sheet, result_sheet
 
 WIDE = 100
 """From this many columns on the tables show the downlink's payload beside its wire bytes and where a bound is from."""
@@ -71,41 +71,44 @@ def _lines(lines: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def findings_tables(findings: Findings) -> list[tuple[str, Table | None]]:
-    """Return title and table of everything in ``findings`` that a terminal can show; None for what is too long.
+def close(console: Console, summary: Mapping[str, Any]) -> None:
+    """Print the end of a run: its answer and every claim that did not hold, all tables that a terminal can show (heat
+    maps as numbers; curves are for the report), what is promised, the claims, and the verdict."""
+    wide, claims = console.width >= WIDE, summary["claims"]
+    found = Findings.from_json(summary["findings"])
+    console.print()
+    if not summary["config"]["quick"]:
+        if summary["answer"]:
+            console.print(summary["answer"], style="bold")
+        for mark, text in shortfalls(claims):
+            console.print(Text.assemble((f"{mark}: ", STYLES[mark]), text))
+    console.print()
+    maps = [figure.as_table() for figure in found.figures if isinstance(figure, HeatMap)]
+    for table in (*found.tables, *maps):
+        long = len(table.rows) > LONG
+        console.print(table.title, style="bold", soft_wrap=True)
+        console.print("  in the report: too long to be shown here" if long else table_of(found_sheet(table)))
+        console.print()
+    if summary["rows"]:
+        console.print(table_of(result_sheet(summary, wide=wide)))
+        console.print()
+    for part in promise_parts(summary):
+        console.print(part)
+    if claims:
+        console.print(table_of(claims_sheet(claims, wide=wide)))
+        console.print()
+    if failed_claims(summary) and summary["changed"]:
+        console.print(f"Changed from the defaults the bounds were set for: {', '.join(summary['changed'])}.")
+    console.print(verdict(summary), style="bold")
 
-    Heat maps become tables of numbers; curves are for the report.
-    """
-    maps = [figure.as_table() for figure in findings.figures if isinstance(figure, HeatMap)]
-    return [
-        (table.title, table_of(found_sheet(table)) if len(table.rows) <= LONG else None)
-        for table in (*findings.tables, *maps)
-    ]
 
-
-def headline(summary: Mapping[str, Any]) -> list[Text]:
-    """Return what is shown above all tables: the answer, and every claim that did not hold."""
-    if summary["idle"] or summary["config"]["quick"]:
-        return []
-    lines = [Text(summary["answer"], "bold")] if summary["answer"] else []
-    for mark, text in shortfalls(summary["claims"]):
-        lines.append(Text.assemble((f"{mark}: ", STYLES[mark]), text))
-    return lines
-
-
-def row_groups(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return the rows that have the same columns together, in the order of their first appearance.
+def rows_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Return flat rows as tables: those that have the same columns together, in the order of their first appearance.
 
     A benchmark measures several things; one table for all of them would be mostly empty and too wide to read.
     """
-    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    groups: dict[tuple[str, ...], list[list[Any]]] = {}
     for row in rows:
-        groups.setdefault(tuple(row), []).append(row)
-    return list(groups.values())
-
-
-def rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return any list of flat rows as a table; columns in the order of their first appearance."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    heads = [column.replace("_", " ") for column in columns]
-    return table_of(found_sheet(FoundTable("", heads, [[row.get(column) for column in columns] for row in rows])))
+        groups.setdefault(tuple(row), []).append(list(row.values()))
+    heads = {columns: [column.replace("_", " ") for column in columns] for columns in groups}
+    return [table_of(found_sheet(FoundTable("", heads[columns], group))) for columns, group in groups.items()]

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.experiments.engines import ENGINES
 from fedcomp.experiments.findings import Figure, Table
 from fedcomp.experiments.options import Config, Value, option, show_value
 from fedcomp.experiments.spec import RunSpec
-from fedcomp.strategies.parts import BUDGET
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,7 @@ Columns = Mapping[str, str | Callable[[Any, str], Any]] | Sequence[str]
 """Quantities by name; or, by heading, a quantity or a function of what was found and a label."""
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A claim as it is written: ``row | quantity | bound | gate or goal: reason``. A run fails with a gate; a goal is
     shown as missed. Without a row the quantity is the study's."""
 
@@ -93,14 +91,14 @@ def read_claims(text: str) -> list[Line]:
     Raises
     ------
     ConfigError
-        When a line has another form; what its bound may be is :func:`~fedcomp.experiments.kit.claim`'s.
+        When a line has another form; what its bound may be is :func:`~fedcomp.experiments.tables.claims_of`'s.
     """
     lines: list[Line] = []
     for written in filter(None, map(str.strip, text.splitlines())):
         if written.startswith("#"):
             continue
         if "|" not in written and lines:
-            lines[-1] = replace(lines[-1], reason=f"{lines[-1].reason} {written}")
+            lines[-1] = lines[-1]._replace(reason=f"{lines[-1].reason} {written}")
             continue
         parts = [part.strip() for part in written.split("|")]
         kind, colon, reason = parts[-1].partition(":")
@@ -259,21 +257,13 @@ class Experiment:
         settings.update(self._assigned(assignments))
         return Config(self.name, engine, rounds, clients, seed, settings, budget, quick)
 
-    def idle(self, config: Config) -> bool:
-        """Whether ``config`` asks for no round of an experiment that has rounds: nothing is measured or claimed."""
-        return self.rounds > 0 and config.rounds == 0
-
     def changed(self, config: Config) -> list[str]:
         """Return what ``config`` sets differently from the defaults, as ``key=value`` texts, the seed left out."""
-        pairs: list[tuple[str, Value, Value]] = [
-            ("rounds", config.rounds, self.rounds),
-            ("clients", config.clients, self.clients),
-        ]
-        if config.budget is not None:
-            pairs.append(("budget", config.budget, ""))
-        matter = {key: option for key, option in self.options.items() if not option.neutral}
-        pairs += [(key, config.settings[key], option.default) for key, option in matter.items()]
-        return [f"{key}={show_value(value)}" for key, value, default in pairs if value != default]
+        now: dict[str, Any] = {"rounds": config.rounds, "clients": config.clients, "budget": config.budget}
+        usual: dict[str, Any] = {"rounds": self.rounds, "clients": self.clients, "budget": None}
+        now |= config.settings
+        usual |= {key: option.default for key, option in self.options.items() if not option.neutral}
+        return [f"{key}={show_value(now[key])}" for key, default in usual.items() if now[key] != default]
 
     def _assigned(self, assignments: Sequence[str]) -> dict[str, Value]:
         given: dict[str, Value] = {}
@@ -281,31 +271,14 @@ class Experiment:
             key, sign, value = text.partition("=")
             key = key.strip()
             if not sign:
-                raise ConfigError(f"--set needs key=value, not {text!r}{self._hint(key)}")
+                raise ConfigError(f"--set needs key=value, not {text!r}{nearest(key, self.options)}")
             if key not in self.options:
-                raise ConfigError(f"experiment {self.name!r} has no setting {key!r}{self._hint(key)}")
+                raise ConfigError(f"experiment {self.name!r} has no setting {key!r}{nearest(key, self.options)}")
             given[key] = self.options[key].parse(key, value)
         return given
-
-    def _hint(self, key: str) -> str:
-        # Users write the part after the dot ("density"), so that is compared as well as the full name.
-        for full in self.options:
-            if key and full.rpartition(".")[2] == key:
-                return f"; did you mean {full!r}?"
-        return nearest(key, self.options)
 
 
 def check_budget(budget: float | None) -> None:
     """Raise :class:`ConfigError` unless ``budget`` is none, or an epsilon that can be kept."""
     if budget is not None and not 0.0 < budget < math.inf:
         raise ConfigError(f"--budget must be an epsilon greater than 0 and finite, not {budget:g}")
-
-
-def within(spec: RunSpec, budget: float) -> RunSpec:
-    """Return ``spec`` with ``budget``, or its own smaller one, if its system promises privacy; else as it is."""
-    from fedcomp.experiments.systems import get_system
-
-    if not get_system(spec.system).private:
-        return spec
-    own = float(spec.settings.get(BUDGET, 0.0))
-    return replace(spec, settings={**spec.settings, BUDGET: min(budget, own or math.inf)})

@@ -12,8 +12,8 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -29,16 +29,14 @@ from fedcomp.experiments.chaos import (
     PROJECTIONS,
     SERVER_APP,
     SUPERLINK,
-    Evidence,
     Fault,
     judge,
 )
 from fedcomp.experiments.engines.guarded import GuardedDeployment
 from fedcomp.experiments.engines.processes import DeploymentError, sigterm_raises
 from fedcomp.experiments.engines.superlink import TASK_POLL
-from fedcomp.experiments.journal import APP, CHECKPOINT, JOURNAL, ROUNDS, Asked, Ended, Kept, Line, read_lines
+from fedcomp.experiments.journal import APP, CHECKPOINT, JOURNAL, ROUNDS, Kept, read_lines
 from fedcomp.experiments.links import SlowLinks
-from fedcomp.plain import fields_of
 
 RATE: Final = 1e8
 """Bits per second of each link: no limit to a model of a few kilobytes."""
@@ -65,27 +63,6 @@ BEHIND: Final = 400.0
 bears."""
 
 
-COMPLETED: Final = "finished:completed"
-
-
-@dataclass(frozen=True)
-class Done:
-    """Something that was done.
-
-    Attributes
-    ----------
-    fault : Fault
-    at : float
-        Seconds since the epoch.
-    processes : int
-        How many processes were killed.
-    """
-
-    fault: Fault
-    at: float
-    processes: int = 0
-
-
 class Faulted:
     """A deployment, and what is done to it.
 
@@ -93,40 +70,44 @@ class Faulted:
     ----------
     deployment : GuardedDeployment
         Entered already.
-    asked : Asked
+    asked : dict
+        See :func:`fedcomp.experiments.journal.serve`.
     faults : sequence of Fault
+
+    Attributes
+    ----------
+    done : list of dict
+        ``fault`` that was done, ``at``, in seconds since the epoch, and how many ``processes`` were killed.
+    again : int
+        How often a run was over before its last round, and was submitted again.
+    noticed : int
+        How many nodes with a wrong clock have said so in their logs.
     """
 
-    def __init__(self, deployment: GuardedDeployment, asked: Asked, faults: Sequence[Fault]) -> None:
-        self.deployment = deployment
-        self.asked = asked
-        self.done: list[Done] = []
-        self.again = 0
-        """How often a run was over before its last round, and was submitted again."""
-        self.noticed = 0
-        """How many nodes with a wrong clock have said so in their logs."""
-        self._run = 0
+    def __init__(self, deployment: GuardedDeployment, asked: dict[str, Any], faults: Sequence[Fault]) -> None:
+        self.deployment, self.asked = deployment, asked
+        self.done: list[dict[str, Any]] = []
+        self.again = self.noticed = self._run = 0
         self._file = deployment.folder / "asked.json"
-        self._file.write_text(json.dumps(fields_of(asked)), encoding="utf-8")
+        self._file.write_text(json.dumps(asked), encoding="utf-8")
         # What begins and what ends, by the round and the part of it.
         acts = [(fault.round, fault.after, True, fault) for fault in faults]
         acts += [(fault.round + fault.lasts, 0.0, False, fault) for fault in faults if fault.node >= 0]
         self._acts = sorted(acts, key=lambda act: act[:3])
 
-    def run(self) -> list[Ended]:
+    def run(self) -> list[dict[str, Any]]:
         """Submit the app and do all faults; return the rounds that ended, after the last one or a stall."""
         self._submit()
-        ended, seen, progress = self._ended(), 0, time.monotonic()
-        looked = progress
-        while not ended or ended[-1].round < self.asked.rounds:
+        rounds, seen, looked, progress = Path(self.asked["out"], ROUNDS), 0, time.monotonic(), time.monotonic()
+        ended = read_lines(rounds)
+        while not ended or ended[-1]["round"] < self.asked["rounds"]:
             self.deployment.require_running()
             self._act(ended)
             time.sleep(0.05)
-            ended = self._ended()
+            ended = read_lines(rounds)
             if len(ended) > seen:
-                seen, progress = len(ended), time.monotonic()
-                looked = progress
-            if time.monotonic() - looked > self.asked.deadline + LOOK_SECONDS:
+                seen, looked, progress = len(ended), time.monotonic(), time.monotonic()
+            if time.monotonic() - looked > self.asked["deadline"] + LOOK_SECONDS:
                 looked = time.monotonic()
                 if self._resume():
                     progress = looked
@@ -143,16 +124,13 @@ class Faulted:
                 return status
             time.sleep(1.0)
 
-    def _ended(self) -> list[Ended]:
-        return read_lines(Path(self.asked.out) / ROUNDS, Ended)
-
-    def _act(self, ended: Sequence[Ended]) -> None:
+    def _act(self, ended: Sequence[dict[str, Any]]) -> None:
         """Do what is due: in an earlier round, or at this part of a usual one."""
         if not ended:
             return
-        lengths = [b.at - a.at for a, b in itertools.pairwise(ended)]
-        usual = median(lengths[-9:]) if lengths else self.asked.deadline / 2
-        number, part = ended[-1].round + 1, (time.time() - ended[-1].at) / usual
+        lengths = [b["at"] - a["at"] for a, b in itertools.pairwise(ended)]
+        usual = median(lengths[-9:]) if lengths else self.asked["deadline"] / 2
+        number, part = ended[-1]["round"] + 1, (time.time() - ended[-1]["at"]) / usual
         while self._acts and self._acts[0][:2] <= (number, part):
             _, _, begins, fault = self._acts.pop(0)
             if fault.kind == CLOCK and not begins and not self._noticed(fault.node):
@@ -161,7 +139,7 @@ class Faulted:
                 continue
             if begins:
                 killed = self._begin(fault)
-                self.done.append(Done(fault, time.time(), killed))
+                self.done.append({"fault": asdict(fault), "at": time.time(), "processes": killed})
             else:
                 self._end(fault)
 
@@ -184,7 +162,7 @@ class Faulted:
             raise DeploymentError(f"there was no {fault.kind} to kill in round {fault.round}:\n{deployment.logs()}")
         if fault.kind == SERVER_APP:
             # Nodes that were being sent a message would wait for the rest of it until the SuperLink misses the app.
-            deployment.stop_run(self._run, limit=COMMAND_SECONDS)
+            deployment.flwr("stop", str(self._run), deployment.connection, name="stop", limit=COMMAND_SECONDS)
             self._submit()
         return len(killed)
 
@@ -238,17 +216,17 @@ def faulted(
     ----------
     faults : sequence of Fault
     deadline, pause : float
-        Seconds; see :class:`~fedcomp.experiments.journal.Asked`.
+        Seconds; see :func:`fedcomp.experiments.journal.serve`.
     state : bool
         Whether nodes have state folders; a full disk needs them.
 
     Returns
     -------
     dict
-        ``twice``, ``mass``, ``unfinished``, ``left`` and ``abandoned`` of the
-        :class:`~fedcomp.experiments.chaos.Verdict`, ``lost`` of the node that lost most; ``done`` as faults were done;
-        ``ended`` as rounds ended; ``seconds``; ``updates`` made, and ``used``; ``again``, how often a run had to be
-        submitted again besides where its server app was killed; ``noticed``, how many nodes with a wrong clock said so.
+        What :func:`~fedcomp.experiments.chaos.judge` returns, ``lost`` of the node that lost most; ``done`` as faults
+        were done (:class:`Faulted`); ``ended`` as rounds ended (:func:`~fedcomp.experiments.journal.ended_of`);
+        ``seconds``; ``updates`` made, and ``used``; ``again``, how often a run had to be submitted again besides where
+        its server app was killed; ``noticed``, how many nodes with a wrong clock said so.
     """
     began = time.monotonic()
     with (
@@ -264,10 +242,11 @@ def faulted(
             # machine would take a processor. And what a killed node leaves in its folder for temporary files goes.
             settings={TASK_POLL: "1", "TMPDIR": folder},
             preload=("fedcomp.experiments.journal",),
+            limit=COMMAND_SECONDS,
         ) as deployment,
     ):
         out = deployment.home("out")
-        asked = Asked(seed, nodes, rounds, deadline, pause, str(out))
+        asked = {"seed": seed, "nodes": nodes, "rounds": rounds, "deadline": deadline, "pause": pause, "out": str(out)}
         faulty = Faulted(deployment, asked, faults)
         faulty.run()
         status = faulty.status()
@@ -275,60 +254,72 @@ def faulted(
         left = deployment.left()
         if not (out / CHECKPOINT).exists():
             raise DeploymentError(f"no round ended:\n{deployment.logs()}")
-        kept = Kept.load(out, seed)
-        lines = {node: read_lines(Path(folder) / f"node-{node}" / JOURNAL, Line) for node in range(nodes)}
-        owed = {
-            node: kept.owed(Path(folder) / "states" / str(node), node, seed)
-            if state
-            else remembered(lines[node], faulty.done, kept)
-            for node in lines
-        }
-    seen = Evidence(
-        made=[line.made for each in lines.values() for line in each],
-        used=[(node, each.sequence) for each in kept.rounds for node in each.used],
-        owed=owed,
-        hit=hits(lines, faulty.done, pause),
-        rounds=rounds,
-        finished=len({each.round for each in kept.rounds}),
-        processes=left,
-        moved=kept.moved,
-    )
-    verdict = judge(seen)
-    ends = [] if status == COMPLETED else [f"to the SuperLink the run is {status}"]
+        lines = {node: read_lines(Path(folder, f"node-{node}", JOURNAL)) for node in range(nodes)}
+        kept = Kept(out, seed)
+        # The disks of the folders are there as long as the deployment.
+        states = [Path(folder, "states", str(node)) for node in lines] if state else None
+        seen = seen_of(kept, lines, faulty.done, states)
+    verdict = judge(**seen, hit=hits(lines, faulty.done, pause), rounds=rounds, processes=left)
+    if status != "finished:completed":
+        verdict["unfinished"].append(f"to the SuperLink the run is {status}")
     return {
-        **{name: list(getattr(verdict, name)) for name in ("twice", "mass", "left")},
-        "unfinished": [*verdict.unfinished, *ends],
-        "abandoned": [list(each) for each in verdict.abandoned],
-        "lost": max(verdict.lost.values(), default=0.0),
-        "done": [fields_of(each) for each in faulty.done],
-        "ended": [fields_of(each) for each in kept.rounds],
+        **verdict,
+        "abandoned": [list(each) for each in verdict["abandoned"]],
+        "lost": max(verdict["lost"].values(), default=0.0),
+        "done": faulty.done,
+        "ended": kept.rounds,
         "again": faulty.again,
         "noticed": faulty.noticed,
-        "updates": len(seen.made),
-        "used": len(seen.used),
+        "updates": len(seen["made"]),
+        "used": len(seen["used"]),
         "seconds": time.monotonic() - began,
     }
 
 
-def hits(lines: dict[int, list[Line]], done: Sequence[Done], pause: float) -> list[tuple[int, int]]:
+def seen_of(
+    kept: Kept,
+    lines: Mapping[int, Sequence[dict[str, Any]]],
+    done: Sequence[dict[str, Any]],
+    states: Sequence[Path] | None,
+) -> dict[str, Any]:
+    """Return what :func:`~fedcomp.experiments.chaos.judge` is told of journals by node, and of what was kept; the
+    ``states`` are the nodes' folders, None where they have none."""
+    return {
+        "made": [line for each in lines.values() for line in each],
+        "used": [(node, each["sequence"]) for each in kept.rounds for node in each["used"]],
+        "owed": {
+            node: remembered(own, done, kept) if states is None else kept.owed(states[node], node)
+            for node, own in lines.items()
+        },
+        "finished": len({each["round"] for each in kept.rounds}),
+        "moved": kept.moved,
+    }
+
+
+def hits(
+    lines: Mapping[int, Sequence[dict[str, Any]]], done: Sequence[dict[str, Any]], pause: float
+) -> list[tuple[int, int]]:
     """Return the messages during which nodes were killed: between the line in the journal and the written state."""
     found = []
     for each in done:
-        if each.fault.kind in LOSING:
-            before = [line for line in lines[each.fault.node] if line.at <= each.at]
-            if before and each.at - before[-1].at < pause + MOMENTS:
-                found.append((each.fault.node, before[-1].made.sequence))
+        if each["fault"]["kind"] in LOSING:
+            node = each["fault"]["node"]
+            before = [line for line in lines[node] if line["at"] <= each["at"]]
+            if before and each["at"] - before[-1]["at"] < pause + MOMENTS:
+                found.append((node, before[-1]["sequence"]))
     return found
 
 
-def remembered(lines: Sequence[Line], done: Sequence[Done], kept: Kept) -> tuple[float, ...]:
+def remembered(lines: Sequence[dict[str, Any]], done: Sequence[dict[str, Any]], kept: Kept) -> tuple[float, ...]:
     """Return what a node without a state folder has at the end: what it wrote down last, unless it was killed since."""
-    nothing = np.zeros(PROJECTIONS)
+    nothing = (0.0,) * PROJECTIONS
     if not lines:
-        return tuple(nothing)
+        return nothing
     last = lines[-1]
-    if any(d.fault.kind in LOSING and d.fault.node == last.made.node and d.at > last.at for d in done):
-        return tuple(nothing)
-    peer = kept.peers.get(last.made.node)
-    delivered = peer is not None and peer.consumed == last.made.sequence
-    return tuple(np.array(last.memory) + (nothing if delivered else np.array(last.made.frame)))
+    killed = [d["at"] for d in done if d["fault"]["kind"] in LOSING and d["fault"]["node"] == last["node"]]
+    if any(at > last["at"] for at in killed):
+        return nothing
+    peer = kept.peers.get(last["node"])
+    if peer is not None and peer.consumed == last["sequence"]:
+        return tuple(last["memory"])
+    return tuple(np.array(last["memory"]) + np.array(last["frame"]))

@@ -18,7 +18,6 @@ from fedcomp.experiments.roll import Roll
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.pipeline import arrived, now
 from fedcomp.flower.privacy import is_secret
-from fedcomp.flower.wrapper import GridWrapper
 from fedcomp.rng import Key
 from fedcomp.strategies.deadlines import Deadline
 
@@ -49,8 +48,8 @@ def wait_for_nodes(grid: Grid, count: int, limit: float) -> list[int]:
     return nodes
 
 
-class Cohorts(GridWrapper):
-    """A view of a grid that shows a strategy only the nodes that take part in the current exchange.
+class Cohorts(Roll):
+    """A roll that shows a strategy only the nodes that take part in the current exchange.
 
     Parameters
     ----------
@@ -69,12 +68,12 @@ class Cohorts(GridWrapper):
 
     Attributes
     ----------
-    roll : Roll
-        Who the nodes are.
     replies, failures : int
         Of the current round's training messages: replies with content; errors and messages without a reply.
     reasons : list of str
         Of the current round: what the error replies said, and why newcomers were not taken in.
+    skipped, returned, known
+        See :class:`~fedcomp.experiments.roll.Roll`.
 
     Notes
     -----
@@ -82,8 +81,6 @@ class Cohorts(GridWrapper):
     smallest, so a cohort depends on nothing but these numbers and on who is online. Partition ids are learnt by a roll
     call of ``query`` messages, which the ledger counts like any other; with everybody taking part none is needed.
     """
-
-    inner: Roll
 
     def __init__(
         self,
@@ -96,11 +93,8 @@ class Cohorts(GridWrapper):
         query: ConfigRecord,
         deadline: Callable[[], Deadline] | None = None,
     ) -> None:
-        super().__init__(Roll(grid, clients=clients, query=query))
-        self.roll = self.inner
-        self.replies = 0
-        self.failures = 0
-        self._clients = clients
+        super().__init__(grid, clients=clients, query=query)
+        self.replies = self.failures = 0
         self._seed = seed
         self._shares = {"train": train, "evaluate": evaluate}
         self._phase = "train"
@@ -116,27 +110,14 @@ class Cohorts(GridWrapper):
         ConfigError
             When two nodes hold the same partition.
         """
-        online = list(self.roll.inner.get_node_ids())
+        online = list(self.inner.get_node_ids())
         if self._draws() or len(online) > self._clients:
-            taken = self.roll.prepare(online)
+            self.called = True
+            taken, self.reasons = self._call_roll(online), []
             if taken:
                 raise ConfigError(
                     f"two nodes hold partition {taken[0]}; start each node with a partition-id of its own"
                 )
-
-    @property
-    def reasons(self) -> list[str]:
-        """Of the current round: what the error replies said, and why newcomers were not taken in."""
-        return self.roll.reasons
-
-    @property
-    def known(self) -> list[tuple[int, int]]:
-        """See :attr:`Roll.known`."""
-        return self.roll.known
-
-    def recall(self, known: Iterable[tuple[int, int]]) -> None:
-        """Take over :attr:`known` of an interrupted run."""
-        self.roll.recall(known)
 
     def times(self) -> dict[str, Any]:
         """Return what the deadlines know, as plain data."""
@@ -147,23 +128,17 @@ class Cohorts(GridWrapper):
         for kind, state in times.items() if self._deadline is not None else ():
             self._deadline_of(kind).load_state_dict(state)
 
-    @property
-    def round(self) -> int:
-        """The current round; setting it begins the round's training exchange."""
-        return self.roll.round
-
-    @round.setter
-    def round(self, value: int) -> None:
+    def _begin(self, value: int) -> None:
         self._phase = "train"
         self.replies = self.failures = 0
-        self.roll.round = value
+        super()._begin(value)
 
     def get_node_ids(self) -> list[int]:
         """Return the nodes of the current cohort, in partition order."""
-        online = self.roll.get_node_ids(partitions=self._draws())
+        online = self.there(partitions=self._draws())
         if not self._draws():
             return online
-        present = {partition: n for n in online if (partition := self.roll.partition_of(n)) is not None}
+        present = {partition: n for n in online if (partition := self.partition_of(n)) is not None}
         # A share of all clients: a cohort keeps its size while some nodes are away.
         size = max(1, int(self._clients * self._shares[self._phase]))
         words = self._drawn(present)
@@ -193,7 +168,7 @@ class Cohorts(GridWrapper):
         trained = sum(message.metadata.message_type.partition(".")[0] == "train" for message in batch)
         if trained:
             good = sum(not reply.has_error() for reply in replies)
-            self.roll.reasons += [str(reply.error.reason) for reply in replies if reply.has_error()]
+            self.reasons += [str(reply.error.reason) for reply in replies if reply.has_error()]
             self.replies += good
             self.failures += trained - good
             self._phase = "evaluate"
@@ -204,12 +179,12 @@ class Cohorts(GridWrapper):
     ) -> list[Message]:
         """Send, and wait for no longer than the clients' own past times let expect; learn from what they take now."""
         if self._deadline is None or timeout is None or any(is_secret(message.content) for message in batch):
-            return self.roll.send_and_receive(batch, timeout=timeout, enough=enough)
+            return super().send_and_receive(batch, timeout=timeout, enough=enough)
         kinds = sorted({message.metadata.message_type for message in batch})
         nodes = {kind: [m.metadata.dst_node_id for m in batch if m.metadata.message_type == kind] for kind in kinds}
         limit = max((self._deadline_of(kind).seconds(nodes[kind], timeout) for kind in kinds), default=timeout)
         began = now(self)
-        replies = self.roll.send_and_receive(batch, timeout=limit, enough=enough)
+        replies = super().send_and_receive(batch, timeout=limit, enough=enough)
         took = {r.metadata.reply_to_message_id: arrived(self, r) - began for r in replies if not r.has_error()}
         answered = {reply.metadata.reply_to_message_id for reply in replies}
         for message in batch:
@@ -225,10 +200,6 @@ class Cohorts(GridWrapper):
     def _deadline_of(self, kind: str) -> Deadline:
         assert self._deadline is not None
         return self._deadlines.setdefault(kind, self._deadline())
-
-    def partition_of(self, node_id: int) -> int | None:
-        """Return the partition of a node as far as it is known."""
-        return self.roll.partition_of(node_id)
 
     def _draws(self) -> bool:
         return any(0.0 < share < 1.0 for share in self._shares.values())

@@ -10,7 +10,7 @@ import base64
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,10 @@ class Series:
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):
             raise ValueError(f"series {self.name!r} has {len(self.x)} x and {len(self.y)} y values")
-        object.__setattr__(self, "x", tuple(map(_number, self.x)))
-        object.__setattr__(self, "y", tuple(map(_number, self.y)))
+        for axis in ("x", "y"):
+            # None is what JSON has for NaN.
+            points = tuple(math.nan if value is None else float(value) for value in getattr(self, axis))
+            object.__setattr__(self, axis, points)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ class Curves:
     caption: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "series", tuple(self.series))
+        lines = (Series(**line) if isinstance(line, Mapping) else line for line in self.series)
+        object.__setattr__(self, "series", tuple(lines))
 
 
 @dataclass(frozen=True)
@@ -138,30 +141,26 @@ class HeatMap:
             raise ValueError(
                 f"heat map {self.title!r}: expected {len(self.y_labels)} rows of {len(self.x_labels)} values"
             )
-        object.__setattr__(self, "x_labels", tuple(self.x_labels))
-        object.__setattr__(self, "y_labels", tuple(self.y_labels))
+        for name in ("x_labels", "y_labels"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "values", tuple(tuple(map(_cell, row)) for row in self.values))
 
     def depth(self, value: float | None) -> float:
         """Return where ``value`` lies between the smallest (0) and the largest (1) value, on the colours' scale."""
-        known = [self._scaled(v) for row in self.values for v in row]
-        finite = [v for v in known if math.isfinite(v)]
-        place = self._scaled(value)
-        if not finite or not math.isfinite(place) or max(finite) == min(finite):
-            return 0.0
-        return (place - min(finite)) / (max(finite) - min(finite))
+
+        def scaled(value: float | None) -> float:
+            if value is None or (self.log and value <= 0):
+                return math.nan
+            return math.log(value) if self.log else float(value)
+
+        finite = [place for row in self.values for each in row if math.isfinite(place := scaled(each))]
+        low, high, place = min(finite, default=0.0), max(finite, default=0.0), scaled(value)
+        return (place - low) / (high - low) if math.isfinite(place) and high > low else 0.0
 
     def as_table(self) -> Table:
         """Return the same figures as a table, for where colours cannot be shown."""
         rows = [[label, *row] for label, row in zip(self.y_labels, self.values, strict=True)]
         return Table(self.title, (self.value_label, *self.x_labels), rows, self.caption)
-
-    def _scaled(self, value: float | None) -> float:
-        if value is None:
-            return math.nan
-        if not self.log:
-            return float(value)
-        return math.log(value) if value > 0 else math.nan
 
 
 @dataclass(frozen=True)
@@ -222,8 +221,7 @@ class Findings:
     claims : sequence of Claim
         Names are unique.
     answer : str
-        The answer to the experiment's question: one or two sentences whose every figure is measured. Where it is empty
-        the first claim is used.
+        The answer to the experiment's question: one or two sentences whose every figure is measured.
     tasks : sequence of mappings
         :meth:`fedcomp.tasks.base.Task.record` of every task used, so that the report says which data it rests on.
     statements : mapping of str to mapping
@@ -239,9 +237,8 @@ class Findings:
     statements: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tables", tuple(self.tables))
-        object.__setattr__(self, "figures", tuple(self.figures))
-        object.__setattr__(self, "claims", tuple(self.claims))
+        for name in ("tables", "figures", "claims"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "tasks", tuple(dict(task) for task in self.tasks))
         object.__setattr__(self, "statements", {str(key): dict(said) for key, said in self.statements.items()})
 
@@ -250,14 +247,11 @@ class Findings:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able dictionary; NaN and infinity, which JSON lacks, become None."""
+        figures = [{"kind": type(figure).__name__.lower(), **asdict(figure)} for figure in self.figures]
         return {
-            "tables": [dict(vars(table)) for table in self.tables],
-            "figures": [
-                {"kind": type(figure).__name__.lower(), **vars(figure)}
-                | ({"series": [_series_json(s) for s in figure.series]} if isinstance(figure, Curves) else {})
-                for figure in self.figures
-            ],
-            "claims": [finite(claim.to_json()) for claim in self.claims],
+            "tables": [asdict(table) for table in self.tables],
+            "figures": finite(figures),
+            "claims": finite([claim.to_json() for claim in self.claims]),
             "answer": self.answer,
             "tasks": list(self.tasks),
             **({"statements": dict(self.statements)} if self.statements else {}),
@@ -266,14 +260,14 @@ class Findings:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Findings:
         """Read :meth:`to_json`'s dictionary."""
-        return cls(
-            tables=[Table(**table) for table in document["tables"]],
-            figures=[_figure(figure) for figure in document["figures"]],
-            claims=[Claim.from_json(claim) for claim in document.get("claims", ())],
-            answer=document.get("answer", ""),
-            tasks=document["tasks"],
-            statements=document.get("statements", {}),
-        )
+        kinds = {kind.__name__.lower(): kind for kind in (Curves, HeatMap, Pictures)}
+        figures = [dict(figure) for figure in document["figures"]]
+        found = {
+            "tables": [Table(**table) for table in document["tables"]],
+            "figures": [kinds[figure.pop("kind")](**figure) for figure in figures],
+            "claims": [Claim.from_json(claim) for claim in document.get("claims", ())],
+        }
+        return cls(**{**document, **found})
 
 
 class Say:
@@ -374,11 +368,8 @@ def different_bytes(first: Mapping[str, NDArray[Any]], second: Mapping[str, NDAr
     if list(first) != list(second) or any(a.shape != b.shape or a.dtype != b.dtype for a, b in pairs):
         return sum(array.nbytes for array in first.values())
     # Bytes and not values: NaN differs from itself, and -0.0 equals 0.0.
-    return sum(int(np.count_nonzero(_bytes(a) != _bytes(b))) for a, b in pairs)
-
-
-def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    return np.frombuffer(array.tobytes(), np.uint8)
+    raw = ([np.frombuffer(array.tobytes(), np.uint8) for array in pair] for pair in pairs)
+    return sum(int(np.count_nonzero(a != b)) for a, b in raw)
 
 
 def finite(value: Any) -> Any:
@@ -409,21 +400,3 @@ def _cell(value: Any) -> Any:
     if plain is not None and not isinstance(plain, str | int | float):
         raise TypeError(f"a cell holds text, a number or None, not a {type(value).__name__}")
     return plain
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _series_json(series: Series) -> dict[str, Any]:
-    return {"name": series.name, "x": [_cell(x) for x in series.x], "y": [_cell(y) for y in series.y]}
-
-
-def _figure(document: Mapping[str, Any]) -> Figure:
-    content = dict(document)
-    kind = content.pop("kind")
-    if kind == "heatmap":
-        return HeatMap(**content)
-    if kind == "pictures":
-        return Pictures(**content)
-    return Curves(**{**content, "series": [Series(**series) for series in content["series"]]})

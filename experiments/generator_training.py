@@ -1,4 +1,4 @@
-"""Private trainings of generators and classifiers by thousands of small clients, without messages; one is a cell.
+"""Private trainings of generators and classifiers by thousands of small clients, without messages.
 
 Every method is held to the same promise: a client of about fifteen records may be exchanged for another (``replace``),
 all clients are in every release, delta is the same, and the noise is the smallest that keeps epsilon over all releases.
@@ -11,8 +11,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -25,10 +24,6 @@ if TYPE_CHECKING:
     from fedcomp.privacy.mechanism import GridGaussian, Mechanism
     from fedcomp.tasks.base import Split
     from fedcomp.tasks.generator import GeneratorTask
-
-__all__ = ["EACH", "POOL", "TASK", "GeneratorCell", "GeneratorOutcome", "task_of"]
-
-TASK: Final = "mnist-generator"
 
 EACH: Final = 15
 """Records of a client, on average; who has which is a keyed hash."""
@@ -58,97 +53,6 @@ _DECAY: Final = 0.5
 """First decay rate of every Adam, as published."""
 
 
-@dataclass(frozen=True)
-class GeneratorCell:
-    """One training.
-
-    Attributes
-    ----------
-    name : str
-    method : {"votes", "dp-sgd", "dp-fedavg"}
-    options : mapping of str to number
-        ``lr``: of the generator's Adam, or of the classifier. Votes: ``k``, ``stochastic``, ``beta``, ``teacher_lr``
-        (0: teachers restart at every step). DP-SGD: ``releases``, ``teacher_lr`` (of the discriminator, likewise),
-        ``clip``. DP-FedAvg: ``releases``, ``local`` (steps), ``clip``.
-    epsilon, delta : float
-        Infinite epsilon: no noise, and no promise.
-    clients, steps, images, seed : int
-        Steps of the generator, and the images on which teachers vote in one; of others releases, at most.
-    evaluation : mapping
-        Options of the task: how a classifier learns from generated images.
-    validation : bool
-        Learn from a part of the training records with fewer clients, evaluate on those held out; promises nothing.
-    pictures : bool
-        Keep some generated images.
-    """
-
-    name: str
-    method: str
-    options: Mapping[str, Any]
-    epsilon: float
-    delta: float
-    clients: int
-    steps: int
-    images: int
-    seed: int
-    evaluation: Mapping[str, Any] = field(default_factory=dict)
-    validation: bool = False
-    pictures: bool = False
-
-    @property
-    def releases(self) -> int:
-        """Noisy sums that leave the clients: with votes, one for each image."""
-        return self.steps * self.images if self.method == "votes" else min(self.steps, int(self.options["releases"]))
-
-    def run(self) -> GeneratorOutcome:
-        """Train, and evaluate once."""
-        training = _Training(self)
-        made = {"votes": _votes, "dp-sgd": _dp_sgd, "dp-fedavg": _dp_fedavg}[self.method](training)
-        return training.outcome(made)
-
-
-@dataclass(frozen=True)
-class GeneratorOutcome:
-    """What a training came to.
-
-    Attributes
-    ----------
-    loss, accuracy : float
-        Of the classifier, on records that no one has learnt from.
-    epsilon : float
-        The ledger's.
-    releases : int
-        Events in the ledger.
-    noise_multiplier, sigma : float
-        z, and the standard deviation of the noise on a sum, in votes or clip norms.
-    signal, right : float
-        Root mean square of the sums over that of their noise, and the share of the coordinates that were used whose
-        noisy sum has the sign of the sum itself; means over the releases. NaN without noise.
-    uplink, downlink : int
-        Bytes of a client's message in the last release, and of what is sent to it, as real frames; nothing was sent.
-    retrained : int
-        How often the evaluating classifier was trained again, because it named one class for all of its images.
-    pictures : str
-        Pixels of ``(classes, 8, side, side)`` generated images, one byte each, base64; or empty.
-    statement : mapping
-        Empty where nothing is promised.
-    """
-
-    loss: float
-    accuracy: float
-    epsilon: float
-    releases: int
-    noise_multiplier: float
-    sigma: float
-    signal: float
-    right: float
-    uplink: int
-    downlink: int
-    retrained: int = 0
-    pictures: str = ""
-    statement: Mapping[str, Any] = field(default_factory=dict)
-
-
 @cache
 def _multiplier(epsilon: float, delta: float, releases: int) -> float:
     from fedcomp.privacy.accounting import noise_multiplier_for
@@ -162,18 +66,51 @@ def task_of(clients: int, evaluation: Mapping[str, Any]) -> GeneratorTask:
     from fedcomp.tasks.generator import GeneratorTask
 
     options: dict[str, Any] = {"generator": "mlp", "hidden": "256", "noise": 50, "discriminator": "bilinear"}
-    task = get_task(TASK, **options, **evaluation)
+    task = get_task("mnist-generator", **options, **evaluation)
     # Enlarged digits are far too few for thousands of clients: as many records are drawn from them as the clients need.
     if task.data.substitute:
-        task = get_task(TASK, **options, **evaluation, records=EACH * clients)
+        task = get_task("mnist-generator", **options, **evaluation, records=EACH * clients)
     assert isinstance(task, GeneratorTask)
     return task
 
 
-class _Training:
-    """What all methods share: who has which record, the noise, the ledger, what is counted."""
+class Training:
+    """One training: who has which record, the noise, the ledger, what is counted.
 
-    def __init__(self, cell: GeneratorCell) -> None:
+    Parameters
+    ----------
+    method : {"votes", "dp-sgd", "dp-fedavg"}
+    options : mapping of str to number
+        ``lr``: of the generator's Adam, or of the classifier. Votes: ``k``, ``stochastic``, ``beta``, ``teacher_lr``
+        (0: teachers restart at every step). DP-SGD: ``releases``, ``teacher_lr`` (of the discriminator, likewise),
+        ``clip``. DP-FedAvg: ``releases``, ``local`` (steps), ``clip``.
+    epsilon, delta : float
+        Infinite epsilon: no noise, and no promise.
+    clients, steps, images : int
+        Steps of the generator, and the images on which teachers vote in one; of others releases, at most.
+    evaluation : mapping
+        Options of the task: how a classifier learns from generated images.
+    validation : bool
+        Learn from a part of the training records with fewer clients, evaluate on those held out; promises nothing.
+    pictures : bool
+        Keep some generated images.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        options: Mapping[str, Any],
+        epsilon: float,
+        seed: int,
+        *,
+        clients: int,
+        steps: int,
+        images: int,
+        delta: float,
+        evaluation: Mapping[str, Any],
+        validation: bool = False,
+        pictures: bool = False,
+    ) -> None:
         from fedcomp.privacy.entropy import make_entropy
         from fedcomp.privacy.ledger import PrivacyLedger
         from fedcomp.privacy.sampling import Sampling
@@ -181,50 +118,52 @@ class _Training:
         from fedcomp.tasks.base import Split
         from fedcomp.tasks.teachers import by_hash
 
-        self.cell = cell
-        self.task = task_of(cell.clients, cell.evaluation)
-        scale = PROXY if cell.validation else 1
+        self.method, self.options, self.steps, self.images, self.seed = method, options, steps, images, seed
+        # Noisy sums that leave the clients: with votes, one for each image.
+        self.releases = steps * images if method == "votes" else min(steps, int(options["releases"]))
+        self.pictures = pictures
+        self.task = task_of(clients, evaluation)
+        scale = PROXY if validation else 1
         # A choice among all clients would cost eight times as much; with as many times less noise a sum has the signal
         # over noise that it has in full.
-        self.clients = max(1, cell.clients // scale)
+        self.clients = max(1, clients // scale)
         x, y = self.task.train_split.x, self.task.train_split.y
         # A key of its own and not the run's: what is held out must be the same for all seeds, tuning and reporting.
         order = Key(0, "generator_training/held out").uniform(len(x)).argsort()
-        held, own = np.split(order, [len(x) // HELD]) if cell.validation else (order[:0], order)
+        held, own = np.split(order, [len(x) // HELD]) if validation else (order[:0], order)
         held = held[:_JUDGED]
         # Fifteen records for a client in the mean, however many the data have.
         own = own[: EACH * self.clients]
         self.data: Split = Split(x[own], y[own])
-        self.judge: Split = Split(x[held], y[held]) if cell.validation else self.task.test
-        self.key = Key(cell.seed, "generator_training")
+        self.judge: Split = Split(x[held], y[held]) if validation else self.task.test
+        self.key = Key(seed, "generator_training")
         # By a hash: who has a record does not depend on which other records there are.
         self.owner = by_hash(range(len(own)), self.clients, self.key.at(purpose="generator_training/owner"))
-        self.z = _multiplier(cell.epsilon, cell.delta, cell.releases) / scale
-        self.private = self.z > 0.0 and not cell.validation
+        self.z = _multiplier(epsilon, delta, self.releases) / scale
+        self.private = self.z > 0.0 and not validation
         # Experiments must repeat; the statement says that this noise is not secret.
         self.entropy = make_entropy(self.key.at(purpose="noise"), insecure_deterministic=True)
         self.ledger: PrivacyLedger = PrivacyLedger(
-            delta=cell.delta,
+            delta=delta,
             population=self.clients,
             adjacency="replace",
             sampling=Sampling("everyone"),
             # The ledger as a guard: one release too many raises an error here.
-            budget=cell.epsilon if self.private else None,
+            budget=epsilon if self.private else None,
         )
         self.mechanism: Mechanism | None = None
         self.seen: list[tuple[float, float]] = []
-        self.uplink = self.downlink = 0
 
     def option(self, name: str) -> float:
-        """Return one of the cell's options."""
-        return float(self.cell.options[name])
+        """Return one of the options."""
+        return float(self.options[name])
 
     def release(
         self, mechanism: Mechanism, total: NDArray[np.int64], number: int, used: Callable[..., Any] = np.ones_like
     ) -> NDArray[np.float64]:
         """Write the event, draw the noise, and note what is left of the sum in it."""
         self.mechanism = mechanism
-        self.ledger.record(mechanism.event(size=total.size, label=self.cell.method), round=number)
+        self.ledger.record(mechanism.event(size=total.size, label=self.method), round=number)
         noisy = mechanism.perturb(total, self.entropy)
         if self.z:
             # Where the sum is zero there is no right sign.
@@ -234,18 +173,32 @@ class _Training:
             self.seen.append((signal, float(right.mean()) if right.size else math.nan))
         return noisy
 
-    def outcome(self, made: Any) -> GeneratorOutcome:
-        """Evaluate a generator or classifier, and put the figures together."""
+    def run(self) -> dict[str, Any]:
+        """Train, evaluate once, and put the figures together.
+
+        Returns
+        -------
+        dict
+            ``loss``, ``accuracy``: of the classifier, on records that no one has learnt from; ``epsilon``: the
+            ledger's; ``owed``, ``releases``: those there should be, and events in the ledger; ``z``, ``sigma``: noise
+            multiplier and standard deviation of the noise on a sum, in votes or clip norms; ``signal``, ``right``: root
+            mean square of the sums over that of their noise, and the share of the coordinates that were used whose
+            noisy sum has the sign of the sum itself, means over the releases, NaN without noise; ``retrained``: how
+            often the evaluating classifier was trained again, because it named one class for all of its images;
+            ``pictures``: pixels of ``(classes, 8, side, side)`` generated images, one byte each, base64, or empty;
+            ``statement``: empty where nothing is promised.
+        """
         from fedcomp.privacy.statement import make_statement
         from fedcomp.tasks.gan import Generator
 
-        cell, mechanism = self.cell, self.mechanism
+        made = {"votes": _votes, "dp-sgd": _dp_sgd, "dp-fedavg": _dp_fedavg}[self.method](self)
+        mechanism = self.mechanism
         assert mechanism is not None
         result = self.task.evaluate(made, self.judge)
-        pictures = ""
-        if cell.pictures and isinstance(made, Generator):
+        drawn = ""
+        if self.pictures and isinstance(made, Generator):
             grey = np.rint(255.0 * self.task.samples(made, _COLUMNS, self.key.at(purpose="pictures"))).astype(np.uint8)
-            pictures = base64.b64encode(grey.tobytes()).decode()
+            drawn = base64.b64encode(grey.tobytes()).decode()
         statement: dict[str, Any] = {}
         if self.private:
             statement = make_statement(
@@ -255,7 +208,7 @@ class _Training:
                 unit_note=f"a client has about {EACH} records, all of which are protected together",
                 trust="whoever adds up sees single contributions and is trusted; users of the models are not",
                 protects="every generator and every model of the training, so the final one and all before it",
-                clip="votes are counted" if cell.method == "votes" else "what a client sends is clipped as a whole",
+                clip="votes are counted" if self.method == "votes" else "what a client sends is clipped as a whole",
                 not_covered=(
                     "settings, chosen on held-out records of the same set",
                     "the accuracies in this report",
@@ -263,34 +216,33 @@ class _Training:
                 ),
             ).to_json()
         signal, right = (np.nanmean(self.seen, axis=0) if self.seen else np.full(2, math.nan)).tolist()
-        return GeneratorOutcome(
-            loss=result["loss"] if math.isfinite(result["loss"]) else math.inf,
-            accuracy=float(result["accuracy"]),
-            epsilon=self.ledger.epsilon() if self.private else math.inf,
-            releases=self.ledger.releases,
-            noise_multiplier=self.z,
-            sigma=mechanism.sigma,
-            signal=signal,
-            right=right,
-            uplink=self.uplink,
-            downlink=self.downlink,
+        return {
+            "loss": result["loss"] if math.isfinite(result["loss"]) else math.inf,
+            "accuracy": float(result["accuracy"]),
+            "epsilon": self.ledger.epsilon() if self.private else math.inf,
+            "owed": self.releases,
+            "releases": self.ledger.releases,
+            "z": self.z,
+            "sigma": mechanism.sigma,
+            "signal": signal,
+            "right": right,
             # A classifier that was trained itself has nothing to retrain.
-            retrained=int(result.get("retrained", 0)),
-            pictures=pictures,
-            statement=statement,
-        )
+            "retrained": int(result.get("retrained", 0)),
+            "pictures": drawn,
+            "statement": statement,
+        }
 
 
 class _Generator:
     """The generator and its optimiser."""
 
-    def __init__(self, training: _Training) -> None:
+    def __init__(self, training: Training) -> None:
         from fedcomp.tasks.arrays import to_arrays
         from fedcomp.tasks.gan import Adam
 
         self.task, self.key = training.task, training.key
         self.student = self.task.student(Adam(training.option("lr"), _DECAY))
-        self.arrays: Mapping[str, NDArray[Any]] = to_arrays(self.task.model(training.cell.seed))
+        self.arrays: Mapping[str, NDArray[Any]] = to_arrays(self.task.model(training.seed))
         self.moments: Mapping[str, NDArray[Any]] = self.student.start()
 
     def pool(self, step: int) -> torch.Tensor:
@@ -301,16 +253,11 @@ class _Generator:
         fakes = self.student.faker(self.arrays, self.key.at(purpose="pool", round=step))(labels)
         return torch.from_numpy(fakes).reshape(self.task.classes, POOL, -1)
 
-    def labels(self, step: int, count: int) -> NDArray[np.int64]:
-        """Return the labels of the images of a step."""
-        return self.student.labels(self.key.at(purpose="images", round=step), count)
-
-    def step(self, step: int, targets: NDArray[Any]) -> None:
-        """Move the images of a step towards what they should change by."""
+    def step(self, step: int, count: int, targets: Callable[[NDArray[np.int64]], NDArray[Any]]) -> None:
+        """Move the images of a step towards what they should change by, which follows from their labels."""
         key = self.key.at(purpose="images", round=step)
-        self.arrays, self.moments = self.student.step(
-            self.arrays, self.moments, key, np.ascontiguousarray(targets, np.float32)
-        )
+        wanted = np.ascontiguousarray(targets(self.student.labels(key, count)), np.float32)
+        self.arrays, self.moments = self.student.step(self.arrays, self.moments, key, wanted)
 
     def model(self) -> Any:
         """Return the generator."""
@@ -321,16 +268,14 @@ class _Generator:
         return model
 
 
-def _votes(t: _Training) -> Any:
+def _votes(t: Training) -> Any:
     """Train by the noisy votes of teachers (DataLens)."""
-    from fedcomp import wire
     from fedcomp.privacy.mechanism import Votes
-    from fedcomp.privacy.votes import encode_rows, repeated_votes, threshold
+    from fedcomp.privacy.votes import repeated_votes, threshold
     from fedcomp.tasks.bilinear import BilinearTeachers
     from fedcomp.tasks.gan import Adam
 
-    cell, images = t.cell, t.cell.images
-    pixels, k = t.task.pixels, min(int(t.option("k")), t.task.pixels)
+    images, pixels, k = t.images, t.task.pixels, min(int(t.option("k")), t.task.pixels)
     stochastic, limit = bool(t.option("stochastic")), t.option("beta") * t.clients
     rate = t.option("teacher_lr")
     teachers = BilinearTeachers(
@@ -338,13 +283,9 @@ def _votes(t: _Training) -> Any:
     )
     mechanism = Votes(noise_multiplier=t.z, adjacency="replace", k=k, shape=(images, pixels), by_row=True)
     generator = _Generator(t)
-    votes = np.zeros((1, images, pixels), np.int8)
-    for step in range(cell.steps):
-        pool = generator.pool(step)
-        # Teachers that are kept learn before their first vote, as published: 12 steps, then 2 for each vote.
-        for _ in range(1 if not rate else 12 if step == 0 else 2):
-            teachers.learn(pool)
-        labels = generator.labels(step, images)
+
+    def noisy(step: int, labels: NDArray[np.int64]) -> NDArray[Any]:
+        """Return what is left of the teachers' votes on the images of a step."""
         total = np.zeros((images, pixels), np.int64)
         for start in range(0, t.clients, _BLOCK):
             size = min(_BLOCK, t.clients - start)
@@ -358,15 +299,18 @@ def _votes(t: _Training) -> Any:
                 times = len(where) if stochastic else 1
                 votes[:, where] = repeated_votes(own, k, times, stochastic=stochastic, uniforms=coins)
             total += mechanism.admit_all(votes)
-        noisy = t.release(mechanism, total, step + 1, lambda noisy: threshold(noisy, limit))
-        generator.step(step, threshold(noisy, limit))
-    # Of one client's votes, as a frame of its own.
-    t.uplink = len(encode_rows(votes[0]))
-    t.downlink = len(wire.encode([wire.dense(a.astype(np.float32)) for a in generator.arrays.values()]))
+        return threshold(t.release(mechanism, total, step + 1, lambda sums: threshold(sums, limit)), limit)
+
+    for step in range(t.steps):
+        pool = generator.pool(step)
+        # Teachers that are kept learn before their first vote, as published: 12 steps, then 2 for each vote.
+        for _ in range(1 if not rate else 12 if step == 0 else 2):
+            teachers.learn(pool)
+        generator.step(step, images, partial(noisy, step))
     return generator.model()
 
 
-def _clipped_sum(t: _Training, mechanism: Any, rows: Callable[[int, int], torch.Tensor]) -> NDArray[np.int64]:
+def _clipped_sum(t: Training, mechanism: Any, rows: Callable[[int, int], torch.Tensor]) -> NDArray[np.int64]:
     """Return the sum of what all clients send, each clipped and rounded by itself."""
     import torch
 
@@ -379,7 +323,7 @@ def _clipped_sum(t: _Training, mechanism: Any, rows: Callable[[int, int], torch.
     return total.to(torch.int64).numpy()
 
 
-def _by_client(t: _Training) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _by_client(t: Training) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return every client's records ``(clients, most, pixels)``, one-hot labels ``(clients, most, classes)`` and
     weights ``(clients, most)``; the weights of a client sum to one, and padding has none."""
     import torch
@@ -399,17 +343,15 @@ def _by_client(t: _Training) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.from_numpy(x), one_hot, torch.from_numpy(weight)
 
 
-def _clipping(t: _Training) -> GridGaussian:
-    """Return the mechanism of sums of one row and one offset per class; note what such a message would weigh."""
-    from fedcomp import wire
+def _clipping(t: Training) -> GridGaussian:
+    """Return the mechanism of sums of one row and one offset per class."""
     from fedcomp.privacy.mechanism import GridGaussian
 
     size = t.task.classes * (t.task.pixels + 1)
-    t.uplink = t.downlink = len(wire.encode([wire.dense(np.zeros(size, np.float32))]))
     return GridGaussian(noise_multiplier=t.z, adjacency="replace", clip=t.option("clip"), size=size)
 
 
-def _dp_sgd(t: _Training) -> Any:
+def _dp_sgd(t: Training) -> Any:
     """Train a generator against one bilinear discriminator, which learns from clipped gradients of clients and noise.
 
     Only the part of its gradient that records are in is released; the rest is of public images. With ``teacher_lr=0``
@@ -427,7 +369,7 @@ def _dp_sgd(t: _Training) -> Any:
     d = torch.zeros(classes, pixels + 1)
     real = torch.zeros_like(d)
     # Releases are spread evenly over the steps; in between the generator learns from the last one, at no cost.
-    every = t.cell.steps / t.cell.releases
+    every = t.steps / t.releases
     made = 0
 
     def rows(start: int, stop: int) -> torch.Tensor:
@@ -437,9 +379,13 @@ def _dp_sgd(t: _Training) -> Any:
         pull = (torch.sigmoid(-scores) * weight[start:stop])[:, :, None] * said
         return torch.cat([pull.transpose(1, 2) @ own, pull.sum(1)[:, :, None]], 2).reshape(stop - start, -1)
 
-    for step in range(t.cell.steps):
+    def pulls(at: torch.Tensor, labels: NDArray[np.int64]) -> NDArray[Any]:
+        """Return what images with these labels should change by."""
+        return at[torch.from_numpy(labels), :-1].numpy()
+
+    for step in range(t.steps):
         pool = generator.pool(step)
-        fresh = made < t.cell.releases and step >= made * every
+        fresh = made < t.releases and step >= made * every
         with torch.no_grad(), single_thread():
             if fresh:
                 made += 1
@@ -454,12 +400,11 @@ def _dp_sgd(t: _Training) -> Any:
                 push = torch.sigmoid(torch.einsum("cfp,cp->cf", public, base)) / (POOL * classes)
                 move = real - torch.einsum("cf,cfp->cp", push, public)
                 d = d + rate * move if rate else move
-        labels = generator.labels(step, FREE)
-        generator.step(step, d[torch.from_numpy(labels), :-1].numpy())
+        generator.step(step, FREE, partial(pulls, d))
     return generator.model()
 
 
-def _dp_fedavg(t: _Training) -> Any:
+def _dp_fedavg(t: Training) -> Any:
     """Train a linear classifier by federated averaging: clipped updates of all clients, and noise on their sum."""
     import torch
 
@@ -483,7 +428,7 @@ def _dp_fedavg(t: _Training) -> Any:
             w, b = w - rate * (error.transpose(1, 2) @ own), b - rate * error.sum(1)
         return (torch.cat([w, b[:, :, None]], 2) - model).reshape(stop - start, -1)
 
-    for made in range(1, t.cell.releases + 1):
+    for made in range(1, t.releases + 1):
         with torch.no_grad(), single_thread():
             noisy = t.release(mechanism, _clipped_sum(t, mechanism, rows), made) / t.clients
             model += torch.from_numpy(noisy.reshape(classes, pixels + 1).astype(np.float32))

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -30,9 +29,8 @@ from fedcomp.clients.memory import owed
 from fedcomp.clients.messages import partition_of
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.topk import TopK
-from fedcomp.experiments.chaos import PROJECTIONS, Made, projected
-from fedcomp.experiments.delayed import perceptron
-from fedcomp.experiments.slow import NAMES, descend, examples
+from fedcomp.experiments.chaos import PROJECTIONS, projected
+from fedcomp.experiments.slow import begin, descended, examples
 from fedcomp.flower import checkpoint
 from fedcomp.flower.asks import data_in, find_answer, find_ask
 from fedcomp.flower.folder import StateFolder
@@ -41,7 +39,6 @@ from fedcomp.flower.payload import FRAME
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.rounds import RoundOutcome, fit
 from fedcomp.layout import Layout, policy_from_config
-from fedcomp.plain import fields_of, from_fields
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.roster import Peer
@@ -63,92 +60,14 @@ CHECKPOINT, ROUNDS = "checkpoint", "rounds.jsonl"
 JOURNAL: Final = "journal.jsonl"
 """What a client writes, in the folder that its node names as its data."""
 
-T = TypeVar("T")
-
 _trained: ContextVar[dict[str, NDArray[Any]] | None] = ContextVar("journal-trained", default=None)
 """Where the handler puts the model it has trained; the half around it makes the update of it."""
 
 server = ServerApp()
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the server app is told.
-
-    Attributes
-    ----------
-    seed, nodes, rounds : int
-    deadline : float
-        Seconds that a round waits for replies.
-    pause : float
-        Seconds between a client's line in its journal and what follows it, in which a fault may find it.
-    out : str
-        Absolute path of the folder for :data:`CHECKPOINT` and :data:`ROUNDS`.
-    """
-
-    seed: int
-    nodes: int
-    rounds: int
-    deadline: float
-    pause: float
-    out: str
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of a journal: what was made, and when.
-
-    Attributes
-    ----------
-    made : Made
-    memory : tuple of float
-        Inner products of what the client remembers beside the frame.
-    at : float
-        Seconds since the epoch.
-    """
-
-    made: Made
-    memory: tuple[float, ...]
-    at: float
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A round as the server saw it, nodes by partition.
-
-    Attributes
-    ----------
-    round, sequence : int
-        Its number, and that of its messages.
-    used, fresh, rolled_back : list of int
-        Whose updates are in the model; who began with an empty memory; who put back an update.
-    refused : list of str
-        Reasons.
-    lost : int
-        Messages without a reply.
-    memories : dict of str to int
-        By partition of those in ``used``: the number of the message with which the node's memory began.
-    at : float
-        When it ended, in seconds since the epoch.
-    """
-
-    round: int
-    sequence: int
-    used: list[int] = field(default_factory=list)
-    fresh: list[int] = field(default_factory=list)
-    rolled_back: list[int] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    lost: int = 0
-    memories: dict[str, int] = field(default_factory=dict)
-    at: float = 0.0
-
-
-def journal() -> ClientHalf:
-    """Return the half that writes the journal, around compression."""
-    return ClientHalf("journal", _journal, outside=("compression",))
-
-
 def _journal(msg: Message, context: Context, call_next: CallNext) -> Message:
+    """Write the journal, around compression."""
     head = find_ask(msg.content)
     if head is None:
         return call_next(msg, context)
@@ -169,23 +88,22 @@ def _journal(msg: Message, context: Context, call_next: CallNext) -> Message:
     seed, partition = head.seed, partition_of(context)
     # A stored reply that is sent again, be it under another number, has no update of its own.
     update = layout.flatten(trained) - layout.flatten(before) if trained else np.zeros(layout.size, np.float32)
-    made = Made(
-        partition,
-        answer.sequence,
-        projected(update, seed),
-        projected(system.codec.decode(frame, layout), seed),
-    )
     held = owed(context.state, system, layout, (answer.generation, answer.sequence))
-    _append(Path(str(context.node_config[DATA_PATH])) / JOURNAL, Line(made, projected(held, seed), time.time()))
+    line = {
+        "node": partition,
+        "sequence": answer.sequence,
+        "update": projected(update, seed),
+        "frame": projected(system.codec.decode(frame, layout), seed),
+        # Beside the frame.
+        "memory": projected(held, seed),
+        "at": time.time(),
+    }
+    # At once and flushed: a line that is cut off belongs to an update of which nothing was kept or sent.
+    with Path(str(context.node_config[DATA_PATH]), JOURNAL).open("ab", buffering=0) as file:
+        file.write(json.dumps(line).encode() + b"\n")
+        os.fsync(file.fileno())
     time.sleep(pause)
     return reply
-
-
-def _append(path: Path, line: Line) -> None:
-    # At once and flushed: a line that is cut off belongs to an update of which nothing was kept or sent.
-    with path.open("ab", buffering=0) as file:
-        file.write(json.dumps(fields_of(line)).encode() + b"\n")
-        os.fsync(file.fileno())
 
 
 _app = ClientApp()
@@ -197,11 +115,8 @@ def train(msg: Message, context: Context) -> Message:
     (name, record), config = next(iter(msg.content.array_records.items())), msg.content.config_records["config"]
     seed, nodes, number = (int(str(config[key])) for key in ("seed", "nodes", "server-round"))
     partition = partition_of(context)
-    x, y = examples(False)[0]
-    mine = np.flatnonzero(iid(len(y), nodes, Key(seed, "journal/split")) == partition)
-    weights = [record[each].numpy().copy() for each in NAMES]
-    descend(weights, x, y, mine, RATE, STEPS, Key(seed, "journal/batch", number, partition))
-    found = dict(zip(NAMES, weights, strict=True))
+    mine = np.flatnonzero(iid(len(examples(False)[0][1]), nodes, Key(seed, "journal/split")) == partition)
+    found = descended(record, mine, RATE, STEPS, Key(seed, "journal/batch", number, partition))
     trained = _trained.get()
     if trained is not None:
         trained |= found
@@ -210,7 +125,7 @@ def train(msg: Message, context: Context) -> Message:
     return Message(RecordDict({name: arrays, "metrics": MetricRecord({"num-examples": 1})}), reply_to=msg)
 
 
-client = wrapped(_app, journal(), only=["compression"])
+client = wrapped(_app, ClientHalf("journal", _journal, outside=("compression",)), only=["compression"])
 
 
 class Timely(FedAvg):
@@ -268,119 +183,112 @@ def strategy(seed: int, deadline: float = 3600.0) -> Compressed:
     return Compressed(Timely(deadline), ErrorFeedback(TopK(density=DENSITY)), seed=seed)
 
 
-def start(seed: int) -> ArrayRecord:
-    """Return the first model."""
-    weights = perceptron(seed, (64, HIDDEN, 10))
-    return ArrayRecord({name: Array(each) for name, each in zip(NAMES, weights, strict=True)})
-
-
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the rounds that the run configuration asks for, from where an app before this one was killed."""
-    told = json.loads(Path(str(context.run_config["asked"])).read_text(encoding="utf-8"))
-    asked = from_fields(Asked, told, "the file")
+    asked = json.loads(Path(str(context.run_config["asked"])).read_text(encoding="utf-8"))
     # Whoever is late for the first round is late for it in every run; later ones take whom they find.
-    while not (Path(asked.out) / CHECKPOINT).exists() and len(list(grid.get_node_ids())) < asked.nodes:
+    while not Path(asked["out"], CHECKPOINT).exists() and len(list(grid.get_node_ids())) < asked["nodes"]:
         time.sleep(0.2)
-    serve(grid, asked, strategy(asked.seed, asked.deadline))
+    serve(grid, asked, strategy(asked["seed"], asked["deadline"]))
 
 
-def serve(grid: Grid, asked: Asked, ours: Compressed) -> None:
-    """Run the rounds that are not in the checkpoint yet, with a strategy that is new."""
-    out, kept = Path(asked.out), Path(asked.out) / CHECKPOINT
+def serve(grid: Grid, asked: dict[str, Any], ours: Compressed) -> None:
+    """Run the rounds that are not in the checkpoint yet, with a strategy that is new.
+
+    Parameters
+    ----------
+    asked : dict
+        ``seed``, ``nodes``, ``rounds``; ``deadline``: seconds that a round waits for replies; ``pause``: seconds
+        between a client's line in its journal and what follows it, in which a fault may find it; ``out``: absolute path
+        of the folder for :data:`CHECKPOINT` and :data:`ROUNDS`.
+    """
+    out, kept = Path(asked["out"]), Path(asked["out"], CHECKPOINT)
     metered = Patient(grid, lambda: ours.roster.silent)
-    arrays, first, rounds, partitions = start(asked.seed), 1, list[Any](), dict[str, Any]()
+    arrays, first, rounds, partitions = begin(asked["seed"], HIDDEN), 1, list[Any](), dict[str, Any]()
     if kept.exists():
         found = checkpoint.resume(kept, ours, metered)
         arrays, first = found.arrays, found.server_round + 1
         rounds, partitions = list(found.extra["rounds"]), dict(found.extra["partitions"])
 
     def note(number: int, model: ArrayRecord, outcome: RoundOutcome) -> None:
-        ended = ended_of(ours, number)
-        rounds.append(fields_of(ended))
+        rounds.append(ended_of(ours, number))
         # The strategy forgets those that are not online.
         partitions.update({str(node): partition for node, partition in ours.roster.claims.items()})
         # The model and what is in it, in one file: a kill leaves both, or both of the round before.
         extra = {"rounds": rounds, "partitions": partitions}
         checkpoint.save(kept, server_round=number, arrays=model, strategy=ours, extra=extra)
         with (out / ROUNDS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(fields_of(ended)) + "\n")
+            file.write(json.dumps(rounds[-1]) + "\n")
 
     fit(
         ours,
         metered,
         arrays,
-        asked.rounds,
+        asked["rounds"],
         start_round=first,
-        timeout=asked.deadline,
-        train_config=ConfigRecord({"seed": asked.seed, "nodes": asked.nodes, "pause": asked.pause}),
+        timeout=asked["deadline"],
+        train_config=ConfigRecord({name: asked[name] for name in ("seed", "nodes", "pause")}),
         on_round=note,
     )
 
 
-def ended_of(ours: Compressed, number: int) -> Ended:
-    """Return what a strategy knows of the round that has just ended."""
-    report, sequence = ours.reports[number], ours.sequence
-    claims = ours.roster.claims
+def ended_of(ours: Compressed, number: int) -> dict[str, Any]:
+    """Return what a strategy knows of the round that has just ended, nodes by partition.
 
-    def named(nodes: Iterable[int]) -> list[int]:
-        return sorted(claims[node] for node in nodes)
+    Returns
+    -------
+    dict
+        ``round`` and ``sequence``, its number and that of its messages; ``used``: whose updates are in the model;
+        ``fresh``: who began with an empty memory; ``rolled_back``: who put back an update; ``refused``: reasons;
+        ``at``: when it ended, in seconds since the epoch.
+    """
+    report, claims = ours.reports[number], ours.roster.claims
+    used = [node for node, peer in ours.roster.peers.items() if peer.consumed == ours.sequence]
+    lists = {"used": used, "fresh": report.fresh, "rolled_back": report.rolled_back}
+    return {
+        "round": number,
+        "sequence": ours.sequence,
+        **{name: sorted(claims[node] for node in nodes) for name, nodes in lists.items()},
+        "refused": sorted(report.refused.values()),
+        "at": time.time(),
+    }
 
-    used = [node for node, peer in ours.roster.peers.items() if peer.consumed == sequence]
-    memories = {str(claims[node]): ours.roster.peers[node].generation for node in used}
-    refused = sorted(report.refused.values())
-    lists = named(used), named(report.fresh), named(report.rolled_back)
-    return Ended(number, sequence, *lists, refused, report.lost, memories, time.time())
 
-
-def read_lines(path: Path, kind: type[T]) -> list[T]:
-    """Return the whole lines of a file of :class:`Line` or :class:`Ended`: what is cut off was not kept or sent."""
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a journal or of :data:`ROUNDS`: what is cut off was not kept or sent."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [from_fields(kind, json.loads(line), "a line") for line in text[: text.rfind("\n") + 1].splitlines()]
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-@dataclass(frozen=True)
 class Kept:
     """What the server's last checkpoint holds.
 
     Attributes
     ----------
-    rounds : list of Ended
+    rounds : list of dict
+        See :func:`ended_of`.
     moved : tuple of float
         Inner products of the model's change since its beginning.
-    peers : mapping of int to Peer
+    peers : dict of int to Peer
         By partition: which update was used last.
-    ours : Compressed
-        The strategy as it was.
-    layout : Layout
-        Of the model.
     """
 
-    rounds: list[Ended]
-    moved: tuple[float, ...]
-    peers: Mapping[int, Peer]
-    ours: Compressed
-    layout: Layout
-
-    @classmethod
-    def load(cls, out: Path, seed: int) -> Kept:
-        """Read a checkpoint."""
-        found, ours = checkpoint.load(out / CHECKPOINT), strategy(seed)
-        found.apply(ours)
-        before, after = to_arrays(start(seed)), to_arrays(found.arrays)
-        layout = Layout.of(after, ours.policy, cast_floats=not ours.system.whole)
-        rounds = [from_fields(Ended, each, "a round") for each in found.extra["rounds"]]
-        moved = projected(layout.flatten(after) - layout.flatten(before), seed)
+    def __init__(self, out: Path, seed: int) -> None:
+        found, self.ours, self.seed = checkpoint.load(out / CHECKPOINT), strategy(seed), seed
+        found.apply(self.ours)
+        before, after = to_arrays(begin(seed, HIDDEN)), to_arrays(found.arrays)
+        self.layout = Layout.of(after, self.ours.policy, cast_floats=not self.ours.system.whole)
+        self.rounds: list[dict[str, Any]] = list(found.extra["rounds"])
+        self.moved = projected(self.layout.flatten(after) - self.layout.flatten(before), seed)
         partitions = {int(node): int(partition) for node, partition in found.extra["partitions"].items()}
-        peers = {partitions[node]: peer for node, peer in ours.roster.peers.items() if node in partitions}
-        return cls(rounds, moved, peers, ours, layout)
+        self.peers = {partitions[node]: peer for node, peer in self.ours.roster.peers.items() if node in partitions}
 
-    def owed(self, folder: Path, partition: int, seed: int) -> tuple[float, ...]:
+    def owed(self, folder: Path, partition: int) -> tuple[float, ...]:
         """Return inner products of what a state folder has for this server, once it hears what was used last."""
         kept = StateFolder(folder, partition)
         for path in kept.stamps():
-            state = kept.load(path)
-            peer = self.peers.get(partition, Peer())
+            state, peer = kept.load(path), self.peers.get(partition, Peer())
             consumed = peer.generation, peer.consumed
-            return projected(owed(state or RecordDict(), self.ours.system, self.layout, consumed), seed)
-        return tuple([0.0] * PROJECTIONS)
+            return projected(owed(state or RecordDict(), self.ours.system, self.layout, consumed), self.seed)
+        return (0.0,) * PROJECTIONS

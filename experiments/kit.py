@@ -1,4 +1,4 @@
-"""What a page of the catalogue is written with: sweeps over axes, tables and curves of records, claims.
+"""What a page of the catalogue is written with: sweeps over axes, tables and curves of records.
 
 A page says what is compared, over which axes, in which columns, what is claimed of it, and what the answer is. What
 every experiment needs besides is here, once: cells that run side by side, are kept as they finish and are named on the
@@ -13,8 +13,8 @@ Examples
 ((1.0, 0.5), (3.0, 1.5))
 >>> [(line.name, line.y) for line in curves("Loss", records, "steps", "loss", by="start").series]
 [('1.0', (1.0, 0.5)), ('3.0', (3.0, 1.5))]
->>> claim("loss after a step, from 1", records.one(start=1.0, steps=1).loss, "<= 0.5", "theory").ok
-True
+>>> records.one(start=1.0, steps=1).loss
+0.5
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedcomp.clients.edge.processes import end_with
-from fedcomp.experiments.findings import Claim, Curves, Say, Series, Table, mean
+from fedcomp.experiments.findings import Curves, Say, Series, Table, mean
 from fedcomp.experiments.options import Config
 from fedcomp.plain import from_fields
 
@@ -40,78 +40,33 @@ if TYPE_CHECKING:
     from fedcomp.experiments.spec import RoundRecord, RunResult
     from fedcomp.tasks.base import Task
 
-__all__ = [
-    "Record",
-    "Records",
-    "Say",
-    "Sweep",
-    "claim",
-    "curves",
-    "learning_line",
-    "named",
-    "over_seeds",
-    "repetitions",
-    "running_mean",
-    "table",
-    "train_losses",
-]
-
 T = TypeVar("T")
 
 Field = str | Callable[[Any], Any]
 """What of a record is shown in a column or on an axis: a field's name, or a function of the record."""
 
 
-class Record(Mapping[str, Any]):
+class Record(dict[str, Any]):
     """One cell of a sweep: what was asked and what came out. ``record.loss`` is ``record["loss"]``."""
-
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self._fields = dict(fields)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._fields[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
 
     def __getattr__(self, name: str) -> Any:
         try:
-            # Through __dict__: a record being copied or unpickled has no _fields yet, and self._fields would recurse.
-            return self.__dict__["_fields"][name]
+            return self[name]
         except KeyError:
-            raise AttributeError(f"a record of {sorted(self.__dict__.get('_fields', ()))} has no {name!r}") from None
-
-    def __repr__(self) -> str:
-        return f"Record({self._fields!r})"
+            raise AttributeError(f"a record of {sorted(self)} has no {name!r}") from None
 
     def read(self, kind: type[T]) -> T:
         """Return the fields of the dataclass ``kind`` as one; raises as :func:`fedcomp.plain.from_fields`."""
-        return from_fields(kind, {each.name: self._fields[each.name] for each in fields(kind)})  # type: ignore[arg-type]
+        return from_fields(kind, {each.name: self[each.name] for each in fields(kind)})  # type: ignore[arg-type]
 
 
-class Records(Sequence[Record]):
+class Records(list[Record]):
     """The cells of a sweep, in its order."""
 
-    def __init__(self, records: Iterable[Record]) -> None:
-        self._records = tuple(records)
-
-    @overload
-    def __getitem__(self, index: int) -> Record: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Records: ...
-
-    def __getitem__(self, index: int | slice) -> Record | Records:
-        return Records(self._records[index]) if isinstance(index, slice) else self._records[index]
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __add__(self, other: Records) -> Records:
-        return Records((*self, *other))
+    def __getitem__(self, index: Any) -> Any:
+        """Return a record, or the records of a slice."""
+        found = super().__getitem__(index)
+        return Records(found) if isinstance(index, slice) else found
 
     def where(self, **fields: Any) -> Records:
         """Return the records whose fields have these values."""
@@ -136,11 +91,11 @@ class Records(Sequence[Record]):
 
     def groups(self, *names: str) -> dict[Any, Records]:
         """Return the records by the value of a field, or by the values of several, in the order of their first."""
-        found: dict[Any, list[Record]] = {}
+        found: dict[Any, Records] = {}
         for record in self:
             key = tuple(record[name] for name in names)
-            found.setdefault(key[0] if len(names) == 1 else key, []).append(record)
-        return {key: Records(group) for key, group in found.items()}
+            found.setdefault(key[0] if len(names) == 1 else key, Records()).append(record)
+        return found
 
 
 @dataclass(frozen=True)
@@ -198,44 +153,22 @@ class Sweep:
         """
         cells = self.cells
         say.expect(cells)
-        for name, found in self._results({name: cell for name, cell in cells.items() if not say.has(name)}, workers):
-            say(f"{name}{_reached(say.cell(name, partial(dict, found)))}")
+        calls = {name: partial(self.run, **cell, **self.shared) for name, cell in cells.items() if not say.has(name)}
+        # A generator, so that each cell is kept before the next one runs.
+        here = ((name, call()) for name, call in calls.items())
+        several = workers > 1 and len(calls) > 1
+        for name, found in _in_processes(calls, min(workers, len(calls))) if several else here:
+            loss = say.cell(name, partial(dict, found)).get("loss")
+            reached = f": loss {loss:.4f}" if isinstance(loss, float) and math.isfinite(loss) else ": diverged"
+            say(name + reached * isinstance(loss, float))
         return Records(Record({**cell, **say.cell(name, dict)}) for name, cell in cells.items())
 
     def _name(self, cell: Mapping[str, Any]) -> str:
         values = ", ".join(
-            value if isinstance(value, str) else f"{axis} {_short(value)}" for axis, value in cell.items()
+            each if isinstance(each, str) else f"{axis} {each:g}" if isinstance(each, float) else f"{axis} {each}"
+            for axis, each in cell.items()
         )
         return f"{self.title}: {values}" if self.title else values
-
-    def _results(self, cells: Mapping[str, Mapping[str, Any]], workers: int) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        calls = {name: partial(self.run, **cell, **self.shared) for name, cell in cells.items()}
-        if workers <= 1 or len(calls) <= 1:
-            # A generator, so that each cell is kept before the next one runs.
-            return ((name, call()) for name, call in calls.items())
-        return _in_processes(calls, min(workers, len(calls)))
-
-
-class Cell(Protocol):
-    """A cell that is an object: plain data with a name of its own."""
-
-    @property
-    def name(self) -> str:
-        """Unique within the run."""
-
-    def run(self) -> Any:
-        """Return what it came to, a dataclass of JSON-able fields."""
-
-
-def named(cells: Iterable[Cell], title: str = "") -> Sweep:
-    """Return the sweep over cells that have names of their own; its only axis is ``name``."""
-    asked = list(cells)
-    by_name = {cell.name: cell for cell in asked}
-    return Sweep(_run_named, [{"name": cell.name} for cell in asked], title, {"cells": by_name})
-
-
-def _run_named(name: str, cells: Mapping[str, Cell]) -> dict[str, Any]:
-    return asdict(cells[name].run())
 
 
 def _in_processes(
@@ -276,17 +209,6 @@ def _begin(parent: int) -> None:
     end_with(parent, signal.SIGTERM)
     # Ctrl-C reaches all processes of a terminal; this one's parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _reached(fields: Mapping[str, Any]) -> str:
-    loss = fields.get("loss")
-    if not isinstance(loss, float):
-        return ""
-    return f": loss {loss:.4f}" if math.isfinite(loss) else ": diverged"
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _get(name: Field, record: Any) -> Any:
@@ -351,34 +273,6 @@ def curves(
     return Curves(title, across, up, series, **options)
 
 
-def claim(name: str, value: float, bound: str, source: str, *, gate: bool = True, skipped: str = "") -> Claim:
-    """Return the claim that ``value`` keeps ``bound``.
-
-    Parameters
-    ----------
-    bound : str
-        A comparison and a number: ``"<= 1.2"``. A number put in with ``f"<= {number}"`` keeps all its digits.
-    source : str
-        Where the bound comes from: a paper, theory, a measurement, a goal.
-    gate : bool
-        Whether the run fails with the claim; a goal is reported and fails nothing.
-    skipped : str
-        Why it was not measured, and what to install; empty where it was.
-
-    Raises
-    ------
-    ValueError
-        When the bound is not of this form.
-    """
-    op, _, number = bound.partition(" ")
-    try:
-        return Claim(name, float(value), op, float(number), source, gate, skipped)
-    except ValueError as error:
-        raise ValueError(
-            f"claim {name!r}: bound {bound!r} is not a comparison and a number such as '<= 1.2'"
-        ) from error
-
-
 def train_losses(task: Task, results: Mapping[str, RunResult], say: Say) -> dict[str, float]:
     """Return by label the mean objective of the final models on all training examples, in nats."""
 
@@ -405,24 +299,17 @@ def running_mean(x: Sequence[float], y: Sequence[float], width: int) -> tuple[li
     return [a for a, _ in known[max(0, width - 1) :]], means
 
 
-def learning_line(result: RunResult, *, down: bool = False, wire: bool = False) -> list[tuple[float, float, float]]:
-    """Return for every evaluated round its number, the test accuracy in percent, and the bytes sent so far: payload of
-    the uplinks, that of the downlinks, too, if ``down``; all serialised messages, both ways, if ``wire``."""
-
-    def sent(r: RoundRecord) -> int:
-        if wire:
-            return r.uplink_wire_bytes + r.downlink_wire_bytes
-        return r.uplink_payload_bytes + down * r.downlink_payload_bytes
-
-    so_far = itertools.accumulate(map(sent, result.rounds))
-    points = [(float(r.round), 100 * r.accuracy, float(b)) for r, b in zip(result.rounds, so_far, strict=True)]
-    return [point for point in points if not math.isnan(point[1])]
-
-
-def points(result: RunResult) -> float:
-    """Return the accuracy in percent, the mean over the last five evaluated rounds."""
-    accuracy = [100 * record.accuracy for record in result.rounds if not math.isnan(record.accuracy)]
-    return mean(accuracy[-5:]) if accuracy else math.nan
+def learning_line(rounds: Iterable[RoundRecord]) -> list[list[float]]:
+    """Return for every evaluated round its number, the test accuracy in percent, and the bytes of all clients so far:
+    payload of the uplinks, payload both ways, serialised messages both ways."""
+    line, so_far = [], [0, 0, 0]
+    for r in rounds:
+        up, down = r.uplink_payload_bytes, r.downlink_payload_bytes
+        parts = (up, up + down, r.uplink_wire_bytes + r.downlink_wire_bytes)
+        so_far = [before + part for before, part in zip(so_far, parts, strict=True)]
+        if not math.isnan(r.accuracy):
+            line.append([float(r.round), 100 * r.accuracy, *map(float, so_far)])
+    return line
 
 
 def over_seeds(runs: Records, column: int, factor: float = 1.0) -> list[float]:

@@ -9,6 +9,7 @@ too fast waits, and is dropped when two seconds' worth of it do.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -17,7 +18,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -55,28 +55,9 @@ class MadeError(FedcompError, RuntimeError):
     """A namespace, an interface, a token bucket or a small disk could not be made or read."""
 
 
-@dataclass(frozen=True)
-class Counted:
-    """What crossed a node's link, as the interface at the server's end counted it.
-
-    Attributes
-    ----------
-    up_bytes, up_packets : int
-        From the node, Ethernet headers included.
-    down_bytes, down_packets : int
-        To the node.
-    """
-
-    up_bytes: int = 0
-    up_packets: int = 0
-    down_bytes: int = 0
-    down_packets: int = 0
-
-    def __add__(self, other: Counted) -> Counted:
-        return Counted(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    def __sub__(self, other: Counted) -> Counted:
-        return Counted(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+COUNTED: Final = ("up_bytes", "up_packets", "down_bytes", "down_packets")
+"""What crossed a node's link, from it and to it, as the interface at the server's end counts it: Ethernet headers are
+among the bytes."""
 
 
 class SlowLinks:
@@ -116,7 +97,7 @@ class SlowLinks:
             if not 1e3 <= value <= 1e10:
                 raise ConfigError(f"{name}={value:g} bits per second is not valid: give 1e3 to 1e10")
         self._base = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
-        self._made: list[str] = []
+        self._made = contextlib.ExitStack()
 
     @property
     def address(self) -> str:
@@ -132,24 +113,17 @@ class SlowLinks:
         return [_program("ip"), "netns", "exec", self.name(place)]
 
     def __enter__(self) -> Self:
-        try:
-            self._make()
         # Python does not call __exit__ when __enter__ fails, and Ctrl-C comes at any time.
-        except BaseException:
-            self.close()
-            raise
+        with self._made as made:
+            self._make()
+            self._made = made.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Remove the namespaces and all interfaces in them. Processes must have left them before."""
-        for name in reversed(self._made):
-            _ip("netns", "del", name, check=False)
-        self._made.clear()
+        # Processes must have left the namespaces before.
+        self._made.close()
 
     def _make(self) -> None:
         sweep()
@@ -171,8 +145,8 @@ class SlowLinks:
                 self._up(place, device)
 
     def _namespace(self, name: str) -> None:
-        # Before it is there: an interruption in between must not leave it behind.
-        self._made.append(name)
+        # Before it is there: an interruption in between must not leave it behind. With it go the interfaces in it.
+        self._made.callback(_ip, "netns", "del", name, check=False)
         _ip("netns", "add", name)
         self._up(name, "lo")
 
@@ -193,19 +167,19 @@ class SlowLinks:
         params.integer("node", node, low=0, high=self.nodes - 1)
         _ip("-n", self.name(HUB), "link", "set", "dev", f"port{node}", state)
 
-    def counters(self) -> dict[int, Counted]:
-        """Return what crossed each link so far, by node."""
+    def counters(self) -> dict[int, dict[str, int]]:
+        """Return what crossed each link so far, by node and :data:`COUNTED`."""
         return counted(self.name(HUB))
 
 
-def counted(hub: str) -> dict[int, Counted]:
-    """Return what crossed the links of a namespace of the server so far, by node."""
+def counted(hub: str) -> dict[int, dict[str, int]]:
+    """Return what crossed the links of a namespace of the server so far, by node and :data:`COUNTED`."""
     found = {}
     for each in json.loads(_ip("-n", hub, "-json", "-statistics", "link", "show")):
         if (port := _PORT.fullmatch(each["ifname"])) is not None:
             # What the server's end receives is what the node sent.
-            received, sent = each["stats64"]["rx"], each["stats64"]["tx"]
-            found[int(port[1])] = Counted(received["bytes"], received["packets"], sent["bytes"], sent["packets"])
+            ends = {"up": each["stats64"]["rx"], "down": each["stats64"]["tx"]}
+            found[int(port[1])] = {f"{way}_{unit}": ends[way][unit] for way in ends for unit in ("bytes", "packets")}
     return found
 
 

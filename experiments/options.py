@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.errors import ConfigError, FedcompError, nearest
@@ -61,7 +61,7 @@ class Option:
             try:
                 self.check(value)
             except (ValueError, FedcompError) as error:
-                raise ConfigError(f"{key} cannot be {text!r}: {_one_line(error)}") from error
+                raise ConfigError(f"{key} cannot be {text!r}: {' '.join(str(error).split())}") from error
         return value
 
 
@@ -87,8 +87,7 @@ class Config:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the configuration that :meth:`to_json` wrote."""
-        # Runs that were stored before there were budgets or quick runs lack them.
-        return cls(**{f.name: document[f.name] for f in fields(cls) if f.name in document})
+        return cls(**document)
 
 
 _POSITIVE: Final = Real(above=0.0)
@@ -116,7 +115,6 @@ def numbers(text: str, each: Rule = _POSITIVE) -> tuple[float, ...]:
 
 
 _SHARE: Final = Real(above=0.0, most=1.0)
-_RATE: Final = Real(above=0.0)
 
 SHARED: Final[Mapping[str, Option]] = {
     "seeds": Option(3, Int(1, 100), "trainings per row, with the seeds from --seed on"),
@@ -126,7 +124,7 @@ SHARED: Final[Mapping[str, Option]] = {
     ),
     "task.partition": Option("iid", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
     "task.hidden": Option("32", TEXT, "widths of the model's hidden layers; empty: none"),
-    "lr": Option(0.1, _RATE, "step size of the clients' SGD"),
+    "lr": Option(0.1, _POSITIVE, "step size of the clients' SGD"),
     "momentum": Option(0.0, Real(least=0.0, most=0.999), "momentum of the clients' SGD"),
     "epochs": Option(1, Int(1), "passes over its data a client makes in one round"),
     "max_steps": Option(0, Int(0), "steps a client makes in one round at most; 0: no limit but the epochs"),
@@ -155,8 +153,7 @@ def option(key: str, given: Option | Value) -> Option:
         return given
     if key not in SHARED:
         raise ValueError(f"no shared setting {key!r}{nearest(key, SHARED)}; write an Option with a rule and a sentence")
-    shared = SHARED[key]
-    return Option(given, shared.rule, shared.help, shared.check, shared.neutral)
+    return replace(SHARED[key], default=given)
 
 
 def show_value(value: Value) -> str:
@@ -164,7 +161,3 @@ def show_value(value: Value) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

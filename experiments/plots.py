@@ -11,10 +11,9 @@ import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -23,10 +22,8 @@ from fedcomp.experiments.findings import Curves, Pictures, Series
 from fedcomp.experiments.report import aligned, number, short_bytes
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
-    from matplotlib.text import Text
     from matplotlib.ticker import Locator
 
 # What each face of the page draws a colour with. Any two of a face differ, also for a reader who is colour-blind, and
@@ -59,31 +56,25 @@ _MANY = 12
 """Lines with as many points or more have markers at some of them only."""
 
 
-@dataclass(frozen=True)
-class Style:
-    """How one system is drawn, in every plot and legend of a report. The first of a report is drawn broad."""
+class Style(NamedTuple):
+    """How one system is drawn, in every plot and legend of a report. The first of a report is drawn broad.
 
-    index: int
+    Attributes
+    ----------
+    colour : int
+        Which of :data:`LIGHT` and :data:`DARK`.
+    dash : tuple of float
+        Lengths of strokes and gaps in widths of the line; empty for a whole line.
+    marker : sequence of (float, float)
+        Corners.
+    width : float
+        Of the line, in points.
+    """
 
-    @property
-    def colour(self) -> int:
-        """Which of :data:`LIGHT` and :data:`DARK`."""
-        return self.index % len(LIGHT)
-
-    @property
-    def dash(self) -> tuple[float, ...]:
-        """Lengths of strokes and gaps in widths of the line; empty for a whole line."""
-        return _DASHES[self.index % len(_DASHES)]
-
-    @property
-    def marker(self) -> Sequence[tuple[float, float]]:
-        """Corners."""
-        return _MARKERS[self.index % len(_MARKERS)]
-
-    @property
-    def width(self) -> float:
-        """Of the line, in points."""
-        return 1.8 if self.index else 3.2
+    colour: int
+    dash: tuple[float, ...]
+    marker: Sequence[tuple[float, float]]
+    width: float
 
     def swatch(self) -> str:
         """Return a small ``<svg>`` that shows line and marker, for a legend."""
@@ -99,7 +90,10 @@ class Style:
 
 def styles(names: Iterable[str]) -> dict[str, Style]:
     """Return a style for each name, fixed by the order of their first appearance."""
-    return {name: Style(i) for i, name in enumerate(dict.fromkeys(names))}
+    return {
+        name: Style(i % len(LIGHT), _DASHES[i % len(_DASHES)], _MARKERS[i % len(_MARKERS)], 1.8 if i else 3.2)
+        for i, name in enumerate(dict.fromkeys(names))
+    }
 
 
 def line_plot(curves: Curves, known: Mapping[str, Style], *, salt: str) -> str:
@@ -131,40 +125,39 @@ def draw(curves: Curves, known: Mapping[str, Style]) -> Figure:
             axes.set_xscale("log")
         if curves.log_y:
             axes.set_yscale("log")
-        for i, line in enumerate(curves.series):
-            _draw_line(axes, known[line.name], points(line, curves), i)
+        drawn = [points(line, curves) for line in curves.series]
+        for i, (line, found) in enumerate(zip(curves.series, drawn, strict=True)):
+            if not found:
+                continue
+            style, every = known[line.name], max(1, len(found) // 5)
+            axes.plot(
+                *zip(*found, strict=True),
+                color=_SERIES[style.colour],
+                linestyle=(0.0, style.dash) if style.dash else "-",
+                linewidth=style.width,
+                marker=list(style.marker),
+                markersize=6.5,
+                markeredgewidth=0,
+                # Lines on each other show their markers at different places.
+                markevery=1 if len(found) < _MANY else (i * every // 4 % every, every),
+                solid_capstyle="round",
+                # Broken lines over whole ones, so that lines on each other stay visible.
+                zorder=2.0 + bool(style.dash),
+            )
         # A dollar sign in a label is a character, not the beginning of a formula.
         axes.set_xlabel(curves.x_label, color=_INK, parse_math=False)
         axes.set_ylabel(curves.y_label, color=_INK, parse_math=False)
-        _dress(axes)
-        whole = all(x == int(x) for line in curves.series for x, _ in points(line, curves))
+        axes.grid(visible=True, color=_GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=_INK, which="both", length=0, pad=5)
+        for side, spine in axes.spines.items():
+            spine.set(visible=side == "bottom", color=_GRID)
+        whole = all(x == int(x) for found in drawn for x, _ in found)
         # Both have their own labels before any is measured: matplotlib's would be laid out as formulas.
         ticks = [_ticks(axes.yaxis), _ticks(axes.xaxis, as_bytes=curves.x_bytes, whole=whole)]
         for axis, (places, texts) in zip((axes.yaxis, axes.xaxis), ticks, strict=True):
             _thin(figure, axis, places, texts)
     return figure
-
-
-def _draw_line(axes: Axes, style: Style, drawn: Sequence[tuple[float, float]], place: int) -> None:
-    if not drawn:
-        return
-    x, y = zip(*drawn, strict=True)
-    every = max(1, len(drawn) // 5)
-    axes.plot(
-        x,
-        y,
-        color=_SERIES[style.colour],
-        linestyle=(0.0, style.dash) if style.dash else "-",
-        linewidth=style.width,
-        marker=list(style.marker),
-        markersize=6.5,
-        markeredgewidth=0,
-        # Lines on each other show their markers at different places.
-        markevery=1 if len(drawn) < _MANY else (place * every // 4 % every, every),
-        solid_capstyle="round",
-        # Broken lines over whole ones, so that lines on each other stay visible.
-        zorder=2.0 + bool(style.dash),
-    )
 
 
 def points(line: Series, curves: Curves) -> list[tuple[float, float]]:
@@ -178,7 +171,7 @@ def points(line: Series, curves: Curves) -> list[tuple[float, float]]:
 
 def _ticks(axis: Axis, *, as_bytes: bool = False, whole: bool = False) -> tuple[list[float], list[str]]:
     """Give an axis its usual ticks; return their places and labels."""
-    from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator
 
     low, high = sorted(axis.get_view_interval())
     log = axis.get_scale() == "log"
@@ -191,31 +184,22 @@ def _ticks(axis: Axis, *, as_bytes: bool = False, whole: bool = False) -> tuple[
         locator = logarithmic if sum(low <= x <= high for x in logarithmic.tick_values(low, high)) > 1 else locator
     places = [float(x) for x in locator.tick_values(low, high) if low <= x <= high]
     texts = _texts(places, log, as_bytes)
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_locator(FixedLocator(places))
-    axis.set_major_formatter(FixedFormatter(texts))
+    axis.set_ticks([], minor=True)
+    axis.set_ticks(places, texts)
     return places, texts
 
 
 def _thin(figure: Figure, axis: Axis, places: Sequence[float], texts: Sequence[str]) -> None:
-    """Leave an axis every tick, every second, every third ... until no labels touch each other."""
-    from matplotlib.ticker import FixedFormatter, FixedLocator
-
+    """Leave an axis every tick, every second, every third ... until no labels touch each other or nearly do."""
     layout = figure.get_layout_engine()
     assert layout is not None
     for step in range(1, len(places) + 1):
-        axis.set_major_locator(FixedLocator(places[::step]))
-        axis.set_major_formatter(FixedFormatter(texts[::step]))
+        axis.set_ticks(places[::step], texts[::step])
         # Extents of tick labels are known only once the layout has been computed; nothing has to be drawn for that.
         layout.execute(figure)
-        if not collisions(axis.get_ticklabels()):
+        boxes = [label.get_window_extent().padded(1.5) for label in axis.get_ticklabels() if label.get_text()]
+        if not any(first.overlaps(second) for first, second in pairwise(boxes)):
             return
-
-
-def collisions(labels: Sequence[Text]) -> list[tuple[str, str]]:
-    """Return the neighbours among tick labels that touch each other or nearly do, in the font they are drawn in."""
-    boxes = [(label.get_text(), label.get_window_extent().padded(1.5)) for label in labels if label.get_text()]
-    return [(a, b) for (a, first), (b, second) in pairwise(boxes) if first.overlaps(second)]
 
 
 def _texts(places: Sequence[float], log: bool, as_bytes: bool) -> list[str]:
@@ -234,15 +218,6 @@ def _power(value: float) -> str:
     digits, _, exponent = f"{value:.0e}".partition("e")
     power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return power if digits == "1" else f"{digits}·{power}"
-
-
-def _dress(axes: Axes) -> None:
-    axes.grid(visible=True, color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=_INK, which="both", length=0, pad=5)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(_GRID)
 
 
 def picture_sheet(pictures: Pictures) -> str:

@@ -6,8 +6,11 @@ Each is a command line of its own, which ``python -m experiments.run``, ``python
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Final
 
 USAGE = """\
 usage: fedcomp COMMAND ...
@@ -23,44 +26,29 @@ usage: fedcomp COMMAND ...
 fedcomp COMMAND --help says what a command takes."""
 
 
+COMMANDS: Final = {
+    "run": "fedcomp.experiments.run",
+    "bench": "fedcomp.experiments.bench.__main__",
+    "bench coding": "fedcomp.coding.bench.__main__",
+    "node": "fedcomp.clients.edge",
+    "edge": "fedcomp.clients.edge",
+    **{name: f"fedcomp.experiments.security.{name}" for name in ("certificates", "link", "status")},
+}
+"""Each is imported when it is asked for: a node has neither the experiments nor what they need."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names; return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = words[0] if words else "", words[1:]
-    # Each is imported when it is asked for: a node has neither the experiments nor what they need.
-    if command == "run":
-        from fedcomp.experiments.run import main as run
-
-        return run(rest, program="fedcomp run")
-    if command == "bench" and rest[:1] == ["coding"]:
-        from fedcomp.coding.bench.__main__ import main as coding
-
-        return coding(rest[1:], program="fedcomp bench coding")
-    if command == "bench":
-        from fedcomp.experiments.bench.__main__ import main as bench
-
-        return bench(rest, program="fedcomp bench")
-    if command in ("node", "edge"):
-        from fedcomp.clients.edge import main as node
-
-        return node(rest)
+    if words[:2] == ["bench", "coding"]:
+        command, rest = "bench coding", words[2:]
+    if command in COMMANDS:
+        options = {} if command in ("node", "edge") else {"program": f"fedcomp {command}"}
+        return int(importlib.import_module(COMMANDS[command]).main(rest, **options))
     from fedcomp.experiments.commands import OK, WRONG_INPUT, complain, unread
 
-    if command == "certificates":
-        from fedcomp.experiments.security.certificates import main as certificates
-
-        return certificates(rest)
-    if command == "link":
-        from fedcomp.experiments.security.link import main as link
-
-        return link(rest)
-    if command == "status":
-        from fedcomp.experiments.security.status import main as status
-
-        return status(rest)
     if command == "--version":
-        from importlib.metadata import version
-
         print(f"fedcomp {version('fedcomp')}, flwr {version('flwr')}")
         return OK
     if command in ("", "-h", "--help"):

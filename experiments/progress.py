@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import ProgressColumn as Column
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from rich.text import Text
 
 from fedcomp.experiments.report import count, duration, percent
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Remaining:
     """Estimates how long the rest of a run takes from what its parts have taken in this session.
 
-    A row continues at the pace of its own rounds; rows that have not begun are given the mean pace of the others, and
-    parts of the measurement the mean of the finished ones. How many parts it has is known when it announces them.
+    Rounds that are left are given the mean of those that were made, and so are the parts of the measurement. How many
+    parts it has is known when it announces them.
 
     Parameters
     ----------
@@ -56,26 +56,26 @@ class Remaining:
         self._asked = dict(rounds)
         self._done = dict.fromkeys(rounds, 0)
         self._finished: set[str] = set()
-        self._pace: dict[str, float] = {}
-        self._expected = expected
-        self._clock = clock
-        self._began = (clock(), 0)
-        self._cells_began: tuple[float, int] | None = None
+        self._expected, self._clock = expected, clock
+        # When the first row of this session began, the rounds that it need not make, and the seconds of one.
+        self._began, self._before, self._pace = math.nan, 0, 0.0
         self._cells = (0, 0)
+        self._cells_began: tuple[float, int] | None = None
         self._estimate: tuple[float, float] | None = (expected, clock()) if expected else None
         self._more = False
 
     def begin(self, label: str, done: int) -> None:
         """A row begins, or continues after ``done`` rounds."""
-        self._began = (self._clock(), done)
+        self._began = self._clock() if math.isnan(self._began) else self._began
+        self._before += done
         self._done[label] = done
 
     def round(self, label: str, done: int) -> None:
         """A row has made ``done`` rounds."""
-        since, before = self._began
         self._done[label] = done
-        if done > before:
-            self._pace[label] = (self._clock() - since) / (done - before)
+        made = sum(self._done.values()) - self._before
+        if made > 0:
+            self._pace = (self._clock() - self._began) / made
             self._update()
 
     def finish(self, label: str) -> None:
@@ -111,29 +111,17 @@ class Remaining:
         return ", ".join(parts)
 
     def _update(self) -> None:
-        mean = sum(self._pace.values()) / len(self._pace) if self._pace else 0.0
-        pace = {label: self._pace.get(label, mean) for label in self._asked}
-        rows = sum(pace[label] * (asked - self._done[label]) for label, asked in self._asked.items())
-        cells = self._cells_left(sum(pace[label] * asked for label, asked in self._asked.items()))
-        self._more = cells is None
-        self._estimate = (rows + (cells or 0.0), self._clock()) if rows or cells is not None else None
-
-    def _cells_left(self, rows: float) -> float | None:
-        """Return the seconds that the measurement will take when all rows take ``rows``; None when nobody knows."""
-        done, known = self._cells
-        since, before = self._cells_began or (self._clock(), 0)
+        now, (done, known) = self._clock(), self._cells
+        asked = sum(self._asked.values())
+        rows = self._pace * (asked - sum(self._done.values()))
+        since, before = self._cells_began or (now, 0)
         if before < done < known:
-            return (self._clock() - since) / (done - before) * (known - done)
-        # Nothing is announced, or nothing more: what the whole run is known to take is all there is to go by.
-        left = self._expected - rows - (self._clock() - since)
-        return left if left > 0.0 else None
-
-
-class _Accuracy(Column):
-    """The accuracy so far, where a progress bar usually shows a percentage."""
-
-    def render(self, task: Task) -> RenderableType:
-        return Text(f"{percent(task.fields['accuracy']):>7}")
+            cells = (now - since) / (done - before) * (known - done)
+        else:
+            # Nothing is announced, or nothing more: what the whole run is known to take is all there is to go by.
+            cells = max(0.0, self._expected - self._pace * asked - (now - since))
+        self._more = not cells
+        self._estimate = (rows + cells, now) if rows or cells else None
 
 
 class _Bars(Progress):
@@ -155,77 +143,67 @@ class Watch:
     ----------
     console : Console
     specs : sequence of RunSpec
-    remaining : Remaining, optional
-        Made from ``specs`` by default.
+    **remaining
+        ``expected`` and ``clock`` of :class:`Remaining`.
     """
 
-    def __init__(self, console: Console, specs: Sequence[RunSpec], remaining: Remaining | None = None) -> None:
+    def __init__(self, console: Console, specs: Sequence[RunSpec], **remaining: Any) -> None:
         self._console = console
-        self._specs = list(specs)
-        self._tasks: dict[str, TaskID] = {}
         self._began = time.perf_counter()
-        self.remaining = remaining or Remaining({spec.label: spec.rounds for spec in specs})
-        width = max((len(spec.label) for spec in specs), default=0)
-        self._width = min(width, max(16, console.width - 44))
-        self._progress = _Bars(
+        self.remaining = Remaining({spec.label: spec.rounds for spec in specs}, **remaining)
+        width = min(max((len(spec.label) for spec in specs), default=0), max(16, console.width - 44))
+        self._bars = _Bars(
             # Labels may hold square brackets, which rich would take for markup.
-            TextColumn("{task.description}", markup=False),
+            TextColumn("{task.description}", markup=False, table_column=Column(width=width, overflow="ellipsis")),
             BarColumn(bar_width=None),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            _Accuracy(),
+            TextColumn("{task.fields[accuracy]:>7}"),
             TimeElapsedColumn(),
             console=console,
             disable=not console.is_terminal,
         )
-        self._progress.remaining = self.remaining
+        self._bars.remaining = self.remaining
+        self._tasks = {
+            spec.label: self._bars.add_task(spec.label, total=spec.rounds, accuracy=percent(None), start=False)
+            for spec in specs
+        }
 
     def __enter__(self) -> Self:
-        for spec in self._specs:
-            label = spec.label if len(spec.label) <= self._width else spec.label[: self._width - 1] + "…"
-            self._tasks[spec.label] = self._progress.add_task(
-                label.ljust(self._width), total=spec.rounds, accuracy=math.nan, start=False
-            )
-        self._progress.start()
+        self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        self._bars.stop()
 
     def start(self, spec: RunSpec, done: int) -> None:
         """A row begins, or continues after ``done`` rounds."""
         self._began = time.perf_counter()
         self.remaining.begin(spec.label, done)
-        self._progress.start_task(self._tasks[spec.label])
-        self._progress.update(self._tasks[spec.label], completed=done)
+        self._bars.start_task(self._tasks[spec.label])
+        self._bars.update(self._tasks[spec.label], completed=done)
 
     def round(self, spec: RunSpec, record: RoundRecord) -> None:
         """A round of the row is finished."""
         self.remaining.round(spec.label, record.round)
-        update: dict[str, Any] = {"completed": record.round}
-        if not math.isnan(record.accuracy):
-            update["accuracy"] = record.accuracy
-        self._progress.update(self._tasks[spec.label], **update)
+        evaluated: Any = {} if math.isnan(record.accuracy) else {"accuracy": percent(record.accuracy)}
+        self._bars.update(self._tasks[spec.label], completed=record.round, **evaluated)
 
-    def say(self, text: str) -> None:
-        """A measurement reports its progress."""
-        self._line(text)
-
-    def done(self, spec: RunSpec, accuracy: float, *, kept: bool, rounds: int | None = None) -> None:
-        """A row is finished after ``rounds`` (default: all); ``kept`` when it was finished by an earlier run."""
-        made = spec.rounds if rounds is None else rounds
+    def done(self, spec: RunSpec, accuracy: float, rounds: int, *, kept: bool) -> None:
+        """A row is finished after ``rounds``; ``kept`` when it was finished by an earlier run."""
         if kept:
-            self.remaining.begin(spec.label, made)
+            self.remaining.begin(spec.label, rounds)
         self.remaining.finish(spec.label)
         task = self._tasks[spec.label]
-        self._progress.start_task(task)
-        self._progress.update(task, completed=made, accuracy=accuracy)
-        self._progress.stop_task(task)
+        self._bars.start_task(task)
+        self._bars.update(task, completed=rounds, accuracy=percent(accuracy))
+        self._bars.stop_task(task)
         if not self._console.is_terminal:
             took = "kept from before" if kept else duration(time.perf_counter() - self._began)
-            self._line(f"{spec.label}: {count(made, 'round')}, accuracy {percent(accuracy)}, {took}")
+            self.say(f"{spec.label}: {count(rounds, 'round')}, accuracy {percent(accuracy)}, {took}")
 
-    def _line(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print one line, of a measurement that reports its progress; off a terminal with the state of the run."""
         state = "" if self._console.is_terminal else f" ({self.remaining})"
         self._console.print(f"  {text}{state.replace(' ()', '')}", soft_wrap=True)

@@ -15,6 +15,7 @@ from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.findings import Findings
 from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.measuring import UNMEASURED, mark
 from fedcomp.privacy.statement import Statement
 
 COUNTED = {
@@ -27,41 +28,30 @@ COUNTED = {
 }
 """What the columns mean, in the words every report uses."""
 
-UNMEASURED = "not measured"
-"""The word for a claim that was skipped, and for a figure that is missing."""
-
-_BYTE_COLUMNS = (
-    "uplink_payload_bytes",
-    "uplink_wire_bytes",
-    "downlink_payload_bytes",
-    "downlink_wire_bytes",
-    "peer_payload_bytes",
-    "peer_wire_bytes",
-)
+_BYTE_COLUMNS = [f"{way}_{what}_bytes" for way in ("uplink", "downlink", "peer") for what in ("payload", "wire")]
 _PACKAGES = ("fedcomp", "flwr", "torch", "numpy", "numba", "scikit-learn")
 
 
-def make_row(spec: RunSpec, result: RunResult | None) -> dict[str, Any]:
+def _row(spec: RunSpec, result: RunResult) -> dict[str, Any]:
     """Return one row of the table: totals over all rounds and the accuracy after the last evaluated round.
 
     ``accuracy`` and ``loss`` are ``None`` when nothing was evaluated. The row of a private system also holds its
     statement (``privacy``) and why it made fewer rounds than were asked for (``ended``, empty when it made them all).
     """
-    records, notes = (result.rounds, result.notes) if result else ([], {})
-    evaluated = [record for record in records if not math.isnan(record.accuracy)]
+    evaluated = [record for record in result.rounds if not math.isnan(record.accuracy)]
     return {
         "system": spec.system,
         "label": spec.label,
-        "rounds": sum(record.round > 0 for record in records),
+        "rounds": sum(record.round > 0 for record in result.rounds),
         "clients": spec.clients,
         "accuracy": evaluated[-1].accuracy if evaluated else None,
         "loss": evaluated[-1].loss if evaluated else None,
-        **{column: sum(getattr(record, column) for record in records) for column in _BYTE_COLUMNS},
-        "seconds": result.seconds if result else 0.0,
-        "simulated_seconds": result.simulated_seconds if result else 0.0,
-        "replies": sum(record.replies for record in records),
-        "failures": sum(record.failures for record in records),
-        **{key: notes[key] for key in ("privacy", "ended") if "privacy" in notes},
+        **{name: getattr(result, name) for name in _BYTE_COLUMNS},
+        "seconds": result.seconds,
+        "simulated_seconds": result.simulated_seconds,
+        "replies": sum(record.replies for record in result.rounds),
+        "failures": sum(record.failures for record in result.rounds),
+        **{key: result.notes[key] for key in ("privacy", "ended") if "privacy" in result.notes},
     }
 
 
@@ -80,20 +70,19 @@ def summarise(
     payload over its own, ``None`` where either sent nothing.
     """
     found = findings.to_json()
-    said = found.pop("answer")
-    del found["claims"]  # stand beside the findings, with values that JSON lacks
-    rows = [make_row(spec, results.get(spec.label)) for spec in specs]
+    for beside in ("answer", "claims"):
+        del found[beside]
+    rows = [_row(spec, results[spec.label]) for spec in specs]
     baseline = experiment.baseline or (specs[0].label if specs else "")
-    reference = next((row["uplink_payload_bytes"] for row in rows if row["label"] == baseline), None)
+    sent = {row["label"]: row["uplink_payload_bytes"] for row in rows}
     for row in rows:
-        sent = row["uplink_payload_bytes"]
-        row["uplink_ratio"] = reference / sent if reference and sent else None
-    summary = {
+        both = sent.get(baseline) and sent[row["label"]]
+        row["uplink_ratio"] = sent[baseline] / sent[row["label"]] if both else None
+    return {
         "experiment": experiment.name,
         "question": experiment.question,
         "config": config.to_json(),
         "changed": experiment.changed(config),
-        "idle": experiment.idle(config),
         "baseline": baseline,
         "rows": rows,
         "findings": found,
@@ -102,8 +91,8 @@ def summarise(
         "data": data_sentence([*(r.notes.get("task", {}) for r in results.values()), *findings.tasks]),
         "notes": experiment.notes,
         **facts,
+        "answer": findings.answer,
     }
-    return summary | {"answer": said or answer(summary)}
 
 
 def rerun(experiment: Experiment, config: Config, program: str = "fedcomp run") -> str:
@@ -142,32 +131,6 @@ def environment() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "finished": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     }
-
-
-def answer(summary: Mapping[str, Any]) -> str:
-    """Return the answer to an experiment's question that its rows and claims give; empty when nothing was run.
-
-    Of the rows that lose at most a point of accuracy against the baseline, the one that sends least; where none does,
-    the one that loses least. Without such rows, the first measured claim that gates, or the first goal.
-    """
-    if summary["idle"]:
-        return ""
-    rows = [row for row in summary["rows"] if None not in (row["accuracy"], row["uplink_ratio"])]
-    baseline = next((row for row in rows if row["label"] == summary["baseline"]), None)
-    others = [row for row in rows if row is not baseline]
-    if baseline is not None and others:
-
-        def lost(row: Mapping[str, Any]) -> float:
-            return 100.0 * (baseline["accuracy"] - row["accuracy"])
-
-        good = [row for row in others if lost(row) <= 1.0] or [min(others, key=lost)]
-        best = max(good, key=lambda row: row["uplink_ratio"])
-        points = f"{abs(lost(best)):.1f} points of accuracy {'lost' if lost(best) >= 0 else 'won'}"
-        times = ratio(best["uplink_ratio"]).removesuffix("x")
-        return f"{times} times fewer uplink bytes, {points} ({best['label']} against {baseline['label']})."
-    measured = [claim for claim in summary["claims"] if claim["ok"] is not None]
-    first = next(iter(sorted(measured, key=lambda claim: not claim["gate"])), None)
-    return "" if first is None else f"{first['name']}: {number(first['value'])}."
 
 
 class StatedPromise(NamedTuple):
@@ -219,26 +182,17 @@ def failed_claims(summary: Mapping[str, Any]) -> list[str]:
     return [claim["name"] for claim in summary["claims"] if claim["gate"] and not claim["ok"]]
 
 
-def mark(claim: Mapping[str, Any]) -> str:
-    """Return how a claim ended: ``"holds"``, ``"FAILED"``, ``"missed"`` for a goal, which decides no exit code, or
-    ``"not measured"``."""
-    if claim["ok"] is None:
-        return UNMEASURED
-    return "holds" if claim["ok"] else "FAILED" if claim["gate"] else "missed"
-
-
 def shortfalls(claims: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Return what did not hold, gates before goals, and then what was not measured: its :func:`mark`, and the claim in
     one line."""
-    unheld = (claim for claim in claims if not claim["ok"])
-    short = sorted(unheld, key=lambda claim: (claim["ok"] is None, not claim["gate"]))
-    return [(mark(claim), f"{claim['name']}: {_shortfall(claim)}") for claim in short]
-
-
-def _shortfall(claim: Mapping[str, Any]) -> str:
-    if claim["ok"] is None:
-        return str(claim["skipped"])
-    return f"{number(claim['value'])}, not {claim['op']} {number(claim['bound'])}"
+    found = []
+    for claim in sorted(claims, key=lambda claim: (claim["ok"] is None, not claim["gate"])):
+        if claim["ok"] is None:
+            found.append((mark(claim), f"{claim['name']}: {claim['skipped']}"))
+        elif not claim["ok"]:
+            why = f"{number(claim['value'])}, not {claim['op']} {number(claim['bound'])}"
+            found.append((mark(claim), f"{claim['name']}: {why}"))
+    return found
 
 
 def count(number_of: int, what: str) -> str:
@@ -332,12 +286,10 @@ def link_name(settings: Mapping[str, Any]) -> str:
 
 def verdict(summary: Mapping[str, Any]) -> str:
     """Return how the run ended as one sentence: the answer to its question, and what of its claims did not hold."""
-    if summary["idle"]:
-        return "No round was run: accuracy is that of the initial model, and no claim was checked."
     if summary["config"]["quick"]:
         return "Ran to its end at its smallest size: no figure of this run answers the question."
-    parts = (summary["answer"].removesuffix("."), outcome(summary["claims"]))
-    return "; ".join(part for part in parts if part) + "."
+    said = "; ".join(filter(None, (summary["answer"].removesuffix("."), outcome(summary["claims"]))))
+    return f"{said[0].upper()}{said[1:]}."
 
 
 def outcome(claims: Sequence[Mapping[str, Any]]) -> str:

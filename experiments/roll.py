@@ -9,25 +9,35 @@ Partitions are learnt from what nodes say in their replies, and by a roll call o
 enough: when cohorts are drawn, when more nodes are online than there are partitions, and when one that is known is
 missing and another that is not may have come in its place. A node that has a registered key at a SuperLink with a
 database keeps its id, and is known without being asked.
+
+A node that is dead stays in a SuperLink's list for up to a minute. The SuperLink says of every node until when it
+counts as online, which moves on with each of its heartbeats: one in 17 to 23 s. A node that left all messages of a
+round unanswered, and was not heard of since it was sent the first, is skipped. So it is missed for one round. It is
+asked again as soon as it gives a sign of life: a heartbeat, a late answer, or a new connection. A node that is merely
+slow gives one at its next heartbeat. Where the engine knows of no heartbeats, nobody is ever skipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
 
-from fedcomp.experiments.contact import Contact
 from fedcomp.flower._private import set_source
+from fedcomp.flower.grid import in_process
 from fedcomp.flower.metered import MeteredGrid, addressed, engine_lookup
 from fedcomp.flower.payload import take_node
 from fedcomp.flower.privacy import is_secret
 from fedcomp.flower.wrapper import GridWrapper, as_batch, awaited_ids
 from fedcomp.logs import log
+from fedcomp.strategies.replies import GONE
 
 ROLL_CALL_SECONDS: Final = 120.0
+SLOWEST_BEAT: Final = 3600.0
+"""Seconds between two heartbeats above which there are none: simulated nodes have no hearts."""
 
 
 class Roll(GridWrapper):
@@ -62,7 +72,15 @@ class Roll(GridWrapper):
         self.returned: list[int] = []
         self._clients = clients
         self._query = query
-        self._contact = Contact(grid)
+        # Who was sent messages in this round, and is skipped: when it was heard of last, in the SuperLink's seconds.
+        self._sent: dict[int, float] = {}
+        self._skipped: dict[int, float] = {}
+        self._answered: set[int] = set()
+        engine: Grid = grid
+        while isinstance(engine, GridWrapper):
+            engine = engine.inner
+        # Nodes of this process are there, or are not listed.
+        self._engine: Any = None if in_process(engine) is not None else engine
         self._partitions: dict[int, int] = {}
         # Those alone whose name is another: both ways.
         self._names: dict[int, int] = {}
@@ -85,7 +103,7 @@ class Roll(GridWrapper):
     @property
     def skipped(self) -> list[int]:
         """Partitions of the nodes that are listed and not shown, because they missed a round and give no sign."""
-        return sorted(self._partitions[node] for node in self._contact.skipped if node in self._partitions)
+        return sorted(self._partitions[node] for node in self._skipped if node in self._partitions)
 
     @property
     def round(self) -> int:
@@ -94,25 +112,32 @@ class Roll(GridWrapper):
 
     @round.setter
     def round(self, value: int) -> None:
-        for node in self._contact.close():
+        self._begin(value)
+
+    def _begin(self, value: int) -> None:
+        silent = {node: before for node, before in self._sent.items() if node not in self._answered}
+        heard = self._heard() if silent else {}
+        lost = {node: before for node, before in silent.items() if heard.get(node, before) <= before}
+        for node in [node for node in lost if node not in self._skipped]:
             text = "%s missed round %d and was not heard of since: it is skipped until there is a sign of life"
             log.warning(text, self._title(node), self._round)
+        self._skipped |= lost
+        self._sent, self._answered = {}, set()
         self._round = value
         self.reasons, self.returned = [], []
         self.inner.round = value
 
-    def prepare(self, online: Collection[int]) -> list[int]:
-        """Call the roll of nodes before the first round; return the partitions that two of them hold."""
-        self.called = True
-        taken, self.reasons = self._call_roll(list(online)), []
-        return taken
-
-    def get_node_ids(self, *, partitions: bool = False) -> list[int]:
+    def there(self, *, partitions: bool = False) -> list[int]:
         """Return the names of the nodes that are there; with ``partitions`` of those alone whose partition is known."""
         listed = list(self.inner.get_node_ids())
-        for node in self._contact.look(listed):
-            log.info("%s gives a sign of life and is asked again", self._title(node))
-        online = [node for node in listed if node not in self._contact.skipped]
+        heard = self._heard() if self._skipped else {}
+        for node, before in list(self._skipped.items()):
+            back = node in listed and heard.get(node, before) > before
+            if back:
+                log.info("%s gives a sign of life and is asked again", self._title(node))
+            if back or node not in listed:
+                del self._skipped[node]
+        online = [node for node in listed if node not in self._skipped]
         self._learn(listed)
         missing = not self._partitions.keys() <= set(online)
         if not (partitions or self.called or missing or len(listed) > self._clients):
@@ -157,10 +182,9 @@ class Roll(GridWrapper):
         with self._sent_to_ids(batch):
             # Whom nobody waits for to the end has not missed the round.
             if enough is None:
-                self._contact.ask({m.metadata.dst_node_id for m in batch if not is_secret(m.content)})
+                self._ask({m.metadata.dst_node_id for m in batch if not is_secret(m.content)})
             replies = list(self.inner.send_and_receive(batch, timeout=timeout, enough=enough))
-        self._contact.hear(replies)
-        return self._under_names(replies)
+        return self._under_names(self._hear(replies))
 
     def receive(
         self,
@@ -170,13 +194,34 @@ class Roll(GridWrapper):
         enough: Callable[[Sequence[Message]], bool] | None = None,
     ) -> list[Message]:
         """Wait for replies to messages that were pushed before; return those that came, under names."""
-        replies = self.inner.receive(message_ids, timeout=timeout, enough=enough)
-        self._contact.hear(replies)
-        return self._under_names(replies)
+        return self._under_names(self._hear(self.inner.receive(message_ids, timeout=timeout, enough=enough)))
 
     def record_peer(self, round: int, node_id: int, message_type: str, payload: int, wire: int) -> None:
         """Count bytes that a client handed to another one, as :class:`fedcomp.flower.metered.MeteredGrid` does."""
         self.inner.record_peer(round, self._id(node_id), message_type, payload, wire)
+
+    def _heard(self) -> Mapping[int, float]:
+        """Return until when each node counts as online."""
+        return {
+            info.node_id: float(info.online_until)
+            for info in self._engine.get_nodes()
+            if 0 < info.heartbeat_interval < SLOWEST_BEAT
+        }
+
+    def _ask(self, nodes: Iterable[int]) -> None:
+        """Note that nodes are about to be sent messages."""
+        new = [node for node in nodes if node not in self._sent]
+        if new and self._engine is not None:
+            heard = self._heard()
+            self._sent |= {node: heard[node] for node in new if node in heard}
+
+    def _hear(self, replies: list[Message]) -> list[Message]:
+        """Note the sources of replies, and return them; errors that a SuperLink made of a node's silence are none."""
+        for reply in replies:
+            if not (reply.has_error() and reply.error.code in GONE):
+                self._answered.add(reply.metadata.src_node_id)
+                self._skipped.pop(reply.metadata.src_node_id, None)
+        return replies
 
     def _name(self, node: int) -> int:
         return self._names.get(node, node)
@@ -227,17 +272,16 @@ class Roll(GridWrapper):
         taken: list[int] = []
         if not nodes:
             return taken
-        for node in self._contact.skipped:
+        for node in self._skipped:
             # Listed, and no hindrance to whoever holds its partition now.
             self.inner.meter.release(node)
         content = RecordDict({"config": self._query})
         messages = [Message(content, node, "query") for node in nodes]
         self._asked |= dict.fromkeys(nodes, self._round)
-        self._contact.ask(nodes)
-        replies = list(self.inner.send_and_receive(messages, timeout=ROLL_CALL_SECONDS))
-        self._contact.hear(replies)
+        self._ask(nodes)
+        replies = self._hear(list(self.inner.send_and_receive(messages, timeout=ROLL_CALL_SECONDS)))
         asked = dict(addressed(messages))
-        online = set(self.inner.get_node_ids()) - self._contact.skipped.keys()
+        online = set(self.inner.get_node_ids()) - self._skipped.keys()
         holders = {partition: node for node, partition in self._partitions.items()}
         for reply in replies:
             node = asked[reply.metadata.reply_to_message_id]

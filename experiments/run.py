@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TextIO
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -37,15 +37,15 @@ from fedcomp.experiments.commands import (
     invoke,
 )
 from fedcomp.experiments.experiment import Experiment, check_budget
-from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.findings import Say
 from fedcomp.experiments.options import Config, show_value
 from fedcomp.experiments.overview import write_index
 from fedcomp.experiments.page import render_report
-from fedcomp.experiments.progress import Remaining, Watch
+from fedcomp.experiments.progress import Watch
 from fedcomp.experiments.report import count, failed_claims, rerun, summarise, takes, verdict
-from fedcomp.experiments.sheets import Sheet, claims_sheet, result_sheet
+from fedcomp.experiments.sheets import Sheet
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
-from fedcomp.experiments.store import RunFolder, to_json_text, write_json, write_text
+from fedcomp.experiments.store import RunFolder, to_json_text, write_text
 from fedcomp.experiments.tables import specs_of
 from fedcomp.experiments.two_runs import compare
 from fedcomp.flower.offline import go_offline, proxied
@@ -56,19 +56,10 @@ RESUMABLE = frozenset({"inprocess", "superlink"})
 """Engines that continue an unfinished row where it stopped; on the others such a row starts again."""
 
 
-class Engine(Protocol):
-    """Runs one row; :func:`fedcomp.experiments.engines.run` is the one that users meet."""
-
-    def __call__(
-        self,
-        spec: RunSpec,
-        *,
-        on_round: Callable[[RoundRecord], None] | None,
-        checkpoint: Path | None,
-        privacy: Path | None,
-    ) -> RunResult:
-        """Return the finished row; call ``on_round`` after every round, continue from ``checkpoint``, and keep what a
-        private system releases in ``privacy``."""
+Engine = Callable[..., RunResult]
+"""Runs one row, as :func:`fedcomp.experiments.engines.run` does: from a :class:`RunSpec` and, as keywords, ``on_round``
+(called after every round), the path of a ``checkpoint`` to continue from, and that of what a private system releases
+(``privacy``)."""
 
 
 def _check_row(spec: RunSpec) -> None:
@@ -159,16 +150,6 @@ class Request:
         return experiment.configure(assignments=self.assignments or (), **kept | named)
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run that was checked and has its folder."""
-
-    experiment: Experiment
-    config: Config
-    specs: list[RunSpec]
-    folder: RunFolder
-
-
 def main(
     arguments: Sequence[str] | None = None,
     *,
@@ -176,46 +157,44 @@ def main(
     program: str = "python -m experiments.run",
 ) -> int:
     """Run the command line and return its exit code; every error becomes one line on standard error."""
-    return invoke(app, program, arguments, replace(setup or RunnerSetup(), program=program))
+    known = replace(setup or RunnerSetup(), program=program)
+
+    def run(request: Request) -> int:
+        if request.show_list:
+            return _list(known.catalog, request)
+        return _compare(request) if request.compare else _run(known, request)
+
+    return invoke(app, program, arguments, run)
 
 
-def _command(context: typer.Context, request: Request) -> int:
-    """Run an experiment, write its report, and check its claims."""
-    if request.show_list:
-        return _list(context.obj, request)
-    return _compare(request) if request.compare else _run(context.obj, request)
+app = command_line(Request, "Run an experiment, write its report, and check its claims.")
 
 
-app = command_line(Request, _command)
-
-
-def _list(setup: RunnerSetup, request: Request) -> int:
-    if request.name is None:
-        found = [get_experiment(name, setup.catalog) for name in setup.catalog]
-        documents: list[dict[str, Any]] = [
-            {"experiment": e.name, "minutes": e.minutes or None, "question": e.question} for e in found
-        ]
-        heads, entries = (
-            ["experiment", "on two cores", "question"],
-            [(e.name, takes(e.minutes), e.question) for e in found],
-        )
-    else:
-        experiment = get_experiment(request.name, setup.catalog)
-        documents = [
-            {"key": key, "default": option.default, "help": option.help} for key, option in experiment.options.items()
-        ]
-        heads = ["--set", "default", "meaning"]
-        entries = [(key, show_value(o.default) or '""', o.help) for key, o in experiment.options.items()]
+def _list(catalog: Mapping[str, str | Experiment], request: Request) -> int:
     judged = [(name, *found) for section in VERDICTS.values() for name, found in section.items()]
+    if request.name is None:
+        known = [get_experiment(name, catalog) for name in catalog]
+        documents = [{"experiment": e.name, "minutes": e.minutes or None, "question": e.question} for e in known]
+        sheets = [
+            Sheet(
+                "", ["experiment", "on two cores", "question"], [(e.name, takes(e.minutes), e.question) for e in known]
+            ),
+            Sheet("", ["system or codec", "verdict", "why"], judged),
+        ]
+    else:
+        options = get_experiment(request.name, catalog).options
+        documents = [{"key": key, "default": option.default, "help": option.help} for key, option in options.items()]
+        entries = [(key, show_value(option.default) or '""', option.help) for key, option in options.items()]
+        sheets = [Sheet("", ["--set", "default", "meaning"], entries)]
     if request.as_json:
-        verdicts = [{"name": name, "verdict": word, "reason": reason} for name, word, reason in judged]
+        verdicts = [dict(zip(("name", "verdict", "reason"), each, strict=True)) for each in judged]
         print(to_json_text({"list": documents} | ({} if request.name else {"verdicts": verdicts})))
         return OK
     console = show.make_console()
-    console.print(show.table_of(Sheet("", heads, entries, [False] * 3)))
-    if request.name is None:
-        console.print()
-        console.print(show.table_of(Sheet("", ["system or codec", "verdict", "why"], judged, [False] * 3)))
+    for i, sheet in enumerate(sheets):
+        if i:
+            console.print()
+        console.print(show.table_of(sheet))
     return OK
 
 
@@ -250,28 +229,34 @@ def _run(setup: RunnerSetup, request: Request) -> int:
     # Not part of the configuration: where a run takes place does not change what it finds.
     places = {name: place for name, place in request.places.items() if place is not None}
     setup = replace(setup, engine=functools.partial(setup.engine, **places))
-    job = _prepare(setup, request)
+    experiment, folder = _prepare(setup, request)
     errors = show.make_console(stderr=True)
     with clean_stdout(request.as_json) as stdout:
         if not request.as_json:
-            _announce(job)
+            _announce(experiment, folder)
         try:
             # A checkpoint holds all clients' states at once: what is kept in files may not fit.
-            resumable = job.config.engine in RESUMABLE and request.client_states is None
-            summary, rounds = _execute(setup, job, errors, resumable=resumable)
+            resumable = folder.config.engine in RESUMABLE and request.client_states is None
+            summary, rounds = _execute(setup, experiment, folder, errors, resumable=resumable)
             if request.tensorboard is not None:
-                board.export(request.tensorboard / job.folder.name, rounds)
+                board.export(request.tensorboard / folder.name, rounds)
         except KeyboardInterrupt:
-            return _interrupted(job.folder, _resume_command(setup, job.folder, request))
+            return _interrupted(folder, _resume_command(setup, folder, request))
         except ConfigError as error:
             # The engine's own checks come before its first round; a run without a round is not worth keeping.
-            job.folder.discard_if_empty()
+            folder.discard_if_empty()
             return complain(str(error), WRONG_INPUT)
         except Exception as error:
-            return _broken(job.folder, _resume_command(setup, job.folder, request), error)
+            return _broken(folder, _resume_command(setup, folder, request), error)
         finally:
-            _list_runs(job.folder)
-        _close(summary, job.folder, request.as_json, stdout)
+            _list_runs(folder)
+        if request.as_json:
+            stdout.write(to_json_text(summary) + "\n")
+            stdout.flush()
+        else:
+            console = show.make_console(file=stdout)
+            show.close(console, summary)
+            console.print(f"Report: {folder.path / 'report.html'}", soft_wrap=True)
     return CLAIM_FAILED if failed_claims(summary) else OK
 
 
@@ -286,7 +271,7 @@ def _list_runs(folder: RunFolder) -> None:
         complain(f"the list of runs could not be written: {error}", OK)
 
 
-def _prepare(setup: RunnerSetup, request: Request) -> Job:
+def _prepare(setup: RunnerSetup, request: Request) -> tuple[Experiment, RunFolder]:
     """Check everything a user can get wrong, then make or find the run's folder."""
     check_budget(request.budget)
     if request.resume is None:
@@ -297,7 +282,7 @@ def _prepare(setup: RunnerSetup, request: Request) -> Job:
         with _logged(logging.NullHandler()):
             for spec in specs:
                 setup.check(spec)
-        return Job(experiment, config, specs, RunFolder.create(request.out, config, specs))
+        return experiment, RunFolder.create(request.out, config, specs)
     folder = RunFolder.find(request.out, request.resume)
     stored = folder.config
     if request.name not in (None, stored.experiment):
@@ -319,37 +304,36 @@ def _prepare(setup: RunnerSetup, request: Request) -> Job:
         specs = specs_of(experiment, config)
         folder.keep(config, specs)
     folder.tidy()
-    return Job(experiment, config, specs, folder)
+    return experiment, folder
 
 
 def _execute(
-    setup: RunnerSetup, job: Job, errors: Console, *, resumable: bool
+    setup: RunnerSetup, experiment: Experiment, folder: RunFolder, errors: Console, *, resumable: bool
 ) -> tuple[dict[str, Any], dict[str, list[RoundRecord]]]:
-    experiment, config, folder = job.experiment, job.config, job.folder
+    config, specs, recorded = folder.config, folder.specs, folder.rounds()
     results: dict[str, RunResult] = {}
     log = logging.FileHandler(folder.path / "log.txt", encoding="utf-8")
-    with _logged(log), Watch(errors, job.specs, _remaining(job)) as watch:
-        recorded = folder.rounds()
-        for spec in job.specs:
+    with _logged(log), Watch(errors, specs, expected=60 * _known_minutes(experiment, config)) as watch:
+
+        def on_round(spec: RunSpec, record: RoundRecord) -> None:
+            # Stored before it is shown: a round that was reported survives a crash.
+            folder.append(spec, record)
+            watch.round(spec, record)
+
+        for spec in specs:
             row = folder.row(spec)
             result = row.load()
             kept = result is not None
             if result is None:
                 watch.start(spec, max((record.round for record in recorded[spec.label]), default=0))
                 checkpoint = row.checkpoint if resumable else None
-                result = setup.engine(
-                    spec,
-                    on_round=_recorder(folder, spec, watch),
-                    checkpoint=checkpoint,
-                    privacy=row.privacy,
-                )
+                told = functools.partial(on_round, spec)
+                result = setup.engine(spec, on_round=told, checkpoint=checkpoint, privacy=row.privacy)
                 row.save(result)
             results[spec.label] = result
-            watch.done(spec, result.accuracy, kept=kept, rounds=result.final.round)
-        findings = Findings()
-        if not experiment.idle(config):
-            say = Say(watch.say, folder.cells(), folder.keep_cell, watch.remaining.cells)
-            findings = tables.findings(experiment, config, results, say)
+            watch.done(spec, result.accuracy, result.final.round, kept=kept)
+        say = Say(watch.say, folder.cells(), folder.keep_cell, watch.remaining.cells)
+        findings = tables.findings(experiment, config, results, say)
     if config.quick:
         # The bounds were set for the default sizes; here they are shown but decide nothing.
         findings = replace(findings, claims=[replace(claim, gate=False) for claim in findings.claims])
@@ -361,73 +345,31 @@ def _execute(
         "command": rerun(experiment, config, setup.program),
     }
     rounds = {label: result.rounds for label, result in results.items()}
-    summary = summarise(experiment, config, job.specs, results, findings, facts)
-    write_json(folder.path / "summary.json", summary)
+    summary = summarise(experiment, config, specs, results, findings, facts)
+    write_text(folder.path / "summary.json", to_json_text(summary) + "\n")
     write_text(folder.path / "report.html", render_report(summary, rounds))
     return summary, rounds
 
 
-def _recorder(folder: RunFolder, spec: RunSpec, watch: Watch) -> Callable[[RoundRecord], None]:
-    def on_round(record: RoundRecord) -> None:
-        # Stored before it is shown: a round that was reported survives a crash.
-        folder.append(spec, record)
-        watch.round(spec, record)
-
-    return on_round
-
-
-def _remaining(job: Job) -> Remaining:
-    rounds = {spec.label: spec.rounds for spec in job.specs}
-    return Remaining(rounds, expected=60 * _known_minutes(job))
-
-
-def _known_minutes(job: Job) -> float:
+def _known_minutes(experiment: Experiment, config: Config) -> float:
     """Return what a run at the defaults was measured to take; 0 for other settings."""
-    usual = job.experiment.configure(seed=job.config.seed)
-    return job.experiment.minutes if job.config == usual else 0.0
+    return experiment.minutes if config == experiment.configure(seed=config.seed) else 0.0
 
 
-def _announce(job: Job) -> None:
-    experiment, config, specs = job.experiment, job.config, job.specs
+def _announce(experiment: Experiment, folder: RunFolder) -> None:
+    config, systems = folder.config, len(folder.specs)
     console = show.make_console()
     console.print(f"{experiment.name}: {experiment.question}", style="bold")
     size = f"{count(config.rounds, 'round')}, {count(config.clients, 'client')}"
-    if specs:
-        size = f"{count(len(specs), 'system')}, {size}, engine {config.engine}"
-    console.print(f"{size}, seed {config.seed}", soft_wrap=True)
-    if _known_minutes(job):
-        console.print(f"takes {takes(experiment.minutes)} on two cores that do nothing else", soft_wrap=True)
-    console.print("offline: Flower's telemetry and update check are off", soft_wrap=True)
+    if systems:
+        size = f"{count(systems, 'system')}, {size}, engine {config.engine}"
+    lines = [f"{size}, seed {config.seed}"]
+    if _known_minutes(experiment, config):
+        lines.append(f"takes {takes(experiment.minutes)} on two cores that do nothing else")
+    lines.append("offline: Flower's telemetry and update check are off")
     if proxied(os.environ):
-        console.print("proxy: connections to this machine go past that of the environment", soft_wrap=True)
-
-
-def _close(summary: Mapping[str, Any], folder: RunFolder, as_json: bool, stdout: TextIO) -> None:
-    if as_json:
-        stdout.write(to_json_text(summary) + "\n")
-        stdout.flush()
-        return
-    console = show.make_console(file=stdout)
-    console.print()
-    for line in show.headline(summary):
-        console.print(line)
-    console.print()
-    for title, table in show.findings_tables(Findings.from_json(summary["findings"])):
-        console.print(title, style="bold", soft_wrap=True)
-        console.print("  in the report: too long to be shown here" if table is None else table)
-        console.print()
-    if summary["rows"]:
-        console.print(show.table_of(result_sheet(summary, wide=console.width >= show.WIDE)))
-        console.print()
-    for part in show.promise_parts(summary):
-        console.print(part)
-    if summary["claims"]:
-        console.print(show.table_of(claims_sheet(summary["claims"], wide=console.width >= show.WIDE)))
-        console.print()
-    if failed_claims(summary) and summary["changed"]:
-        console.print(f"Changed from the defaults the bounds were set for: {', '.join(summary['changed'])}.")
-    console.print(verdict(summary), style="bold")
-    console.print(f"Report: {folder.path / 'report.html'}", soft_wrap=True)
+        lines.append("proxy: connections to this machine go past that of the environment")
+    console.print("\n".join(lines), soft_wrap=True)
 
 
 def _interrupted(folder: RunFolder, resume: str) -> int:

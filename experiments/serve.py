@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,11 +39,7 @@ from fedcomp.strategies.system import TRAINING
 from fedcomp.timing import parse_link, simulated_seconds
 
 if TYPE_CHECKING:
-    from flwr.serverapp.strategy import Strategy
-
     from fedcomp.flower.ledger import TrafficLedger
-    from fedcomp.tasks.base import Task
-    from fedcomp.timing import Link
 
 log = logging.getLogger("flwr")
 
@@ -88,35 +83,13 @@ def serve(
     NodesMissing
         When fewer nodes than clients are online after the setting ``start_timeout``.
     """
-    started = time.perf_counter()
     # In a deployment this is a process of its own.
     keep_freed_memory()
-    system = get_system(spec.system)
-    settings = system.resolve(spec.settings)
-    from fedcomp.tasks import get_task  # brings torch
-
-    options = {k.removeprefix(TASK_PREFIX): v for k, v in settings.items() if k.startswith(TASK_PREFIX)}
-    task = get_task(spec.task, **options)
-    strategy = system.build(settings, spec.seed)
-    metered = MeteredGrid(grid)
-    if privacy is None and checkpoint is not None:
-        privacy = checkpoint.with_name(PRIVACY_FILE)
-    every = params.integer("checkpoint_every", 1 if checkpoint_every is None else checkpoint_every, low=1)
-    run = _Run(spec, settings, task, strategy, metered, on_round, checkpoint, privacy, every)
+    run = _Run(spec, MeteredGrid(grid), on_round, checkpoint, checkpoint_every, privacy)
     try:
-        notes = run.execute()
+        return run.execute()
     finally:
         run.close()
-    return RunResult(
-        spec=spec,
-        rounds=run.records,
-        arrays={name: array.numpy() for name, array in run.arrays.items()},
-        # The ledger's rows name the nodes that took part, which a run that withholds them must not give away.
-        ledger=type(metered.ledger)() if run.withheld else metered.ledger,
-        seconds=run.seconds_before + time.perf_counter() - started,
-        simulated_seconds=sum(record.simulated_seconds for record in run.records),
-        notes=notes,
-    )
 
 
 def client_config(spec: RunSpec, settings: Mapping[str, Scalar]) -> ConfigRecord:
@@ -128,52 +101,61 @@ def client_config(spec: RunSpec, settings: Mapping[str, Scalar]) -> ConfigRecord
     return ConfigRecord(config)
 
 
-@dataclass
 class _Run:
-    """The moving parts of one run; lives as long as :func:`serve`."""
+    """The moving parts of one run; lives as long as :func:`serve`, whose parameters these are."""
 
-    spec: RunSpec
-    settings: Mapping[str, Scalar]
-    task: Task
-    strategy: Strategy
-    grid: MeteredGrid
-    on_round: OnRound | None
-    checkpoint: Path | None
-    privacy: Path | None
-    checkpoint_every: int
-    records: list[RoundRecord] = field(default_factory=list)
-    arrays: ArrayRecord = field(default_factory=ArrayRecord)
-    seconds_before: float = 0.0
+    def __init__(
+        self,
+        spec: RunSpec,
+        grid: MeteredGrid,
+        on_round: OnRound | None,
+        checkpoint: Path | None,
+        checkpoint_every: int | None,
+        privacy: Path | None,
+    ) -> None:
+        from fedcomp.tasks import get_task  # brings torch
 
-    def __post_init__(self) -> None:
+        self.spec, self.grid, self.on_round, self.checkpoint = spec, grid, on_round, checkpoint
+        self.privacy = checkpoint.with_name(PRIVACY_FILE) if privacy is None and checkpoint is not None else privacy
+        self._started = time.perf_counter()
+        system = get_system(spec.system)
+        self.settings = settings = system.resolve(spec.settings)
+        options = {k.removeprefix(TASK_PREFIX): v for k, v in settings.items() if k.startswith(TASK_PREFIX)}
+        self.task = get_task(spec.task, **options)
+        self.strategy = system.build(settings, spec.seed)
+        self.every = params.integer("checkpoint_every", 1 if checkpoint_every is None else checkpoint_every, low=1)
+        self.records: list[RoundRecord] = []
+        self.arrays = ArrayRecord()
+        self.seconds_before = 0.0
         self._private = find_private(self.strategy)
         self.withheld = getattr(self._private, "withholds", False) is True
         self._each: dict[str, int] = {}
         self._file: checkpoints.CheckpointFile | None = None
         self._stored: dict[int, tuple[RoundRecord, Lasting]] = {}
         self._reported = 0
+        # Simulated seconds are the engine's own virtual clock, where it has one, or the ledger's bytes on the link.
+        link = str(settings["link"])
+        self._link = parse_link(link) if link else None
+        self._own = in_process(grid) is not None
+        self._at = 0.0
+        adaptive = str(settings["adaptive_deadline"])
+        self._config = client_config(spec, settings)
+        self._cohorts = Cohorts(
+            grid,
+            clients=spec.clients,
+            seed=spec.seed,
+            train=float(settings["fraction"]),
+            evaluate=float(settings["fraction_evaluate"]),
+            query=self._config,
+            deadline=partial(Deadline.parse, adaptive) if adaptive else None,
+        )
 
     @property
     def _reports(self) -> Reports:
         return reports_of(self.strategy, Reports())
 
-    def execute(self) -> dict[str, Any]:
-        """Run all rounds that are still to do; return the notes."""
-        link = str(self.settings["link"])
-        self._clock = _Clock(self.grid, parse_link(link) if link else None)
-        self._started = time.perf_counter()
-        config = client_config(self.spec, self.settings)
-        adaptive = str(self.settings["adaptive_deadline"])
-        cohorts = Cohorts(
-            self.grid,
-            clients=self.spec.clients,
-            seed=self.spec.seed,
-            train=float(self.settings["fraction"]),
-            evaluate=float(self.settings["fraction_evaluate"]),
-            query=config,
-            deadline=partial(Deadline.parse, adaptive) if adaptive else None,
-        )
-        self._cohorts = cohorts
+    def execute(self) -> RunResult:
+        """Run all rounds that are still to do; return what came out."""
         history, first = None, 1
         if self.checkpoint is not None and self.checkpoint.exists():
             history, first = self._restore(self.checkpoint)
@@ -190,25 +172,34 @@ class _Run:
             self._require_known()
         # A resumed run takes the roll from its checkpoint.
         if first == 1 <= self.spec.rounds:
-            cohorts.prepare()
+            self._cohorts.prepare()
         self._mark = time.perf_counter()
         fit(
             self.strategy,
-            cohorts,
+            self._cohorts,
             self.arrays,
             self.spec.rounds,
             start_round=first,
             timeout=float(self.settings["timeout"]),
             # Copies: Flower's strategies write the round number into the record they are given.
-            train_config=ConfigRecord(dict(config)),
-            evaluate_config=ConfigRecord(dict(config)),
+            train_config=ConfigRecord(dict(self._config)),
+            evaluate_config=ConfigRecord(dict(self._config)),
             evaluate_fn=self._evaluate,
             on_round=self._complete,
             result=history,
         )
         self._report()
         self._end()
-        return self._notes()
+        return RunResult(
+            spec=self.spec,
+            rounds=self.records,
+            arrays={name: array.numpy() for name, array in self.arrays.items()},
+            # The ledger's rows name the nodes that took part, which a run that withholds them must not give away.
+            ledger=type(self.grid.ledger)() if self.withheld else self.grid.ledger,
+            notes=self._notes(),
+            seconds=self.seconds_before + time.perf_counter() - self._started,
+            simulated_seconds=sum(record.simulated_seconds for record in self.records),
+        )
 
     def close(self) -> None:
         """Give the file of the privacy ledger back."""
@@ -227,7 +218,7 @@ class _Run:
         if ledger is None or not ledger.sampling.cap or not ledger.participations:
             return
         # Under the names that a checkpoint knows them by, if there is one.
-        if not set(ledger.participations) & set(self._cohorts.roll.get_node_ids()):
+        if not set(ledger.participations) & set(self._cohorts.there()):
             raise PrivacyLedgerError(
                 f"the ledger {self.privacy} counts the rounds of {len(ledger.participations)} nodes, none of which is "
                 "online: on this engine nodes get new ids when a run starts again, and a cap on participations cannot "
@@ -276,7 +267,7 @@ class _Run:
         self._record(server_round, outcome)
         # Saved before it is reported: a crash in between loses the report, and the checkpoint holds the record.
         last = server_round == self.spec.rounds or over(self.strategy, server_round + 1)
-        if self.checkpoint is not None and (last or server_round % self.checkpoint_every == 0):
+        if self.checkpoint is not None and (last or server_round % self.every == 0):
             self._save(self.checkpoint, server_round)
         # Records whose bytes are not known yet wait for the first that has some: a 0 would say that nobody was drawn.
         if self._each or not self.withheld:
@@ -290,40 +281,36 @@ class _Run:
                 self.on_round(record)
 
     def _record(self, server_round: int, outcome: RoundOutcome) -> None:
-        ledger = self.grid.ledger
-        server = dict(outcome.server or {})
-        now = time.perf_counter()
-        nan = float("nan")
-        if self.withheld and server_round:
-            self._withhold(server_round, server, outcome)
-            return
+        server, nan = dict(outcome.server or {}), float("nan")
+        figures = self._expected(server_round) if self.withheld and server_round else self._counted(server_round)
         record = RoundRecord(
             round=server_round,
             accuracy=float(server.get(self.task.metric, nan)),  # type: ignore[arg-type]
             loss=float(server.get("loss", nan)),  # type: ignore[arg-type]
-            uplink_payload_bytes=ledger.total("payload", round=server_round, direction="up", link="hub"),
-            uplink_wire_bytes=ledger.total("wire", round=server_round, direction="up", link="hub"),
-            downlink_payload_bytes=ledger.total("payload", round=server_round, direction="down", link="hub"),
-            downlink_wire_bytes=ledger.total("wire", round=server_round, direction="down", link="hub"),
-            peer_payload_bytes=ledger.total("payload", round=server_round, link="peer"),
-            peer_wire_bytes=ledger.total("wire", round=server_round, link="peer"),
-            simulated_seconds=self._clock.lap(ledger, server_round),
-            wall_seconds=now - self._mark,
-            replies=self._cohorts.replies,
-            failures=self._cohorts.failures,
             metrics=self._metrics(server_round, outcome),
+            **figures,
         )
-        self._mark = now
         self.records.append(record)
 
-    def _withhold(self, server_round: int, server: Mapping[str, Any], outcome: RoundOutcome) -> None:
-        """Record a round of which nobody may know who took part, nor how many did.
+    def _counted(self, server_round: int) -> dict[str, Any]:
+        """Return what a round cost."""
+        total = partial(self.grid.ledger.total, round=server_round)
+        figures: dict[str, Any] = {}
+        for value in ("payload", "wire"):
+            for way in ("up", "down"):
+                figures[f"{way}link_{value}_bytes"] = total(value, direction=way, link="hub")
+            figures[f"peer_{value}_bytes"] = total(value, link="peer")
+        figures |= {"replies": self._cohorts.replies, "failures": self._cohorts.failures}
+        before, self._mark = self._mark, time.perf_counter()
+        return {**figures, "simulated_seconds": self._lap(server_round), "wall_seconds": self._mark - before}
+
+    def _expected(self, server_round: int) -> dict[str, Any]:
+        """Return what a round cost of which nobody may know who took part, nor how many did.
 
         Bytes are those of the expected number of clients, a public figure; what a client sends does not depend on what
         it learnt. Rounds that drew nobody before anybody was drawn get theirs from the first that did. Times and
         replies, which follow those who came, are left at 0.
         """
-        ledger, nan = self.grid.ledger, float("nan")
         assert self._private is not None
         expected = self._private.privacy.sampling.rate * self.spec.clients
         unknown = not self._each
@@ -332,22 +319,22 @@ class _Run:
         if unknown:
             # All but round 0, which asks nobody: their bytes were left open.
             self.records[1:] = [dataclasses.replace(record, **bytes_of) for record in self.records[1:]]
-        self._clock.lap(ledger, server_round)
-        self._mark = time.perf_counter()
-        record = RoundRecord(
-            round=server_round,
-            accuracy=float(server.get(self.task.metric, nan)),
-            loss=float(server.get("loss", nan)),
-            metrics=self._metrics(server_round, outcome),
-        )
-        self.records.append(dataclasses.replace(record, **bytes_of))
+        self._lap(server_round)
+        return bytes_of
+
+    def _lap(self, server_round: int) -> float:
+        """Return the simulated seconds of the round that has just ended, 0 when there is no link."""
+        before, self._at = self._at, float(self.grid.clock) if self._own else 0.0
+        if self._link is None:
+            return 0.0
+        return self._at - before if self._own else simulated_seconds(_rows(self.grid.ledger, server_round), self._link)
 
     def _see(self, server_round: int) -> None:
         """Learn from a round how many bytes a client sends and is sent: the most so far, where anybody was drawn."""
-        for link, direction in (("uplink", "up"), ("downlink", "down")):
+        for way in ("up", "down"):
             for value in ("payload", "wire"):
-                name = f"{link}_{value}_bytes"
-                for size in self.grid.ledger.by("node", value, round=server_round, direction=direction).values():
+                name = f"{way}link_{value}_bytes"
+                for size in self.grid.ledger.by("node", value, round=server_round, direction=way).values():
                     self._each[name] = max(self._each.get(name, 0), size)
 
     def _metrics(self, server_round: int, outcome: RoundOutcome) -> dict[str, Any]:
@@ -358,9 +345,8 @@ class _Run:
             metrics |= report.figures()
         elif self._cohorts.reasons:
             metrics["report.errors_because"] = sorted(set(self._cohorts.reasons))
-        roll = self._cohorts.roll
         # By partition: node ids mean nothing after a run.
-        found = {"nodes.skipped": roll.skipped, "nodes.returned": sorted(roll.returned)}
+        found = {"nodes.skipped": self._cohorts.skipped, "nodes.returned": sorted(self._cohorts.returned)}
         metrics |= {name: partitions for name, partitions in found.items() if partitions}
         metrics |= self._gossip(server_round)
         if self._private is None:
@@ -389,31 +375,26 @@ class _Run:
 
     def _notes(self) -> dict[str, Any]:
         packages = ("flwr", "torch", "numpy")
+        # Of the server's time, by what it was spent on and by round.
+        spent: dict[str, dict[str, float]] = {}
+        for number, report in sorted(self._reports.items()):
+            for name, value in report.times().items():
+                spent.setdefault(name, {})[str(number)] = value
+        promised: dict[str, Any] = {}
+        if self._private is not None:
+            # And why it made fewer rounds than asked, if it did.
+            made = self.records[-1].round
+            ended = over(self.strategy, made + 1) if made < self.spec.rounds else ""
+            promised = {"privacy": self._private.statement().to_json(), "ended": ended}
         return {
             "engine": self.spec.engine,
             "task": self.task.record(),
             "settings": dict(self.settings),
             "versions": {name: importlib.metadata.version(name) for name in packages},
-            **self._spent(),
-            **self._promised(),
+            **({"seconds": spent} if spent else {}),
+            **promised,
             **({} if self.withheld else self.grid.ledger.summary()),
         }
-
-    def _promised(self) -> dict[str, Any]:
-        """Return the privacy statement of a private run, and why it made fewer rounds than asked, if it did."""
-        if self._private is None:
-            return {}
-        made = self.records[-1].round
-        ended = over(self.strategy, made + 1) if made < self.spec.rounds else ""
-        return {"privacy": self._private.statement().to_json(), "ended": ended}
-
-    def _spent(self) -> dict[str, Any]:
-        """Return the seconds the server spent, by what they were spent on and by round."""
-        seconds: dict[str, dict[str, float]] = {}
-        for number, report in sorted(self._reports.items()):
-            for name, value in report.times().items():
-                seconds.setdefault(name, {})[str(number)] = value
-        return {"seconds": seconds} if seconds else {}
 
     def _save(self, path: Path, server_round: int) -> None:
         extra: dict[str, Any] = {
@@ -454,7 +435,7 @@ class _Run:
         self._cohorts.recall_times(found.extra.get("times", {}))
         self.seconds_before = float(found.extra["seconds"])
         self.arrays = found.arrays
-        self._clock.restart()
+        self._at = float(self.grid.clock) if self._own else 0.0
         return found.result, found.server_round + 1
 
 
@@ -494,44 +475,18 @@ def _cost(private: Private) -> dict[str, Any]:
     }
 
 
-class _Clock:
-    """Simulated seconds per round: the engine's own virtual clock, or the ledger's bytes on the link."""
-
-    def __init__(self, grid: MeteredGrid, link: Link | None) -> None:
-        self._grid = grid
-        self._link = link
-        self._own = in_process(grid) is not None
-        self._at = 0.0
-
-    def restart(self) -> None:
-        """Start the next lap now."""
-        self._at = float(self._grid.clock) if self._own else 0.0
-
-    def lap(self, ledger: TrafficLedger, server_round: int) -> float:
-        """Return the duration of the round that has just ended, 0 when there is no link."""
-        if self._link is None:
-            return 0.0
-        if not self._own:
-            return simulated_seconds(_rows(ledger, server_round), self._link)
-        before, self._at = self._at, float(self._grid.clock)
-        return self._at - before
-
-
 def _rows(ledger: TrafficLedger, server_round: int) -> list[dict[str, Any]]:
     """Return the ledger's messages of one round as the rows the link model reads: those on the links to the server."""
     columns, tables = ledger.columns(), ledger.tables()
-    rows = []
-    for i in (columns["round"] == server_round).nonzero()[0]:
-        direction, message_type, link = tables["kinds"][columns["kind"][i]]
-        if link != "hub":
-            continue
-        rows.append(
-            {
-                "round": server_round,
-                "node": tables["nodes"][columns["node"][i]],
-                "direction": direction,
-                "message_type": message_type,
-                "wire": int(columns["wire"][i]),
-            }
-        )
-    return rows
+    found = [(i, *tables["kinds"][columns["kind"][i]]) for i in (columns["round"] == server_round).nonzero()[0]]
+    return [
+        {
+            "round": server_round,
+            "node": tables["nodes"][columns["node"][i]],
+            "direction": direction,
+            "message_type": message_type,
+            "wire": int(columns["wire"][i]),
+        }
+        for i, direction, message_type, link in found
+        if link == "hub"
+    ]

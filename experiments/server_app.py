@@ -1,14 +1,13 @@
-"""The one ServerApp of every engine: reads the run configuration, serves the run, delivers the result.
+"""The ServerApp that Flower loads: reads the run configuration, serves the run, delivers the result.
 
-Flower loads :data:`app`. Engines that live in this process call :func:`build` to get the same app with their own hooks
-for progress, checkpoints and delivery.
+Engines that live in this process call :func:`~fedcomp.experiments.serve.serve` themselves.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,60 +36,25 @@ PRIVACY_KEY = "privacy"
 the folder that receives the result, if there is one."""
 
 
-def build(
-    spec: RunSpec | None = None,
-    *,
-    on_round: Callable[[RoundRecord], object] | None = None,
-    checkpoint: Path | None = None,
-    checkpoint_every: int | None = None,
-    privacy: Path | None = None,
-    deliver: Callable[[RunResult], object] | None = None,
-) -> ServerApp:
-    """Return the server app.
+app = ServerApp()
 
-    Parameters
-    ----------
-    spec : RunSpec, optional
-        What to run; default: what the run configuration says.
-    on_round : callable, optional
-        Called with each round's record as soon as it is complete.
-    checkpoint : Path, optional
-        File from which the run continues and in which it leaves its state; default: what the run configuration says.
-    checkpoint_every : int, optional
-        Rounds between two checkpoints; likewise.
-    privacy : Path, optional
-        File in which a private system keeps what it released; default: what the run configuration says.
-    deliver : callable, optional
-        Receives the result; default: write it into the folder ``out`` of the run configuration, or log a table.
-    """
-    server = ServerApp()
 
-    @server.main()
-    def main(grid: Grid, context: Context) -> None:
-        config = dict(context.run_config)
-        folder, kept, state = _path(config, OUT_KEY), _path(config, PRIVACY_KEY), _path(config, CHECKPOINT_KEY)
-        every: Any = config.pop(CHECKPOINT_EVERY_KEY, None)
-        asked = RunSpec.from_run_config(config) if spec is None else spec
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        ledger = privacy or kept or (None if folder is None else folder / PRIVACY_FILE)
-        records = on_round if folder is None else _recorder(folder, on_round)
-        result = serve(
-            asked,
-            grid,
-            on_round=records,
-            checkpoint=checkpoint or state,
-            checkpoint_every=every if checkpoint_every is None else checkpoint_every,
-            privacy=ledger,
-        )
-        if deliver is not None:
-            deliver(result)
-        elif folder is not None:
-            result.save(folder)
-        else:
-            _print(result)
-
-    return server
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run what the run configuration says; write the result into its folder ``out``, or log a table."""
+    config = dict(context.run_config)
+    folder, kept, state = (_path(config, key) for key in (OUT_KEY, PRIVACY_KEY, CHECKPOINT_KEY))
+    every: Any = config.pop(CHECKPOINT_EVERY_KEY, None)
+    record = None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        kept, record = kept or folder / PRIVACY_FILE, partial(_record, folder / ROUNDS_FILE)
+    spec = RunSpec.from_run_config(config)
+    result = serve(spec, grid, on_round=record, checkpoint=state, checkpoint_every=every, privacy=kept)
+    if folder is None:
+        _print(result)
+    else:
+        result.save(folder)
 
 
 def _path(config: dict[str, Any], key: str) -> Path | None:
@@ -105,17 +69,10 @@ def _path(config: dict[str, Any], key: str) -> Path | None:
     return Path(text)
 
 
-def _recorder(folder: Path, on_round: Callable[[RoundRecord], object] | None) -> Callable[[RoundRecord], None]:
-    """Return a hook that appends each round to ``rounds.jsonl``, for whoever follows the run from outside."""
-
-    def record(done: RoundRecord) -> None:
-        # Opened for each line: whoever follows the file sees a finished round at once.
-        with (folder / ROUNDS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(done.to_json()) + "\n")
-        if on_round is not None:
-            on_round(done)
-
-    return record
+def _record(file: Path, done: RoundRecord) -> None:
+    # Opened for each line: whoever follows the file sees a finished round at once.
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(done.to_json()) + "\n")
 
 
 def _print(result: RunResult) -> None:
@@ -135,6 +92,3 @@ def _print(result: RunResult) -> None:
         log.info("%s", Statement.from_json(result.notes["privacy"]).prose())
         if result.notes["ended"]:
             log.info("ended after round %d of %d: %s", result.final.round, result.spec.rounds, result.notes["ended"])
-
-
-app = build()

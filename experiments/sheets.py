@@ -36,7 +36,7 @@ class Sheet:
     rows : sequence of sequences of str
         The first cell names the row.
     right : sequence of bool
-        Which columns are set to the right, as numbers are.
+        Which columns are set to the right, as numbers are; empty for none.
     caption : str
     differing : frozenset of (int, int)
         Row and column of the cells that differ from their neighbour on the left.
@@ -45,9 +45,12 @@ class Sheet:
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    right: Sequence[bool]
+    right: Sequence[bool] = ()
     caption: str = ""
     differing: frozenset[tuple[int, int]] = frozenset()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "right", self.right or [False] * len(self.columns))
 
 
 def found_sheet(table: Table) -> Sheet:
@@ -69,8 +72,7 @@ def result_sheet(summary: Mapping[str, Any], *, wide: bool = True) -> Sheet:
         "uplink wire": [short_bytes(row["uplink_wire_bytes"]) for row in rows],
         "downlink payload": [short_bytes(row["downlink_payload_bytes"]) for row in rows],
         "downlink wire": [short_bytes(row["downlink_wire_bytes"]) for row in rows],
-        # Summaries of runs before there were links between clients lack the figure.
-        "between clients": [short_bytes(row.get("peer_wire_bytes", 0)) for row in rows],
+        "between clients": [short_bytes(row["peer_wire_bytes"]) for row in rows],
         "uplink ratio": [ratio(row["uplink_ratio"]) for row in rows],
         f"time at {link}" if link else "simulated time": [
             duration(row["simulated_seconds"]) if row["simulated_seconds"] else "–" for row in rows
@@ -79,7 +81,7 @@ def result_sheet(summary: Mapping[str, Any], *, wide: bool = True) -> Sheet:
     }
     left_out = {
         "downlink payload": wide,
-        "between clients": any(row.get("peer_wire_bytes") for row in rows),
+        "between clients": any(row["peer_wire_bytes"] for row in rows),
         "lost replies": any(row["failures"] for row in rows),
     }
     shown = {name: cells for name, cells in columns.items() if left_out.get(name, True)}

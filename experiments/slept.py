@@ -20,6 +20,7 @@ from flwr.serverapp.strategy import FedAvg
 from numpy.typing import NDArray
 
 from fedcomp.clients.compressed import compression
+from fedcomp.clients.messages import partition_of
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
@@ -58,7 +59,8 @@ def loss(weights: NDArray[np.float32], seed: int, nodes: int) -> float:
 def train(msg: Message, context: Context) -> Message:
     """Sleep, then take one step of gradient descent."""
     (name, record), config = next(iter(msg.content.array_records.items())), msg.content.config_records["config"]
-    seed, number, partition = (int(str(v)) for v in (config["seed"], config["server-round"], _partition(context)))
+    seed, number = (int(str(config[name])) for name in ("seed", "server-round"))
+    partition = partition_of(context)
     # The pace of a client, and how it varies from message to message.
     pace = log_normal(float(str(config["sleep"])), float(str(config["variation"])), 64, Key(seed, "slept/pace"))
     jitter = log_normal(1.0, 0.2, 1, Key(seed, "slept/jitter", number, partition))
@@ -67,10 +69,6 @@ def train(msg: Message, context: Context) -> Message:
     moved = weights - np.float32(RATE) * (matrix.T @ (matrix @ weights - right))
     metrics = MetricRecord({"num-examples": EXAMPLES})
     return Message(RecordDict({name: ArrayRecord({"w": Array(moved)}), "metrics": metrics}), reply_to=msg)
-
-
-def _partition(context: Context) -> Any:
-    return context.node_config["partition-id"]
 
 
 def build(kind: str, options: Mapping[str, Any]) -> Overlapping:

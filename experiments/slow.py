@@ -7,10 +7,10 @@ the same training in this process, bit for bit, chooses the step size and says h
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
@@ -23,9 +23,10 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 from numpy.typing import NDArray
 
 from fedcomp.clients.compressed import compression
+from fedcomp.clients.messages import partition_of
 from fedcomp.experiments.delayed import Weights, accuracy, gradient, perceptron
 from fedcomp.experiments.files import replacing
-from fedcomp.experiments.links import HUB, Counted, SlowLinks, counted, projected
+from fedcomp.experiments.links import COUNTED, HUB, SlowLinks, counted, projected
 from fedcomp.flower._private import build_bundle
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import RoundOutcome, fit
@@ -39,9 +40,6 @@ APP: Final = Path(__file__).resolve().parent / "slow_app"
 
 NODES: Final = 2
 NAMES: Final = ("first", "bias", "second", "offset")
-PER_UNIT: Final = 75
-"""Parameters per hidden unit: 64 pixels in, a bias, ten classes out; the ten biases of these come once."""
-
 BATCH: Final = 32
 FILE: Final = "slow.json"
 
@@ -65,7 +63,7 @@ ROWS: Final[Mapping[str, Callable[[Strategy], Strategy]]] = {
 def first_model(msg: Message, context: Context) -> ArrayRecord:
     """Return the first model of the training that a message belongs to."""
     config = msg.content.config_records["config"]
-    return begin(int(str(config["seed"])), int(str(config["hidden"])))
+    return begin(*(int(str(config[name])) for name in ("seed", "hidden")))
 
 
 def begin(seed: int, hidden: int) -> ArrayRecord:
@@ -76,57 +74,6 @@ def begin(seed: int, hidden: int) -> ArrayRecord:
 
 client = ClientApp(mods=[compression(first_model=first_model)])
 server = ServerApp()
-
-
-@dataclass(frozen=True)
-class Training:
-    """A training.
-
-    Attributes
-    ----------
-    row : str
-        A key of :data:`ROWS`.
-    hidden : int
-        Units of the hidden layer, which are the model's size: 300 bytes each.
-    rate : float
-        Step size of the clients.
-    seed, rounds : int
-    steps : int
-        Of a client per round.
-    target : float
-        Accuracy in percent that ends it.
-    tuning : bool
-        Whether accuracy is that on a validation split, which nobody trains on then.
-    """
-
-    row: str
-    hidden: int
-    rate: float
-    seed: int
-    rounds: int
-    steps: int
-    target: float
-    tuning: bool = False
-
-    @property
-    def config(self) -> ConfigRecord:
-        """What clients are told."""
-        return ConfigRecord({name: getattr(self, name) for name in ("seed", "hidden", "rate", "steps", "tuning")})
-
-    def strategy(self) -> Strategy:
-        """Return a new strategy."""
-        inner = FedAvg(min_train_nodes=NODES, min_available_nodes=NODES, fraction_evaluate=0.0)
-        return ROWS[self.row](inner)
-
-    def accuracy(self, arrays: ArrayRecord) -> float:
-        """Return the percentage of the test or validation split that a model recognises."""
-        x, y = examples(self.tuning)[1]
-        return accuracy([arrays[name].numpy() for name in NAMES], x, y)
-
-
-def hidden_of(size: float) -> int:
-    """Return how many hidden units make a model of ``size`` bytes."""
-    return max(1, round((size / 4 - 10) / PER_UNIT))
 
 
 @cache
@@ -146,65 +93,73 @@ def train(msg: Message, context: Context) -> Message:
     """Take a few steps of gradient descent on this node's half of the digits."""
     (name, record), config = next(iter(msg.content.array_records.items())), msg.content.config_records["config"]
     seed, number, steps = (int(str(config[key])) for key in ("seed", "server-round", "steps"))
-    partition = int(str(context.node_config["partition-id"]))
-    x, y = examples(bool(config["tuning"]))[0]
-    mine = np.flatnonzero(iid(len(y), NODES, Key(seed, "slow/split")) == partition)
-    weights = [record[each].numpy().copy() for each in NAMES]
-    descend(weights, x, y, mine, float(str(config["rate"])), steps, Key(seed, "slow/batch", number, partition))
-    arrays = ArrayRecord({each: Array(value) for each, value in zip(NAMES, weights, strict=True)})
+    partition, tuning, rate = partition_of(context), bool(config["tuning"]), float(str(config["rate"]))
+    mine = np.flatnonzero(iid(len(examples(tuning)[0][1]), NODES, Key(seed, "slow/split")) == partition)
+    found = descended(record, mine, rate, steps, Key(seed, "slow/batch", number, partition), tuning=tuning)
+    arrays = ArrayRecord({each: Array(value) for each, value in found.items()})
     metrics = MetricRecord({"num-examples": len(mine)})
     return Message(RecordDict({name: arrays, "metrics": metrics}), reply_to=msg)
 
 
-def descend(
-    weights: Weights, x: NDArray[Any], y: NDArray[Any], mine: NDArray[Any], rate: float, steps: int, key: Key
-) -> None:
-    """Take steps of gradient descent in place, each with a batch of the examples ``mine``."""
+def descended(
+    model: ArrayRecord, mine: NDArray[Any], rate: float, steps: int, key: Key, *, tuning: bool = False
+) -> dict[str, NDArray[Any]]:
+    """Return a model after steps of gradient descent, each with a batch of the examples ``mine``."""
+    x, y = examples(tuning)[0]
+    weights: Weights = [model[each].numpy().copy() for each in NAMES]
     for step in range(steps):
         rows = mine[key.at(layer=step).generator().integers(0, len(mine), BATCH)]
         with np.errstate(all="ignore"):
             for value, change in zip(weights, gradient(weights, x[rows], y[rows]), strict=True):
                 value -= np.float32(rate) * change
+    return dict(zip(NAMES, weights, strict=True))
 
 
 class Over(Exception):
     """Ends a training at its target, and a deployment whose time limit is over."""
 
 
-def trained(training: Training, grid: Grid, finished: Callable[[float, MeteredGrid], object]) -> None:
-    """Train over ``grid``; ``finished`` is told the accuracy after each round."""
-    metered = MeteredGrid(grid)
+def trained(asked: Mapping[str, Any], grid: Grid, finished: Callable[[float, MeteredGrid], object]) -> None:
+    """Train over ``grid``.
+
+    Parameters
+    ----------
+    asked : mapping
+        ``row``, a key of :data:`ROWS`; ``hidden``, units of the hidden layer, 300 bytes each; ``rate``, the clients'
+        step size, and ``steps`` of a client per round; ``seed``; ``rounds``; ``target``, the accuracy in percent that
+        ends it; ``tuning``, whether accuracy is that on a validation split, which nobody trains on then (default no).
+    finished : callable
+        Is told the accuracy after each round, in percent of the test or validation split.
+    """
+    asked = {"tuning": False, **asked}
+    metered, (x, y) = MeteredGrid(grid), examples(asked["tuning"])[1]
+    inner = FedAvg(min_train_nodes=NODES, min_available_nodes=NODES, fraction_evaluate=0.0)
+    told = ConfigRecord({name: asked[name] for name in ("seed", "hidden", "rate", "steps", "tuning")})
 
     def note(number: int, arrays: ArrayRecord, outcome: RoundOutcome) -> None:
         # A round without replies keeps the model and reaches nothing.
-        reached = training.accuracy(arrays) if outcome.arrays is not None else float("nan")
+        reached = float("nan")
+        if outcome.arrays is not None:
+            reached = accuracy([arrays[name].numpy() for name in NAMES], x, y)
         finished(reached, metered)
-        if reached >= training.target:
+        if reached >= asked["target"]:
             raise Over
 
-    try:
-        fit(
-            training.strategy(),
-            metered,
-            begin(training.seed, training.hidden),
-            training.rounds,
-            timeout=None,
-            train_config=training.config,
-            on_round=note,
-        )
-    except Over:
-        return
+    start, strategy = begin(asked["seed"], asked["hidden"]), ROWS[asked["row"]](inner)
+    with contextlib.suppress(Over):
+        fit(strategy, metered, start, asked["rounds"], timeout=None, train_config=told, on_round=note)
 
 
 def here(**asked: Any) -> dict[str, Any]:
-    """Train in this process; return accuracies by round, and ``needed``: rounds to the target, infinity for never."""
+    """Train in this process as :func:`trained`; return accuracies by round as ``line``, and ``needed``: rounds to the
+    target, infinity for never."""
     from fedcomp.flower.grid import InProcessGrid
     from fedcomp.flower.logs import quiet
 
-    training, line = Training(**asked), list[float]()
-    with quiet(), InProcessGrid(client, NODES, seed=training.seed) as grid:
-        trained(training, grid, lambda reached, _: line.append(reached))
-    reached = bool(line) and line[-1] >= training.target
+    line: list[float] = []
+    with quiet(), InProcessGrid(client, NODES, seed=asked["seed"]) as grid:
+        trained(asked, grid, lambda reached, _: line.append(reached))
+    reached = bool(line) and line[-1] >= asked["target"]
     return {"line": line, "needed": len(line) if reached else float("inf")}
 
 
@@ -214,7 +169,7 @@ def main(grid: Grid, context: Context) -> None:
     asked = json.loads(Path(str(context.run_config["asked"])).read_text(encoding="utf-8"))
     while len(list(grid.get_node_ids())) < NODES:
         time.sleep(0.2)
-    out, began, before = Path(asked["out"]), time.time(), Counted(**asked["before"])
+    out, began = Path(asked["out"]), time.time()
     found: dict[str, Any] = {"began": began, "line": []}
 
     def keep() -> None:
@@ -226,15 +181,15 @@ def main(grid: Grid, context: Context) -> None:
         up, down = (metered.ledger.total("wire", direction=way) for way in ("up", "down"))
         found["line"].append([time.time() - began, reached])
         found.update(up=up, down=down, messages=metered.ledger.total("messages", direction="up"))
-        found["interface"] = asdict(total(counted(asked["hub"])) - before)
+        found["interface"] = crossed(asked["hub"], asked["before"])
         keep()
 
     keep()
-    trained(Training(**asked["training"]), grid, finished)
+    trained(asked["training"], grid, finished)
 
 
 def linked(
-    training: Training,
+    training: Mapping[str, Any],
     *,
     rate: float,
     down: float | None,
@@ -247,6 +202,8 @@ def linked(
 
     Parameters
     ----------
+    training : mapping
+        See :func:`trained`.
     down : float, optional
         Bits per second to the nodes, where that is another rate.
     limit : float
@@ -262,24 +219,24 @@ def linked(
     -------
     dict
         ``line`` of (seconds, accuracy) by round; ``seconds`` in all; ``up``, ``down`` of the ledger in bytes and the
-        ``messages`` up, of finished rounds; what the interfaces counted of all nodes, as dictionaries of
-        :class:`~fedcomp.experiments.links.Counted`: ``quiet`` in the idle time, ``interface`` from there to the end of
-        the last finished round, ``everything`` to the very end; ``bundle`` bytes; ``error``, empty at the target; of
-        Flower's own nodes it may say that one has ended.
+        ``messages`` up, of finished rounds; what the interfaces counted of all nodes, see :func:`crossed`: ``quiet`` in
+        the idle time, ``interface`` from there to the end of the last finished round, ``everything`` to the very end;
+        ``bundle`` bytes; ``error``, empty at the target; of Flower's own nodes it may say that one has ended.
     """
     from fedcomp.experiments.engines.linked import LinkedDeployment
     from fedcomp.experiments.engines.processes import DeploymentError
 
     with (
         SlowLinks(NODES, rate, down=down) as links,
-        LinkedDeployment(links, settings=settings, stock=settings is None) as deployment,
+        LinkedDeployment(links, settings=settings, preload=None if settings is None else ()) as deployment,
     ):
         out = deployment.home("out") / FILE
         file = deployment.folder / "asked.json"
-        before = total(links.counters())
+        hub = links.name(HUB)
+        first = crossed(hub)
         time.sleep(idle)
-        quiet, before = total(links.counters()) - before, total(links.counters())
-        asked = {"training": asdict(training), "out": str(out), "hub": links.name(HUB), "before": asdict(before)}
+        quiet, before = crossed(hub, first), crossed(hub)
+        asked = {"training": training, "out": str(out), "hub": hub, "before": before}
         file.write_text(json.dumps(asked), encoding="utf-8")
 
         def watch() -> None:
@@ -305,21 +262,22 @@ def linked(
         return {
             **found,
             "seconds": seconds,
-            "everything": asdict(total(links.counters()) - before),
-            "quiet": asdict(quiet),
+            "everything": crossed(hub, before),
+            "quiet": quiet,
             # Each node is sent it once.
             "bundle": NODES * len(build_bundle(APP)),
             "error": error,
         }
 
 
-def total(counters: Mapping[int, Counted]) -> Counted:
-    """Return what crossed the links of all nodes."""
-    return sum(counters.values(), Counted())
+def crossed(hub: str, before: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Return what crossed the links of all nodes of a server's namespace since ``before``, by :data:`COUNTED`."""
+    found = counted(hub).values()
+    return {name: sum(each[name] for each in found) - (before or {}).get(name, 0) for name in COUNTED}
 
 
 def read(out: Path) -> dict[str, Any]:
     """Return what the server app has written so far."""
     nothing: dict[str, Any] = {"began": 0.0, "line": [], "up": 0, "down": 0, "messages": 0}
-    nothing["interface"] = asdict(Counted())
+    nothing["interface"] = dict.fromkeys(COUNTED, 0)
     return {**nothing, **json.loads(out.read_text(encoding="utf-8"))} if out.exists() else nothing

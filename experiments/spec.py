@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, StateError, nearest
 from fedcomp.experiments.files import replacing
+from fedcomp.experiments.findings import finite
 from fedcomp.strategies.parts import Scalar
 
 if TYPE_CHECKING:
@@ -66,27 +67,25 @@ def format_value(value: Scalar) -> str:
     return repr(value)
 
 
-def parse_assignment(text: str) -> tuple[str, Scalar]:
-    """Split ``"key=value"``.
+def parse_settings(text: str) -> dict[str, Scalar]:
+    """Read ``"key=value key=value"``; a value with spaces is quoted as in a shell.
 
     Raises
     ------
     ConfigError
-        When there is no ``=`` or no key.
+        When a word has no ``=`` or no key, or a quotation has no end.
     """
-    key, sign, value = text.partition("=")
-    if not sign or not key.strip():
-        raise ConfigError(f"setting {text!r} is not of the form key=value, for instance codec.density=0.01")
-    return key.strip(), parse_value(value)
-
-
-def parse_settings(text: str) -> dict[str, Scalar]:
-    """Read ``"key=value key=value"``; a value with spaces is quoted as in a shell."""
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise ConfigError(f"settings {text!r} cannot be split into key=value words: {error}") from error
-    return dict(parse_assignment(word) for word in words)
+    settings = {}
+    for word in words:
+        key, sign, value = word.partition("=")
+        if not sign or not key.strip():
+            raise ConfigError(f"setting {word!r} is not of the form key=value, for instance codec.density=0.01")
+        settings[key.strip()] = parse_value(value)
+    return settings
 
 
 def format_settings(settings: Mapping[str, Scalar]) -> str:
@@ -139,10 +138,11 @@ class RunSpec:
     settings: Mapping[str, Scalar] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("system", "label", "task", "engine"):
+        examples = {"system": "topk", "label": "top-k", "task": "digits", "engine": "inprocess"}
+        for name, example in examples.items():
             value = getattr(self, name)
             if not isinstance(value, str) or (not value and name != "label"):
-                raise ConfigError(f"{name} is {value!r}; expected a name, for instance {_EXAMPLES[name]!r}")
+                raise ConfigError(f"{name} is {value!r}; expected a name, for instance {example!r}")
         for name, least in (("rounds", 0), ("clients", 1), ("seed", 0)):
             value = getattr(self, name)
             # True and False are ints to isinstance.
@@ -193,27 +193,9 @@ class RunSpec:
             raise ConfigError(f"{SETTINGS_KEY} is {text!r}; expected text such as 'codec.density=0.01'")
         return cls(**values, settings=parse_settings(text))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able dictionary that keeps the settings apart and typed."""
-        # As on a command line, for JSON has no infinity.
-        settings = {key: format_value(value) if _endless(value) else value for key, value in self.settings.items()}
-        return {**{f.name: getattr(self, f.name) for f in fields(self)}, SETTINGS_KEY: settings}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> RunSpec:
-        """Read :meth:`to_json`'s dictionary."""
-        settings = {
-            key: parsed if isinstance(value, str) and _endless(parsed := parse_value(value)) else value
-            for key, value in document.get(SETTINGS_KEY, {}).items()
-        }
-        return cls(**{**document, SETTINGS_KEY: settings})
-
     def __reduce__(self) -> tuple[Any, ...]:
-        # A mapping proxy does not copy; the class's own JSON form does.
-        return (RunSpec.from_json, (self.to_json(),))
-
-
-_EXAMPLES: Final = {"system": "topk", "task": "digits", "engine": "inprocess"}
+        # A mapping proxy does not copy; the flat form does.
+        return (RunSpec.from_run_config, (self.to_run_config(),))
 
 
 @dataclass(frozen=True)
@@ -253,13 +235,12 @@ class RoundRecord:
     replies: int = 0
     failures: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
-    # Last and with defaults: runs that were stored before clients had links of their own lack them.
     peer_payload_bytes: int = 0
     peer_wire_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able dictionary; NaN becomes ``null``, which JSON has."""
-        return {key: _null(value) for key, value in asdict(self).items()}
+        return {key: finite(value) for key, value in asdict(self).items()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> RoundRecord:
@@ -271,6 +252,11 @@ class RoundRecord:
         metrics = values.get("metrics") or {}
         values["metrics"] = {name: math.nan if value is None else value for name, value in metrics.items()}
         return cls(**values)
+
+
+def _total(column: str, meaning: str) -> property:
+    """Return the property that is a column's sum over the whole run, an int."""
+    return property(lambda result: sum(getattr(record, column) for record in result.rounds), doc=meaning)
 
 
 @dataclass
@@ -313,45 +299,22 @@ class RunResult:
         """Accuracy after the last round that was evaluated; NaN when none was."""
         return next((r.accuracy for r in reversed(self.rounds) if not math.isnan(r.accuracy)), math.nan)
 
-    @property
-    def uplink_payload_bytes(self) -> int:
-        """What the codecs (or the plain tensors) cost from clients to server, whole run."""
-        return sum(r.uplink_payload_bytes for r in self.rounds)
-
-    @property
-    def uplink_wire_bytes(self) -> int:
-        """Serialised messages from clients to server, whole run."""
-        return sum(r.uplink_wire_bytes for r in self.rounds)
-
-    @property
-    def downlink_payload_bytes(self) -> int:
-        """What the codecs (or the plain tensors) cost from server to clients, whole run."""
-        return sum(r.downlink_payload_bytes for r in self.rounds)
-
-    @property
-    def downlink_wire_bytes(self) -> int:
-        """Serialised messages from server to clients, whole run."""
-        return sum(r.downlink_wire_bytes for r in self.rounds)
-
-    @property
-    def peer_payload_bytes(self) -> int:
-        """Bodies of what clients handed to each other without the server, whole run."""
-        return sum(r.peer_payload_bytes for r in self.rounds)
-
-    @property
-    def peer_wire_bytes(self) -> int:
-        """All that clients handed to each other without the server, whole run."""
-        return sum(r.peer_wire_bytes for r in self.rounds)
+    uplink_payload_bytes = _total("uplink_payload_bytes", "From clients to server: codecs' frames, or plain tensors.")
+    uplink_wire_bytes = _total("uplink_wire_bytes", "From clients to server: serialised messages.")
+    downlink_payload_bytes = _total("downlink_payload_bytes", "From server to clients: frames, or plain tensors.")
+    downlink_wire_bytes = _total("downlink_wire_bytes", "From server to clients: serialised messages.")
+    peer_payload_bytes = _total("peer_payload_bytes", "Between clients, without the server: bodies.")
+    peer_wire_bytes = _total("peer_wire_bytes", "Between clients, without the server: all of it.")
 
     def to_json(self) -> dict[str, Any]:
         """Return everything except the arrays as a JSON-able dictionary."""
         return {
-            "spec": self.spec.to_json(),
+            "spec": self.spec.to_run_config(),
             "rounds": [record.to_json() for record in self.rounds],
             "ledger": self.ledger.to_json(),
             "seconds": self.seconds,
             "simulated_seconds": self.simulated_seconds,
-            "notes": _null(self.notes),
+            "notes": finite(self.notes),
         }
 
     def save(self, directory: str | Path) -> Path:
@@ -385,7 +348,7 @@ class RunResult:
         except (OSError, ValueError, KeyError) as error:
             raise StateError(f"no complete result in {folder}: {error}; was the run interrupted?") from error
         return cls(
-            spec=RunSpec.from_json(document["spec"]),
+            spec=RunSpec.from_run_config(document["spec"]),
             rounds=[RoundRecord.from_json(record) for record in document["rounds"]],
             arrays=arrays,
             ledger=TrafficLedger.from_json(document["ledger"]),
@@ -418,16 +381,3 @@ def load_arrays(path: Path) -> dict[str, NDArray[Any]]:
     with np.load(path, allow_pickle=False) as archive:
         names = json.loads(archive["names"].tobytes())
         return {name: archive[f"array{i}"] for i, name in enumerate(names)}
-
-
-def _endless(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def _null(value: Any) -> Any:
-    """Return ``value`` with None, JSON's null, for every NaN or infinity."""
-    if isinstance(value, Mapping):
-        return {key: _null(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_null(each) for each in value]
-    return None if _endless(value) else value

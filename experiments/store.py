@@ -19,6 +19,8 @@ moment leaves either the old or the new one.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import os
@@ -41,7 +43,7 @@ from fedcomp.experiments.spec import PRIVACY_FILE, RESULT_FILE, RoundRecord, Run
 if TYPE_CHECKING:
     from typing import Self
 
-FORMAT = 1
+FORMAT = 2
 LAST = "last"
 
 
@@ -78,8 +80,8 @@ class RunFolder:
     def keep(self, config: Config, specs: Sequence[RunSpec]) -> None:
         """Write what is asked into ``config.json``; rows keep their labels and places."""
         self.config, self.specs = config, list(specs)
-        document = {"format": FORMAT, "config": config.to_json(), "specs": [spec.to_json() for spec in specs]}
-        write_json(self.path / "config.json", document)
+        document = {"format": FORMAT, "config": config.to_json(), "specs": [spec.to_run_config() for spec in specs]}
+        write_text(self.path / "config.json", to_json_text(document) + "\n")
 
     @classmethod
     def find(cls, root: Path, run: str) -> Self:
@@ -96,10 +98,10 @@ class RunFolder:
                 raise StateError(
                     f"{file} has format {document['format']}, this version reads {FORMAT}; start a new run"
                 )
-            specs = [RunSpec.from_json(spec) for spec in document["specs"]]
+            specs = [RunSpec.from_run_config(spec) for spec in document["specs"]]
             return cls(path, Config.from_json(document["config"]), specs)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StateError(f"{file} cannot be read ({_one_line(error)}); start a new run") from error
+            raise StateError(f"{file} cannot be read ({' '.join(str(error).split())}); start a new run") from error
 
     @property
     def name(self) -> str:
@@ -111,23 +113,21 @@ class RunFolder:
 
         Settings that change no figure may differ.
         """
+        other = f"run {self.name} was started by another version of experiment {experiment.name!r}"
         if set(self.config.settings) != set(config.settings):
-            raise ConfigError(
-                f"run {self.name} was started by another version of experiment {experiment.name!r}: "
-                "its settings have other names; start a new run"
-            )
-        neutral = {key for key, option in experiment.options.items() if option.neutral}
-        for field, before, now in _differences(self.config, config):
-            if field in neutral:
-                continue
-            raise ConfigError(
-                f"run {self.name} was started with {field}={before}, not {now}; resume without it, or start a new run"
-            )
-        if [spec.to_json() for spec in specs] != [spec.to_json() for spec in self.specs]:
-            raise ConfigError(
-                f"run {self.name} was started by another version of experiment {experiment.name!r}: "
-                "its rows differ; start a new run"
-            )
+            raise ConfigError(f"{other}: its settings have other names; start a new run")
+        sizes = ("engine", "rounds", "clients", "seed")
+        pairs = {f"--{name}": (getattr(self.config, name), getattr(config, name)) for name in sizes}
+        options = (key for key, option in sorted(experiment.options.items()) if not option.neutral)
+        pairs |= {key: (self.config.settings[key], config.settings[key]) for key in options}
+        for field, (before, now) in pairs.items():
+            if before != now:
+                raise ConfigError(
+                    f"run {self.name} was started with {field}={before}, not {now}; "
+                    "resume without it, or start a new run"
+                )
+        if list(specs) != self.specs:
+            raise ConfigError(f"{other}: its rows differ; start a new run")
 
     def append(self, spec: RunSpec, record: RoundRecord) -> None:
         """Add one finished round to ``rounds.jsonl``; it is on disk when this returns."""
@@ -194,26 +194,20 @@ class RunFolder:
         return True
 
 
-@dataclass(frozen=True)
 class RowFolder:
     """The folder of one row of a run.
 
     Attributes
     ----------
     path : Path
+    checkpoint : Path
+        Where the engine keeps what it needs to continue this row.
+    privacy : Path
+        Where a private row keeps what it released; the file outlives the row's checkpoint.
     """
 
-    path: Path
-
-    @property
-    def checkpoint(self) -> Path:
-        """Where the engine keeps what it needs to continue this row."""
-        return self.path / "checkpoint"
-
-    @property
-    def privacy(self) -> Path:
-        """Where a private row keeps what it released; the file outlives the row's checkpoint."""
-        return self.path / PRIVACY_FILE
+    def __init__(self, path: Path) -> None:
+        self.path, self.checkpoint, self.privacy = path, path / "checkpoint", path / PRIVACY_FILE
 
     def save(self, result: RunResult) -> None:
         """Store the finished row and forget its checkpoint."""
@@ -264,15 +258,14 @@ class JsonLines:
 
 
 def _line(document: Mapping[str, Any]) -> str:
-    return json.dumps(_marked(document), allow_nan=False) + "\n"
+    def marked(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: marked(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [marked(each) for each in value]
+        return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
-
-def _marked(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _marked(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_marked(each) for each in value]
-    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(marked(document), allow_nan=False) + "\n"
 
 
 def _unmarked(value: dict[str, Any]) -> Any:
@@ -304,49 +297,26 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode("utf-8", "backslashreplace"))
 
 
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Replace ``path`` by ``document`` in one step; NaN and infinity become ``null``."""
-    write_text(path, to_json_text(document) + "\n")
-
-
 def to_json_text(document: Mapping[str, Any]) -> str:
     """Return ``document`` as strict JSON: NaN and infinity, which JSON lacks, become ``null``."""
     return json.dumps(finite(document), indent=2, allow_nan=False, ensure_ascii=False)
-
-
-def _differences(before: Config, now: Config) -> list[tuple[str, Any, Any]]:
-    pairs = [
-        (f"--{name}", getattr(before, name), getattr(now, name)) for name in ("engine", "rounds", "clients", "seed")
-    ]
-    keys = sorted({*before.settings, *now.settings})
-    pairs += [(key, before.settings.get(key), now.settings.get(key)) for key in keys]
-    return [(name, old, new) for name, old, new in pairs if old != new]
 
 
 def _new_directory(root: Path, name: str) -> Path:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     try:
         root.mkdir(parents=True, exist_ok=True)
-        attempt = 1
-        while True:
+        for attempt in itertools.count(1):
             path = root / (f"{stamp}-{name}" if attempt == 1 else f"{stamp}-{name}-{attempt}")
-            try:
-                # No exist_ok: of two runs started in the same second, only one gets the name.
+            # No exist_ok: of two runs started in the same second, only one gets the name.
+            with contextlib.suppress(FileExistsError):
                 path.mkdir()
-            except FileExistsError:
-                if attempt == 1 and not root.is_dir():
-                    raise
-                attempt += 1
-                continue
-            return path
+                break
     except OSError as error:
         raise ConfigError(f"cannot make a run folder in {root}: {error.strerror}; choose another with --out") from error
+    return path
 
 
 def slug(label: str) -> str:
     """Return ``label`` as a part of a file name: small letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-") or "row"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -9,23 +9,24 @@ function that returns :class:`Studied`.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from itertools import product
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fedcomp.errors import ConfigError, nearest
-from fedcomp.experiments.experiment import Curve, Experiment, Rows, Studied, read_claims, within
+from fedcomp.experiments.experiment import Curve, Experiment, Rows, Studied, read_claims
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Table, different_bytes, mean, spread
-from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, over_seeds, repetitions, table
+from fedcomp.experiments.kit import Record, Records, Sweep, curves, learning_line, over_seeds, repetitions, table
 from fedcomp.experiments.options import OF_EVERY_ROW, Config, numbers, show_value
 from fedcomp.experiments.spec import RunResult, RunSpec, parse_settings
 from fedcomp.strategies.parts import BUDGET
 
 if TYPE_CHECKING:
+    from fedcomp.experiments.central import Plan
     from fedcomp.program import System
 
 TUNING_SEED: Final = 2**32
@@ -120,18 +121,11 @@ class Found:
         return Sweep(run, axes, title, shared)(self.say, self.workers)
 
 
-@dataclass(frozen=True)
-class Quantity:
+class Quantity(NamedTuple):
     """What a row came to: a function of what was found, the row and the row compared with, and decimals in tables."""
 
     of: Callable[[Found, str, str], Value]
     digits: int | None = None
-
-
-def _share(found: Found, row: str, name: str, parts: int) -> float:
-    """A sum of the whole run, by client and round."""
-    value = found.mean(row, name)
-    return value / parts if parts else math.nan
 
 
 def _times(*names: str) -> Callable[[Found, str, str], float]:
@@ -139,11 +133,17 @@ def _times(*names: str) -> Callable[[Found, str, str], float]:
 
 
 def _part(*names: str) -> Callable[[Found, str, str], float]:
-    def part(found: Found, row: str, other: str) -> float:
-        own, whole = (sum(found.mean(each, name) for name in names) for each in (row, other or found.baseline))
-        return own / whole if whole else math.nan
+    return lambda found, row, other: found.ratio(other or found.baseline, *names, other=row)
 
-    return part
+
+def _each(name: str, *, rounds: bool = True) -> Callable[[Found, str, str], float]:
+    """A sum of the whole run, by client, and by round if ``rounds``."""
+
+    def each(found: Found, row: str, other: str) -> float:
+        parts = found.config.clients * (found.config.rounds if rounds else 1)
+        return found.mean(row, name) / parts if parts else math.nan
+
+    return each
 
 
 def _lost(found: Found, row: str, other: str) -> float:
@@ -155,10 +155,6 @@ def _differing(found: Found, row: str, other: str) -> float:
     return different_bytes(found.results[other or found.baseline].arrays, found.results[row].arrays)
 
 
-def _each(name: str) -> Callable[[Found, str, str], float]:
-    return lambda found, row, other: _share(found, row, name, found.config.clients * found.config.rounds)
-
-
 QUANTITIES: Final[Mapping[str, Quantity]] = {
     "step size": Quantity(lambda found, row, other: found.chosen[row].get("lr")),
     "test, %": Quantity(lambda found, row, other: found.mean(row, "score"), 1),
@@ -168,7 +164,7 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "points lost": Quantity(_lost, 1),
     "uplink bytes": Quantity(_each("uplink"), 0),
     "downlink bytes": Quantity(_each("downlink"), 0),
-    "last downlink bytes": Quantity(lambda found, row, other: _share(found, row, "late", found.config.clients), 0),
+    "last downlink bytes": Quantity(_each("late", rounds=False), 0),
     "peer bytes": Quantity(_each("peer"), 0),
     "bits per weight": Quantity(lambda found, row, other: 32 / found.ratio(row, "uplink"), 3),
     "times fewer up": Quantity(_times("uplink"), 1),
@@ -297,7 +293,8 @@ def run_one(training: Training, **cell: Any) -> dict[str, Any]:
 
 
 def specs_of(experiment: Experiment, config: Config) -> list[RunSpec]:
-    """Return the rows that the runner trains: none where the experiment tunes or repeats, which it does itself.
+    """Return the rows that the runner trains: none where the experiment tunes or repeats, which it does itself. Private
+    ones get the run's budget, where their own is not smaller.
 
     Raises
     ------
@@ -307,7 +304,12 @@ def specs_of(experiment: Experiment, config: Config) -> list[RunSpec]:
     training = Training.of(experiment, config)
     specs = [] if experiment.trains_itself else [training.spec(label) for label in training.rows]
     if config.budget is not None:
-        specs = [within(spec, config.budget) for spec in specs]
+        from fedcomp.experiments.systems import get_system
+
+        for i, spec in enumerate(specs):
+            if get_system(spec.system).private:
+                own = float(spec.settings.get(BUDGET, 0.0)) or math.inf
+                specs[i] = replace(spec, settings={**spec.settings, BUDGET: min(config.budget, own)})
         if not experiment.measures_privately and not any(BUDGET in spec.settings for spec in specs):
             raise ConfigError(f"experiment {experiment.name!r} has nothing that a budget could end; leave --budget out")
     return specs
@@ -315,13 +317,7 @@ def specs_of(experiment: Experiment, config: Config) -> list[RunSpec]:
 
 def fields_of(result: RunResult, last: int) -> dict[str, Any]:
     """Return what is asked of a training, JSON-able: see :meth:`Training.run`."""
-    line, so_far = [], [0, 0, 0]
-    for r in result.rounds:
-        up, down = r.uplink_payload_bytes, r.downlink_payload_bytes
-        parts = (up, up + down, r.uplink_wire_bytes + r.downlink_wire_bytes)
-        so_far = [a + b for a, b in zip(so_far, parts, strict=True)]
-        if not math.isnan(r.accuracy):
-            line.append([float(r.round), 100 * r.accuracy, *map(float, so_far)])
+    line = learning_line(result.rounds)
     return {
         "points": line,
         "score": mean([point[1] for point in line][-last:]),
@@ -350,18 +346,11 @@ def by_messages(spec: RunSpec, training: Training) -> dict[str, Any]:
 
 def without_messages(spec: RunSpec, training: Training) -> dict[str, Any]:
     """Train a row without messages, with real frames: the same model, sooner. What only messages have is None."""
-    from fedcomp.experiments.central import Plan, simulate
+    from fedcomp.experiments.central import simulate
     from fedcomp.flower.logs import quiet
 
-    if spec.system not in training.rivals:
-        plan, system = Plan.of(spec)
-    else:
-        # What is tried here only has no row in the table of systems: the plan is that of plain averaging.
-        own = {key: value for key, value in spec.settings.items() if not key.startswith("codec.")}
-        plan, _ = Plan.of(replace(spec, system="fedavg", settings=own))
-        system = rival(spec, training)
     with quiet():
-        out = simulate(plan, system)
+        out = simulate(*planned(spec, training))
     line = [(float(p.round), 100 * p.accuracy, float(p.uplink), None, None) for p in out.points]
     nothing = dict.fromkeys(("downlink", "late", "wire_up", "wire_down", "peer", "simulated", "seconds"))
     return {
@@ -373,6 +362,24 @@ def without_messages(spec: RunSpec, training: Training) -> dict[str, Any]:
         "diverged": out.diverged,
         **nothing,
     }
+
+
+def measured(spec: RunSpec, training: Training) -> dict[str, Any]:
+    """Train a row without messages and look into what was sent: :func:`fedcomp.experiments.central.measured`."""
+    from fedcomp.experiments import central
+
+    return central.measured(*planned(spec, training))
+
+
+def planned(spec: RunSpec, training: Training) -> tuple[Plan, System]:
+    """Return how a row is trained without messages, and its program."""
+    from fedcomp.experiments.central import Plan
+
+    if spec.system not in training.rivals:
+        return Plan.of(spec)
+    # What is tried here only has no row in the table of systems: the plan is that of plain averaging.
+    own = {key: value for key, value in spec.settings.items() if not key.startswith("codec.")}
+    return Plan.of(replace(spec, system="fedavg", settings=own))[0], rival(spec, training)
 
 
 def rival(spec: RunSpec, training: Training) -> System:
@@ -422,23 +429,42 @@ def findings(experiment: Experiment, config: Config, results: Mapping[str, RunRe
 
 
 def _train_all(found: Found) -> None:
-    experiment, config, say = found.experiment, found.config, found.say
-    shared = {"training": Training.of(experiment, config)}
-    labels = list(found.rows)
+    experiment, config = found.experiment, found.config
     grids = {key: numbers(str(config.settings[name])) for key, name in experiment.tune.items()}
-    places = [dict(zip(grids, values, strict=True)) for values in itertools.product(*grids.values())]
-    found.chosen = {label: {} for label in labels}
-    if grids:
-        cells = [{"label": label, **place, "seed": config.seed} for label in labels for place in places]
-        tried = Sweep(partial(run_one, tuning=True), cells, "tuning", shared)(say, found.workers)
-        found.tried = tried.groups("label")
-        found.chosen = {
-            label: {key: best[key] for key in grids}
-            for label, best in ((label, max(group, key=_worth)) for label, group in found.tried.items())
-        }
     seeds = repetitions(config) if "seeds" in config.settings else range(config.seed, config.seed + 1)
-    cells = [{"label": label, **found.chosen[label], "seed": seed} for label in labels for seed in seeds]
-    found.groups = Sweep(run_one, cells, shared=shared)(say, found.workers).groups("label")
+    found.groups, found.tried = trained(found, experiment, seeds, grids)
+    found.chosen = {label: {key: group[0][key] for key in grids} for label, group in found.groups.items()}
+
+
+def trained(
+    found: Found, experiment: Experiment, seeds: Sequence[int], grids: Mapping[str, Sequence[float]]
+) -> tuple[dict[str, Records], dict[str, Records]]:
+    """Train the rows of ``experiment``, which is that of ``found`` or one beside it, once for each seed.
+
+    Parameters
+    ----------
+    grids : mapping
+        By setting, the values of which every row by itself gets those that do best on a validation split.
+
+    Returns
+    -------
+    groups, tried : dict of str to Records
+        By row: the trainings, which hold what was chosen; and what was tried for that.
+    """
+    training = replace(Training.of(experiment, found.config), tunes=bool(grids))
+    cells = [
+        {"label": label, **dict(zip(grids, each, strict=True))}
+        for label in training.rows
+        for each in product(*grids.values())
+    ]
+    tried: dict[str, Records] = {}
+    if grids:
+        asked = [{**cell, "seed": found.config.seed} for cell in cells]
+        tried = found.sweep(partial(run_one, tuning=True), asked, "tuning", training=training).groups("label")
+        best = {label: max(group, key=_worth) for label, group in tried.items()}
+        cells = [{"label": label, **{key: best[label][key] for key in grids}} for label in training.rows]
+    asked = [{**cell, "seed": seed} for cell in cells for seed in seeds]
+    return found.sweep(run_one, asked, training=training).groups("label"), tried
 
 
 def _worth(tried: Record) -> tuple[float, ...]:
@@ -490,17 +516,16 @@ _WORDS: Final = {"lr": "step size"}
 
 
 def _curve(found: Found, each: Curve) -> Curves:
-    labels = list(each.rows or found.rows)
-    for label in labels:
+    for label in each.rows:
         if label not in found.groups:
             raise ConfigError(f"curve of {each.y!r}: no row {label!r}{nearest(label, found.groups)}")
     by_bytes = "so far" in each.x
     return curves(
         each.title or f"{each.y.partition(',')[0].capitalize()} against {each.x}",
-        [found.groups[label] for label in labels],
-        lambda group: over_seeds(group, AXES[each.x]),
-        lambda group: over_seeds(group, AXES[each.y]),
-        lambda group: next(label for label in labels if found.groups[label] is group),
+        each.rows or found.rows,
+        lambda label: over_seeds(found.groups[label], AXES[each.x]),
+        lambda label: over_seeds(found.groups[label], AXES[each.y]),
+        str,
         x_label=each.x + (", all clients" if by_bytes else ""),
         y_label=each.y,
         log_x=by_bytes,
@@ -510,12 +535,12 @@ def _curve(found: Found, each: Curve) -> Curves:
 
 
 def claims_of(found: Found) -> list[Claim]:
-    """Check an experiment's claims.
+    """Check an experiment's claims. A bound is a comparison and a number, ``<= 1.2``, or what an answer is filled with.
 
     Raises
     ------
     ConfigError
-        When one is about what nobody measured.
+        When one is about what nobody measured, or its bound has another form.
     """
     written = found.experiment.claims
     made = []
@@ -524,11 +549,14 @@ def claims_of(found: Found) -> list[Claim]:
         given = found.studied.skipped
         skipped = given.get((line.row, line.quantity), given.get(line.quantity, ""))
         value = math.nan if skipped else found.number(line.row, line.quantity)
+        bound = filled(line.bound, found)
+        op, _, number = bound.partition(" ")
         try:
-            bound = filled(line.bound, found)
-            made.append(claim(name, value, bound, line.reason, gate=line.gate, skipped=skipped))
+            made.append(Claim(name, value, op, float(number), line.reason, line.gate, skipped))
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError(
+                f"claim {name!r}: bound {bound!r} is not a comparison and a number such as '<= 1.2'"
+            ) from error
     return made
 
 

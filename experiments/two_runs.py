@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.experiments.overview import UNREADABLE, summary_entry
-from fedcomp.experiments.page import render_comparison
+from fedcomp.experiments.overview import UNREADABLE, entry_of
+from fedcomp.experiments.page import render
+from fedcomp.experiments.plots import styles
 from fedcomp.experiments.report import mark, number, percent, ratio, short_bytes
 from fedcomp.experiments.sheets import Sheet
 from fedcomp.experiments.store import locate_run
@@ -24,8 +24,7 @@ _ROW: dict[str, tuple[str, Callable[[Any], str]]] = {
 """Figures of a row that are compared: heading, and how they are shown."""
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """What two runs have and have not in common.
 
     Attributes
@@ -49,25 +48,21 @@ class Comparison:
 
     def page(self) -> str:
         """Return the HTML page, which belongs beside the folders of the runs."""
-        pairs = zip(self.summaries, self.folders, strict=True)
-        runs = [vars(summary_entry(summary, folder)) for summary, folder in pairs]
-        return render_comparison([folder.name for folder in self.folders], runs, self.verdict, self.sheets)
+        names = [folder.name for folder in self.folders]
+        runs = list(map(entry_of, self.summaries, self.folders))
+        known = styles(row[0] for sheet in self.sheets if sheet.title == "Systems" for row in sheet.rows)
+        return render("compare.html", known, names=names, runs=runs, verdict=self.verdict, sheets=self.sheets)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able document with the text of every table."""
-        return {
-            "runs": [str(folder) for folder in self.folders],
-            "verdict": self.verdict,
-            "tables": [
-                {
-                    "title": sheet.title,
-                    "columns": list(sheet.columns),
-                    "rows": [list(row) for row in sheet.rows],
-                    "differing": sorted({sheet.rows[row][0] for row, _ in sheet.differing}),
-                }
-                for sheet in self.sheets
-            ],
-        }
+        tables = [
+            {
+                **{name: getattr(sheet, name) for name in ("title", "columns", "rows")},
+                "differing": sorted({sheet.rows[row][0] for row, _ in sheet.differing}),
+            }
+            for sheet in self.sheets
+        ]
+        return {"runs": [str(folder) for folder in self.folders], "verdict": self.verdict, "tables": tables}
 
 
 def compare(root: Path, first: str, second: str) -> Comparison:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,7 +73,7 @@ def live(spec: RunSpec, world: World, *, chunk: int = 0) -> Life:
             peer=world.peer,
             deadlines=(world.share_by, world.end),
             chunk=chunk,
-            shared=PeerShards(Path(folder)) if linked else None,
+            shared=partial(share, Path(folder)) if linked else None,
         )
         # The folder is made here and is part of no specification: the result is given back with the one that was asked
         # for.
@@ -106,43 +107,32 @@ def relive(spec: RunSpec, life: Life) -> RunResult:
         return serve(spec, engine)
 
 
-class PeerShards:
-    """Takes the shards out of the peers' spools that a vanishing sender or holder kept from landing.
+def share(folder: Path, situation: Situation, trained: Trained) -> dict[int, float]:
+    """Take the shards out of the peers' spools that a vanishing sender or holder kept from landing; return when each
+    client had sent all of its own (:data:`fedcomp.flower.vanishing.Shared`).
 
-    Parameters
-    ----------
-    folder : Path
-        The root of the spools of one run.
+    Raises
+    ------
+    StateError
+        When a message asks for nothing.
     """
+    from fedcomp.flower.asks import find_ask
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __call__(self, situation: Situation, trained: Trained) -> dict[int, float]:
-        """Return when each client had sent all its shards; see :data:`fedcomp.flower.vanishing.Shared`.
-
-        Raises
-        ------
-        StateError
-            When a message asks for nothing.
-        """
-        from fedcomp.flower.asks import find_ask
-
-        root, clients = SpoolRoot(self._folder), len(situation.presence)
-        held: dict[int, dict[int, Parcel]] = {}
-        left: dict[int, float] = {}
-        for client, (start, message) in trained.items():
-            ask = find_ask(message.content)
-            if ask is None:
-                raise StateError(f"client {client} was sent no ask of a system")
-            # To those that follow it, in order (:meth:`fedcomp.coding.relay.RelayPlan.holders`).
-            relays = [(client + 1 + i) % clients for i in range(clients)]
-            for relay in set(relays) - set(held):
-                found = root.spool(relay).list(ask.session, ask.number)
-                held[relay] = {parcel.source: parcel for parcel in found}
-            sent = [(relay, held[relay][client]) for relay in relays if client in held[relay]]
-            landed, left[client] = situation.share(client, start, [(relay, len(parcel)) for relay, parcel in sent])
-            for (relay, parcel), at in zip(sent, landed, strict=True):
-                if at > situation.share_by:
-                    root.spool(relay).remove(parcel)
-        return left
+    # The root of the spools of one run, which it makes when it begins.
+    root, clients = SpoolRoot(folder), len(situation.presence)
+    held: dict[int, dict[int, Parcel]] = {}
+    left: dict[int, float] = {}
+    for client, (start, message) in trained.items():
+        ask = find_ask(message.content)
+        if ask is None:
+            raise StateError(f"client {client} was sent no ask of a system")
+        # To those that follow it, in order (:meth:`fedcomp.coding.relay.RelayPlan.holders`).
+        relays = [(client + 1 + i) % clients for i in range(clients)]
+        for relay in set(relays) - set(held):
+            held[relay] = {parcel.source: parcel for parcel in root.spool(relay).list(ask.session, ask.number)}
+        sent = [(relay, held[relay][client]) for relay in relays if client in held[relay]]
+        landed, left[client] = situation.share(client, start, [(relay, len(parcel)) for relay, parcel in sent])
+        for (relay, parcel), at in zip(sent, landed, strict=True):
+            if at > situation.share_by:
+                root.spool(relay).remove(parcel)
+    return left

@@ -119,7 +119,9 @@ def why_missing(library: str) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest of ``known``, or the list of them when none is close."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    # Users write the part after the dot: "density" for "codec.density".
+    close = [each for each in names if each.rpartition(".")[2] == name] if name else []
+    close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(names)}" if names else "; none are known"

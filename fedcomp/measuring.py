@@ -13,7 +13,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, median
@@ -76,16 +76,19 @@ class Claim:
 
     def to_json(self) -> dict[str, Any]:
         """Return the claim as a JSON-able dictionary."""
-        return {
-            "name": self.name,
-            "value": self.value,
-            "bound": self.bound,
-            "op": self.op,
-            "ok": self.ok,
-            "gate": self.gate,
-            "source": self.source,
-            "skipped": self.skipped,
-        }
+        return {**asdict(self), "ok": self.ok}
+
+
+UNMEASURED: Final = "not measured"
+"""The word for a claim that was skipped, and for a figure that is missing."""
+
+
+def mark(claim: Mapping[str, Any]) -> str:
+    """Return how a claim's document ended: ``"holds"``, ``"FAILED"``, ``"missed"`` for a goal, which decides no exit
+    code, or ``"not measured"``."""
+    if claim["ok"] is None:
+        return UNMEASURED
+    return "holds" if claim["ok"] else "FAILED" if claim["gate"] else "missed"
 
 
 class Prepared(NamedTuple):

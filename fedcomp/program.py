@@ -242,14 +242,13 @@ class Now:
         """Nodes with an ask that is repeated until they answer, and how often it has gone out."""
         return {node: stamped.times for node, stamped in self.mailbox.asked.items()}
 
-    def origin(self, node: int) -> Origin:
-        """Return what a node trained from."""
-        return self.origins.get(node) or Origin(self.number, self.model)
-
     def changed(self, codec: Codec, given: Given) -> Vector:
         """Return a contribution as a change: a lossless codec's frames hold models."""
         vector = codec.decode(given.frame, self.layout) if given.update is None else given.update
-        return vector - self.origin(given.node).model if codec.lossless else vector
+        if not codec.lossless:
+            return vector
+        origin = self.origins.get(given.node)
+        return vector - (self.model if origin is None else origin.model)
 
     @cached_property
     def model(self) -> Vector:
@@ -263,8 +262,9 @@ class Now:
     def verified(self, codec: Codec, given: Sequence[Given]) -> list[Given]:
         """Return the contributions whose frames are what ``codec`` would send, parsed; refuse the others one by one."""
         good = []
-        # Parsed once, as far as the size of a model goes; beyond it memory would grow with the number of clients.
-        room = 4 * self.layout.size
+        # Parsed once, as far as the bytes of a quarter of the model go: beyond it memory would grow with the number of
+        # clients, and the others are parsed again when they are added.
+        room = self.layout.size
         for g in given:
             try:
                 # Every comparison with NaN is false.
@@ -274,7 +274,8 @@ class Now:
                     self.seen(g.node, codec, g.update)
                     good.append(g)
                     continue
-                key = Key(self.seed, "uplink", self.origin(g.node).number, g.node)
+                asked_in = self.origins[g.node].number if g.node in self.origins else self.number
+                key = Key(self.seed, "uplink", asked_in, g.node)
                 bundle = codec.verify(g.frame, self.layout, key)
                 self.seen(g.node, codec, bundle)
             except FedcompError as why:

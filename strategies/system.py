@@ -115,7 +115,7 @@ class System:
         known = self.known_settings()
         for key in settings:
             if key not in known and not key.startswith(self.prefixes):
-                raise ConfigError(f"system {self.name!r} has no setting {key!r}{_nearest_setting(key, known)}")
+                raise ConfigError(f"system {self.name!r} has no setting {key!r}{nearest(key, known)}")
         all_examples = "topology" in self.needs or self.needs.get("task") == "graph"
         rules = {**_RULES, **_ALL_EXAMPLES} if all_examples else _RULES
         # Below a prefix no type is declared: the part that gets them checks them.
@@ -182,14 +182,6 @@ def refuse_others(settings: Settings, only: Settings, why: str, *, where: str = 
     for key, default in only.items():
         if settings[key] != default:
             raise ConfigError(f"{key}={settings[key]!r} does not fit{where}: {why}")
-
-
-def _nearest_setting(key: str, known: Settings) -> str:
-    # Users write the part after the dot ("density"), so that is looked for as well.
-    for name in known:
-        if name.rpartition(".")[2] == key:
-            return f"; did you mean {name!r}?"
-    return nearest(key, known)
 
 
 _RULES: Final[Mapping[str, Rule]] = MappingProxyType(

@@ -6,7 +6,6 @@ import os
 import ssl
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,12 +59,8 @@ class Site:
         return self.start(name, [*command, *options], self.path / name)
 
     def until(self, child: Child, text: str, seconds: float = 120.0) -> str:
-        deadline = time.monotonic() + seconds
-        while text not in (found := child.log.read_text(errors="replace")):
-            child.require_running()
-            assert time.monotonic() < deadline, found
-            time.sleep(0.1)
-        return found
+        child.wait_until(lambda: text in child.log.read_text(errors="replace"), f"did not say {text!r}", seconds)
+        return child.log.read_text(errors="replace")
 
     def ended(self, child: Child, seconds: float = 90.0) -> str:
         """Return what ``child`` printed before it ended by itself, with a status that is no success."""

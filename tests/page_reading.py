@@ -7,6 +7,7 @@ belong to it.
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from collections.abc import Iterator
@@ -79,6 +80,7 @@ def blocks(path: Path) -> list[Block]:
     return [Block(name(path), *block) for block in sorted([*found, *plain], key=lambda block: block[0])]
 
 
+@functools.cache
 def commands(path: Path) -> list[Command]:
     """Return the commands of a page, in order."""
     text = path.read_text(encoding="utf-8")

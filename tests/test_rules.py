@@ -250,7 +250,6 @@ WITHOUT_A_RULE = {
     "CohortSettings": "train_metrics_aggr_fn evaluate_metrics_aggr_fn",  # functions
     "Compute": "key",  # an object
     "Directions": "key",  # an object
-    "EdenTopK": "values bits",  # EDEN and top-k check them, which it makes
     "EndsDense": "others",  # a function
     "Event": "label",  # any text, of a ledger of any age
     "GossipSettings": "watch spool",  # a function; a path

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from fedcomp.measuring import conclude, run
+from fedcomp.measuring import UNMEASURED, conclude, mark, run
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "python -m coding.bench") -> int:
@@ -43,38 +44,26 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m co
 def text_of(result: Mapping[str, Any]) -> str:
     """Return the result for people: measurements part by part, then claims, then a verdict."""
     lines = []
-    for part in dict.fromkeys(row["part"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["part"] == part]
-        lines += [part, *_aligned([[*map(str, list(row.values())[1:])] for row in rows], list(rows[0])[1:]), ""]
-    table = []
-    gated = any(claim["gate"] for claim in result["claims"])  # else there is nothing to tell goals from
-    for claim in result["claims"]:
+    for part, rows in itertools.groupby(result["rows"], lambda row: row["part"]):
+        shown = [list(row.items())[1:] for row in rows]
+        lines += [part, *_aligned([[name for name, _ in shown[0]], *([str(v) for _, v in row] for row in shown)]), ""]
+    table, claims = [["", "claim", "value", "bound"]], result["claims"]
+    gated = any(claim["gate"] for claim in claims)  # else there is nothing to tell goals from
+    for claim in claims:
         value = claim["skipped"] or ("NaN" if claim["value"] is None else f"{claim['value']:.3g}")
         goal = " (goal)" if gated and not claim["gate"] and claim["ok"] is not None else ""
-        table.append([_ended(claim), claim["name"] + goal, value, f"{claim['op']} {claim['bound']:g}"])
-    lines += ["claims", *_aligned(table, ["", "claim", "value", "bound"]), ""]
-    failed = [claim["name"] for claim in result["claims"] if claim["gate"] and claim["ok"] is False]
-    skipped = sum(claim["ok"] is None for claim in result["claims"])
-    known = result["environment"]
-    lines.append(f"tier {known['tier']} on {known['cpu']}; ISA-L: {', '.join(known['isal']) or 'not installed'}")
-    lines.append(
-        f"{len(failed)} claims that gate failed, {skipped} of {len(result['claims'])} claims were not measured"
-        if failed or skipped
-        else "every claim that gates holds"
-    )
-    return "\n".join(lines)
+        table.append([mark(claim), claim["name"] + goal, value, f"{claim['op']} {claim['bound']:g}"])
+    known, ended = result["environment"], [row[0] for row in table]
+    failed, skipped = ended.count("FAILED"), ended.count(UNMEASURED)
+    told = f"{failed} claims that gate failed, {skipped} of {len(claims)} claims were not measured"
+    verdict = told if failed or skipped else "every claim that gates holds"
+    tier = f"tier {known['tier']} on {known['cpu']}; ISA-L: {', '.join(known['isal']) or 'not installed'}"
+    return "\n".join([*lines, "claims", *_aligned(table), "", tier, verdict])
 
 
-def _ended(claim: Mapping[str, Any]) -> str:
-    """Return how a claim ended, in the words of :mod:`fedcomp.experiments.report`, a layer above this one."""
-    if claim["ok"] is None:
-        return "not measured"
-    return "holds" if claim["ok"] else "FAILED" if claim["gate"] else "missed"
-
-
-def _aligned(rows: Sequence[Sequence[str]], heads: Sequence[str]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    return ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in (heads, *rows)]
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 if __name__ == "__main__":

@@ -77,10 +77,6 @@ def _case(
     return timed(text, calls, size.repetitions, row, bounds, sample=size.sample)
 
 
-def _product(tier: str, a: Bytes, b: Bytes, out: Bytes) -> Callable[[], object]:
-    return lambda: kernels.matmul(a, b, out, tier=tier)
-
-
 def _libraries(a: Bytes, b: Bytes, out: Bytes) -> dict[str, Callable[[], object]]:
     """Return calls of every copy of ISA-L there is: with tables and addresses made beforehand, and for every product.
 
@@ -94,7 +90,7 @@ def _libraries(a: Bytes, b: Bytes, out: Bytes) -> dict[str, Callable[[], object]
 
 
 def _best(a: Bytes, b: Bytes, out: Bytes) -> dict[str, Callable[[], object]]:
-    return {kernels.best_tier(): _product("auto", a, b, out), **_libraries(a, b, out)}
+    return {kernels.best_tier(): partial(kernels.matmul, a, b, out), **_libraries(a, b, out)}
 
 
 def _table(a: Bytes, b: Bytes, out: Bytes) -> Callable[[], object]:
@@ -132,19 +128,16 @@ def _galois(order: int, a: NDArray[Any], b: NDArray[Any]) -> Callable[[], object
     return lambda: left @ right
 
 
-def _copy(b: Bytes) -> Callable[[], object]:
-    room = np.empty_like(b)
-    return lambda: np.copyto(room, b)
-
-
 def encoding(size: Size) -> Iterator[Case]:
     """K coded symbols of a generation of K, dense coefficients: every tier, and what else there is."""
     for k in SYMBOLS:
         a, b, out = _matrices(k, k, size.generation // k)
         # ISA-L follows, once for every copy there is and with its tables made beforehand.
-        calls = {tier: _product(tier, a, b, out) for tier in kernels.tiers() if tier != "isal"}
+        calls: dict[str, Callable[[], object]] = {
+            tier: partial(kernels.matmul, a, b, out, tier=tier) for tier in kernels.tiers() if tier != "isal"
+        }
         calls |= _libraries(a, b, out)
-        calls |= {"numpy table, take and XOR": _table(a, b, out), "memcpy": _copy(b)}
+        calls |= {"numpy table, take and XOR": _table(a, b, out), "memcpy": partial(np.copyto, np.empty_like(b), b)}
         peers = {"galois": _galois(256, a, b), "zfec": _zfec(k, b)}
         calls |= {name: call for name, call in peers.items() if call is not None}
         yield _case("encode", k, k, b.size, calls, size, _encoding_bounds(calls, k))
@@ -165,10 +158,8 @@ def _encoding_bounds(calls: Calls, k: int) -> list[Bound]:
     bounds = []
     for tier, other, bound, gate in goals:
         name = f"encode, K = {k}: {tier} times as fast as {other}{'' if gate else ' (stretch)'}"
-        skipped = ""
-        if tier not in calls:
-            skipped = kernels.why_not(tier)
-        elif other not in calls:
+        skipped = "" if tier in calls else kernels.why_not(tier)
+        if not skipped and other not in calls:
             skipped = kernels.why_not("isal") if other == "ISA-L" else why_missing(other)
         bounds.append(Bound(name, f"{other} / {tier}", f">= {bound}", GOAL, gate, skipped=skipped))
     return bounds
@@ -178,7 +169,7 @@ def many_symbols(size: Size) -> Iterator[Case]:
     """Where products become slow: their time grows with K, beside that of a payload's bytes."""
     for k in (64, MOST_SYMBOLS, 2 * MOST_SYMBOLS, 4 * MOST_SYMBOLS):
         a, b, out = _matrices(k, k, max(1, 8 * size.generation // k))
-        yield _case("many symbols", k, k, b.size, {kernels.best_tier(): _product("auto", a, b, out)}, size)
+        yield _case("many symbols", k, k, b.size, {kernels.best_tier(): partial(kernels.matmul, a, b, out)}, size)
 
 
 def small_generations(size: Size) -> Iterator[Case]:

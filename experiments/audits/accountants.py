@@ -22,6 +22,9 @@ DELTA: Final = 1e-5
 TOLERANCE: Final = 0.002
 """Differences of epsilon below this one are those of numerics."""
 
+Costs = tuple[float | None, ...]
+"""Epsilons at :data:`DELTA`, None of events that one does not know."""
+
 COLUMNS: Final = ("ours", "Opacus RDP", "Opacus PRV", "dp-accounting RDP", "dp-accounting PLD")
 
 
@@ -42,6 +45,61 @@ class Case:
     stays: str = ""
     singly: bool = False
     relation: str = "ADD_OR_REMOVE_ONE"
+
+    def verdict(self, epsilons: Costs) -> str:
+        """Return what follows for our own accountant from what the case costs by each of :data:`COLUMNS`."""
+        own, *others = epsilons
+        known = {name: found for name, found in zip(COLUMNS[1:], others, strict=True) if found is not None}
+        if own is None:
+            return "nothing here draws such noise"
+        if not known:
+            return "stays: no other one knows it"
+        name, best = min(known.items(), key=lambda item: item[1])
+        if best >= own - TOLERANCE:
+            return f"stays: none is tighter ({name} {best - own:+.4f})"
+        return f"{name} is {own - best:.3f} tighter; stays: {self.stays or 'TO BE REPLACED'}"
+
+    def costs(self) -> Costs:
+        """Return what it costs by each of :data:`COLUMNS`."""
+        own = None if self.ours is None else compose([self.ours] * self.times, DELTA).epsilon
+        return (own, *self._by_opacus(), *(self.by_google() if installed() else (None, None)))
+
+    def _by_opacus(self) -> Costs:
+        if self.opacus is None:
+            return None, None
+        from opacus.accountants import PRVAccountant, RDPAccountant
+
+        found = []
+        for accountant in (RDPAccountant(), PRVAccountant()):
+            accountant.history = [(*self.opacus, self.times)]
+            with warnings.catch_warnings():
+                # Its orders end where the figure would still fall a little.
+                warnings.simplefilter("ignore")
+                found.append(float(accountant.get_epsilon(DELTA)))
+        return tuple(found)
+
+    def by_google(self) -> Costs:
+        """Return the epsilons by dp-accounting's RDP and PLD."""
+        if self.google is None:
+            return None, None
+        import dp_accounting
+        from dp_accounting import pld, rdp
+
+        found: list[float | None] = []
+        relation, event = dp_accounting.NeighboringRelation[self.relation], self.google(dp_accounting)
+        for accountant in (
+            rdp.RdpAccountant(neighboring_relation=relation),
+            pld.PLDAccountant(neighboring_relation=relation),
+        ):
+            if not accountant.supports(event):
+                found.append(None)
+                continue
+            # One by one where the number of times is not heeded (:data:`RESPONSE`).
+            for _ in range(self.times if self.singly else 1):
+                accountant.compose(event, 1 if self.singly else self.times)
+            epsilon = float(accountant.get_epsilon(DELTA))
+            found.append(epsilon if math.isfinite(epsilon) else None)
+        return tuple(found)
 
 
 def _sampled(noise_multiplier: float, rate: float, times: int) -> Case:
@@ -80,105 +138,22 @@ CASES: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """What a case costs by each of :data:`COLUMNS`: epsilon at :data:`DELTA`, None of events that one does not know."""
-
-    case: Case
-    epsilons: tuple[float | None, ...]
-
-    @property
-    def verdict(self) -> str:
-        """What follows for our own accountant."""
-        own, *others = self.epsilons
-        known = {name: found for name, found in zip(COLUMNS[1:], others, strict=True) if found is not None}
-        if own is None:
-            return "nothing here draws such noise"
-        if not known:
-            return "stays: no other one knows it"
-        name, best = min(known.items(), key=lambda item: item[1])
-        if best >= own - TOLERANCE:
-            return f"stays: none is tighter ({name} {best - own:+.4f})"
-        return f"{name} is {own - best:.3f} tighter; stays: {self.case.stays or 'TO BE REPLACED'}"
-
-
 def installed() -> bool:
     """Whether dp-accounting can be compared with."""
     return importlib.util.find_spec("dp_accounting") is not None
 
 
-def table(cases: Sequence[Case] = CASES) -> list[Row]:
-    """Return what each case costs by each accountant."""
-    with_google = installed()
-    return [
-        Row(case, (_ours(case), *_of_opacus(case), *(_of_google(case) if with_google else (None, None))))
-        for case in cases
-    ]
-
-
-def counted_once() -> tuple[float | None, float | None]:
-    """Return the epsilon of :data:`RESPONSE` by dp-accounting's PLD, composed by its number and one by one: the same,
-    where the number is heeded."""
-    return _of_google(replace(RESPONSE, singly=False))[1], _of_google(RESPONSE)[1]
-
-
-def lines(rows: Sequence[Row]) -> list[str]:
-    """Return the table as Markdown."""
-    out = [
-        f"| event, at delta {DELTA:g} | times | {' | '.join(COLUMNS)} | verdict |",
-        f"|---|---|{'---|' * len(COLUMNS)}---|",
-    ]
-    for row in rows:
-        shown = ["-" if found is None else f"{found:.4f}" for found in row.epsilons]
-        out.append(f"| {row.case.name} | {row.case.times} | {' | '.join(shown)} | {row.verdict} |")
-    return out
-
-
-def _ours(case: Case) -> float | None:
-    return None if case.ours is None else compose([case.ours] * case.times, DELTA).epsilon
-
-
-def _of_opacus(case: Case) -> tuple[float | None, float | None]:
-    if case.opacus is None:
-        return None, None
-    from opacus.accountants import PRVAccountant, RDPAccountant
-
-    found = []
-    for accountant in (RDPAccountant(), PRVAccountant()):
-        accountant.history = [(*case.opacus, case.times)]
-        with warnings.catch_warnings():
-            # Its orders end where the figure would still fall a little.
-            warnings.simplefilter("ignore")
-            found.append(float(accountant.get_epsilon(DELTA)))
-    return found[0], found[1]
-
-
-def _of_google(case: Case) -> tuple[float | None, float | None]:
-    if case.google is None:
-        return None, None
-    import dp_accounting
-    from dp_accounting import pld, rdp
-
-    found: list[float | None] = []
-    relation = dp_accounting.NeighboringRelation[case.relation]
-    for kind in (rdp.RdpAccountant, pld.PLDAccountant):
-        accountant, event = kind(neighboring_relation=relation), case.google(dp_accounting)
-        if not accountant.supports(event):
-            found.append(None)
-            continue
-        # One by one where the number of times is not heeded (:func:`counted_once`).
-        for _ in range(case.times if case.singly else 1):
-            accountant.compose(event, 1 if case.singly else case.times)
-        epsilon = float(accountant.get_epsilon(DELTA))
-        found.append(epsilon if math.isfinite(epsilon) else None)
-    return found[0], found[1]
-
-
-def main() -> int:
-    """Print the table."""
-    print("\n".join(lines(table())))
+def main(cases: Sequence[Case] = CASES) -> int:
+    """Print the table as Markdown."""
+    print(f"| event, at delta {DELTA:g} | times | {' | '.join(COLUMNS)} | verdict |")
+    print(f"|---|---|{'---|' * len(COLUMNS)}---|")
+    for case in cases:
+        costs = case.costs()
+        shown = ["-" if found is None else f"{found:.4f}" for found in costs]
+        print(f"| {case.name} | {case.times} | {' | '.join(shown)} | {case.verdict(costs)} |")
     if installed():
-        print("\ndp-accounting's PLD of 10 randomised responses: {:.4f}, {:.4f} one by one.".format(*counted_once()))
+        by_number, singly = (replace(RESPONSE, singly=way).by_google()[1] for way in (False, True))
+        print(f"\ndp-accounting's PLD of 10 randomised responses: {by_number:.4f}, {singly:.4f} one by one.")
     else:
         print("\ndp-accounting is not installed, so that its columns are empty: pip install '.[dp]'")
     return 0

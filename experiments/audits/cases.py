@@ -1,4 +1,4 @@
-"""The subjects of the audit: mechanisms and strategies as they are, each with the worst pair of data sets we found."""
+"""Mechanisms and simple strategies under audit as they are, each with the worst pair of data sets we found."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.experiments.audits.rounds import ClientReply, RoundReading, Rounds, mean
-from fedcomp.experiments.audits.subjects import Subject, Sums, Worlds
+from fedcomp.experiments.audits.subjects import ClientReply, Subject, Worlds, mean, rounds, sums
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.audit import adversarial
 from fedcomp.privacy.events import Adjacency
@@ -40,8 +39,9 @@ WIDTH: Final = 64
 """Floats of the model."""
 
 
-def updates(count: int, width: int, *, length: float) -> list[Float32]:
-    """Return random updates of this L2 length, float32."""
+def updates(count: int, width: int = WIDTH, *, length: float = 1.5 * CLIP) -> list[Float32]:
+    """Return random updates of this L2 length, float32: half as long again as the clip norm, so that the others are
+    clipped, too."""
     # A fixed key: worlds are part of the audit, and its seed changes the noise only.
     draws = Key(0, "audit updates").generator().standard_normal((count, width))
     return [(length * draw / np.linalg.norm(draw)).astype(np.float32) for draw in draws]
@@ -61,18 +61,12 @@ def worlds(
     """Return both worlds, without and with the canary of a participant, or with ``other`` in its place for "replace";
     and pairs for tier A: every contribution tried there or not, or against the next one, its opposite."""
     held = list(base)
-    replaced = adjacency == "replace"
+    if adjacency != "replace":
+        return Worlds(held, [*held, (place, canary)], [(held, [*held, (place, one)]) for one in tried])
     # Contributions come in pairs, each before its opposite: the farthest that an exchange can move a sum.
     twos = zip(tried[::2], tried[1::2], strict=False)
-    pairs = (
-        [([*held, (place, a)], [*held, (place, b)]) for a, b in twos]
-        if replaced
-        else [(held, [*held, (place, one)]) for one in tried]
-    )
-    return Worlds([*held, (place, other)] if replaced else held, [*held, (place, canary)], pairs)
-
-
-# Mechanisms alone.
+    pairs = [([*held, (place, a)], [*held, (place, b)]) for a, b in twos]
+    return Worlds([*held, (place, other)], [*held, (place, canary)], pairs)
 
 
 def votes_sum(
@@ -84,7 +78,7 @@ def votes_sum(
     width: int = 200,
     k: int = 20,
     rows: int = 0,
-) -> Sums:
+) -> Subject:
     """Return a sum of votes; ``rows`` makes each a release of its own."""
     shape = (rows, width) if rows else (width,)
     mechanism = kind(noise_multiplier=z, adjacency=adjacency, noise=noise, k=k, shape=shape, by_row=rows > 0)
@@ -92,11 +86,10 @@ def votes_sum(
     def contribution(place: int) -> Int8:
         return np.stack([vote(100 * place + row, width, k) for row in range(rows)]) if rows else vote(place, width, k)
 
-    base = [(place, contribution(place)) for place in range(3)]
-    canary = contribution(9)
+    base, canary = [(place, contribution(place)) for place in range(3)], contribution(9)
     tried = [sign * contribution(place) for place in range(10, 14) for sign in (1, -1)]
     name = f"votes{' by row' if rows else ''}, {adjacency}, {noise.replace('_', ' ')}"
-    return Sums(name, mechanism, shape, worlds(adjacency, base, 9, tried, canary, -canary))
+    return sums(name, mechanism, shape, worlds(adjacency, base, 9, tried, canary, -canary))
 
 
 def grid_sum(
@@ -106,23 +99,18 @@ def grid_sum(
     z: float = 1.0,
     noise: str = "discrete_gaussian",
     width: int = 50,
-) -> Sums:
+) -> Subject:
     """Return a sum of clipped vectors."""
     mechanism = kind(noise_multiplier=z, adjacency=adjacency, noise=noise, clip=CLIP, size=width)
-    # Half as long again as the clip norm: the others are clipped, too.
-    base = list(enumerate(updates(3, width, length=1.5 * CLIP)))
     tried = adversarial(width, CLIP, Key(0, "adversarial"), count=8)
-    name = f"clipped vectors, {adjacency}, {noise.replace('_', ' ')}"
-    return Sums(name, mechanism, (width,), worlds(adjacency, base, 9, tried, tried[0], tried[1]))
+    both = worlds(adjacency, list(enumerate(updates(3, width))), 9, tried, tried[0], tried[1])
+    return sums(f"clipped vectors, {adjacency}, {noise.replace('_', ' ')}", mechanism, (width,), both)
 
 
-# Strategies.
-
-
-def promise(z: float | None, seed: int, default: float = 1.0, **more: Any) -> dict[str, Any]:
-    """Return the arguments that every private strategy has."""
+def promise(z: float | None, seed: int, **more: Any) -> dict[str, Any]:
+    """Return the arguments that every private strategy has; its noise multiplier is 1 unless one is given."""
     return {
-        "noise_multiplier": default if z is None else z,
+        "noise_multiplier": 1.0 if z is None else z,
         "population": EXPECTED,
         "insecure_deterministic": True,
         "seed": seed,
@@ -146,41 +134,37 @@ def dp_fedavg(
     adjacency: Adjacency = "zero_out",
     *,
     kind: Callable[..., PrivateStrategy] = DpFedAvg,
-    z: float = 1.0,
-    noise: str = "discrete_gaussian",
     messages: bool = False,
     canary: Any = None,
-) -> Rounds:
+) -> Subject:
     """Return DP-FedAvg on updates (or messages) of half the clients that were expected.
 
     A ``canary`` of the caller's is the only contribution that is tried.
     """
 
     def make(given: float | None, seed: int) -> PrivateStrategy:
-        return kind(mean(), clip=CLIP, **promise(given, seed, z, adjacency=adjacency, noise=noise))
+        return kind(mean(), clip=CLIP, **promise(given, seed, adjacency=adjacency))
 
-    found = canaries()
-    last = NODES - 1
-    base: list[tuple[int, Any]] = list(enumerate(updates(last, WIDTH, length=1.5 * CLIP)))
+    found, last = canaries(), NODES - 1
+    base: list[tuple[int, Any]] = list(enumerate(updates(last)))
     spare: Any = found[0] if canary is None else canary
     other: Any = -found[0]
-    tried: list[Any] = list(found)
+    tried: list[Any] = found if canary is None else []
     if messages:
         base = [(i, ClientReply(update, examples=1 + 5 * i, loss=float(i), buffers=i)) for i, update in base]
         # The canary reports all it can besides its update: many examples, a large loss, other buffers.
-        spare = ClientReply(found[0], examples=1000, loss=50.0, buffers=40) if canary is None else canary
-        other = ClientReply(-found[0], examples=1, loss=0.0, buffers=0)
-        tried = [ClientReply(one, examples=100, loss=3.0, buffers=7) for one in found]
-    both = worlds(adjacency, base, last, tried if canary is None else [], spare, other)
-    name = f"DP-FedAvg, {adjacency}{', replies' if messages else ''}"
-    return Rounds(name, make, both, MODEL, NODES, messages=messages)
+        spare = ClientReply(spare, examples=1000, loss=50.0, buffers=40)
+        other = ClientReply(other, examples=1, loss=0.0, buffers=0)
+        tried = [ClientReply(one, examples=100, loss=3.0, buffers=7) for one in tried]
+    name, both = f"DP-FedAvg, {adjacency}{', replies' if messages else ''}", (base, last, tried, spare, other)
+    return rounds(name, make, worlds(adjacency, *both), MODEL, NODES, messages=messages)
 
 
 SHARE_NOISE: Final = 0.8
 """Standard deviation of the noise on the count of norm bits, in clients."""
 
 
-def adaptive(*, kind: type[DpFedAvg] = DpFedAvg) -> Rounds:
+def adaptive(*, kind: type[DpFedAvg] = DpFedAvg) -> Subject:
     """Return DP-FedAvg with adaptive clipping: what a round releases is the sum, and the share within the clip norm.
 
     The share is read off the clip norm, which moves by it.
@@ -190,38 +174,55 @@ def adaptive(*, kind: type[DpFedAvg] = DpFedAvg) -> Rounds:
     def make(given: float | None, seed: int) -> PrivateStrategy:
         return kind(mean(), clip=rule, **promise(given, seed))
 
-    def share(strategy: PrivateStrategy) -> list[float]:
-        assert isinstance(strategy, DpFedAvg)
+    def share(strategy: DpFedAvg) -> list[float]:
         # The rule moves the logarithm of the clip norm by its rate times the share beyond the quantile: solved for the
         # share.
         moved = -math.log(strategy.clip / strategy.clips[max(strategy.clips)]) / rule.rate
         return [(moved + rule.quantile) * EXPECTED]
 
-    base = list(enumerate(updates(NODES - 1, WIDTH, length=1.5 * CLIP)))
     # At the clip norm, and not beyond it: a whole contribution, and a bit that says "within".
     canary = np.zeros(WIDTH, np.float32)
     canary[0] = CLIP
+    base = list(enumerate(updates(NODES - 1)))
     both = worlds("zero_out", base, NODES - 1, [canary, -canary, *canaries()], canary, None)
-    reading = RoundReading(further=share, further_scale=(SHARE_NOISE,))
-    return Rounds("DP-FedAvg, adaptive clip", make, both, MODEL, NODES, reading)
+    return rounds("DP-FedAvg, adaptive clip", make, both, MODEL, NODES, told=share, told_scale=(SHARE_NOISE,))
 
 
-BALLOT: Final = TopkSign(k=8)
+def spread_norms(count: int) -> list[float]:
+    """Return update norms with median 1, between about 0.6 and 1.6."""
+    places = (np.arange(count) + 0.5) / count
+    # Quantiles of a logistic distribution of the logarithms (1.702 makes it close to a normal one): median exactly 1,
+    # no random draw.
+    return [float(n) for n in np.exp(0.25 * np.log(places / (1.0 - places)) / 1.702)]
 
 
-def topagg(adjacency: Adjacency = "zero_out", *, kind: type[TopAgg] = TopAgg, z: float = 1.0, **more: Any) -> Rounds:
+def tracked(kind: type[DpFedAvg], *, start: float = 0.5, count: int = 60) -> list[float]:
+    """Return the clip norms, over ``count`` rounds, of a strategy without noise whose clients' updates have a median
+    norm of 1."""
+    rows = [(place, np.array([norm, 0, 0, 0], np.float32)) for place, norm in enumerate(spread_norms(20))]
+
+    def make(given: float | None, seed: int) -> DpFedAvg:
+        said = promise(given, seed) | {"population": len(rows)}
+        return kind(mean(), clip=AdaptiveClip(initial=start), **said)
+
+    both, model = Worlds(rows, rows), {"w": np.zeros(4, np.float32)}
+    read: Any = {"told": lambda strategy: [strategy.clip], "told_scale": (1.0,)}
+    subject = rounds("clip norm", make, both, model, len(rows), **read)
+    return [start, *subject.run(rows, 1, rounds=count, noisy=False)[0, :, -1].tolist()]
+
+
+def topagg(adjacency: Adjacency = "zero_out") -> Subject:
     """Return TopAgg on decoded votes; the outcome is the mean, of which the noisy sum can be read."""
 
     def make(given: float | None, seed: int) -> PrivateStrategy:
-        return kind(mean(), BALLOT, server_lr=1.0, **promise(given, seed, z, adjacency=adjacency, **more))
+        return TopAgg(mean(), TopkSign(k=8), server_lr=1.0, **promise(given, seed, adjacency=adjacency))
 
-    base = [(place, vote(place, WIDTH, 8).astype(np.float32)) for place in range(NODES - 1)]
-    canary = vote(9, WIDTH, 8).astype(np.float32)
-    tried = [sign * vote(place, WIDTH, 8).astype(np.float32) for place in range(10, 14) for sign in (1, -1)]
+    votes = [vote(place, WIDTH, 8).astype(np.float32) for place in range(14)]
+    canary, tried = votes[9], [sign * one for one in votes[10:] for sign in (1, -1)]
     # Invalid votes must not be counted: two of a vote, and one vote too many.
     tried += [2.0 * canary, np.ones(WIDTH, np.float32)]
-    both = worlds(adjacency, base, NODES - 1, tried, canary, -canary)
-    return Rounds(f"TopAgg, {adjacency}", make, both, MODEL, NODES)
+    both = worlds(adjacency, list(enumerate(votes[: NODES - 1])), NODES - 1, tried, canary, -canary)
+    return rounds(f"TopAgg, {adjacency}", make, both, MODEL, NODES)
 
 
 SUBJECTS: Final[dict[str, Callable[[], Subject]]] = {

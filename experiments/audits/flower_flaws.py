@@ -10,231 +10,175 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import flwr
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.clientapp.mod import LocalDpMod
-from flwr.serverapp.strategy import (
-    DifferentialPrivacyServerSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
-    Strategy,
-)
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideAdaptiveClipping as Adaptive
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping as Fixed
+from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from fedcomp.experiments.audits.rounds import mean, nobody, reply_by_hand
+from fedcomp.experiments.audits.cases import spread_norms, tracked
+from fedcomp.experiments.audits.subjects import DELTA, mean, nobody, reply_by_hand
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.logs import quiet
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.audit import off_grid
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
-Named = Mapping[str, NDArray[Any]]
-Arrays = dict[str, NDArray[Any]]
+Arrays = Mapping[str, NDArray[Any]]
 
 CLIENTS: Final = 20
 WIDE: Final = 100_000
 """Coordinates where a standard deviation is measured: its relative error is 0.2 %."""
 
-# Flower's own defaults, as a user who sets nothing has them.
-LR: Final = 0.2
-QUANTILE: Final = 0.5
+STARTS: Final = (0.1, 0.9, 1.2, 5.0)
+"""First clip norms of clients whose updates have a median norm of 1: below, near and far above the right one, which a
+rule that works reaches from each of them."""
+
+SMALL: Final[Arrays] = {"w": np.zeros(4, np.float32)}
+ONES: Final[Arrays] = {"w": np.ones(4, np.float32)}
+LARGE: Final[Arrays] = {"w": np.zeros(WIDE, np.float32)}
+UNIT: Final[Arrays] = {"w": np.eye(1, WIDE, dtype=np.float32)[0]}
+"""An update of norm 1 in the first coordinate: the others hold noise alone."""
 
 
 def play(
-    strategy: Strategy,
-    clients: int,
-    model: Named,
-    replies: Sequence[Named],
-    *,
-    examples: Sequence[int] = (),
-    metrics: Sequence[float] = (),
-) -> tuple[Arrays | None, dict[str, Any]]:
-    """Return what a strategy makes of one round's replies: arrays and metrics."""
+    strategy: Strategy, clients: int, model: Arrays, replies: Sequence[Arrays], metrics: Sequence[dict[str, Any]] = ()
+) -> tuple[Any, dict[str, Any]]:
+    """Return what a strategy makes of one round's replies: arrays, None for none, and metrics."""
     # Only nodes to address: nothing is sent to them.
     with quiet(), InProcessGrid(nobody, clients) as grid:
         asked = strategy.configure_train(1, to_record(model), ConfigRecord(), grid)
-        answers = []
         # Fewer replies than were asked for is what a round with lost clients looks like.
-        for place, (message, reply) in enumerate(zip(asked, replies, strict=False)):
-            said: dict[str, Any] = {"num-examples": examples[place] if examples else 1}
-            answers.append(reply_by_hand(message, reply, **said, **({"loss": metrics[place]} if metrics else {})))
+        answers = [
+            reply_by_hand(message, reply, **{"num-examples": 1, **(metrics[place] if metrics else {})})
+            for place, (message, reply) in enumerate(zip(asked, replies, strict=False))
+        ]
         # NaN and infinity are among the things that are measured.
         with np.errstate(all="ignore"):
             found, told = strategy.aggregate_train(1, answers)
-    return None if found is None else to_arrays(found), {} if told is None else dict(told)
+    return None if found is None else to_arrays(found), dict(told or {})
 
 
-def _fixed(
-    clients: int, model: Named, replies: Sequence[Named], *, noise_multiplier: float = 1.0, **said: Any
-) -> tuple[Arrays | None, dict[str, Any]]:
-    """Play a round of fixed clipping, with a clip norm of 1."""
-    wrapper = DifferentialPrivacyServerSideFixedClipping(mean(), noise_multiplier, 1.0, clients)
-    return play(wrapper, clients, model, replies, **said)
+def fixed(model: Arrays, replies: Sequence[Arrays], *, clients: int = 0, z: float = 1.0, **said: Any) -> Any:
+    """Play a round of fixed clipping, with a clip norm of 1, of as many clients as reply unless more are asked."""
+    asked = clients or len(replies)
+    return play(Fixed(mean(), z, 1.0, asked), asked, model, replies, **said)
 
 
-def spread_norms(count: int = CLIENTS) -> list[float]:
-    """Return update norms with median 1, between about 0.6 and 1.6."""
-    places = (np.arange(count) + 0.5) / count
-    # Quantiles of a logistic distribution of the logarithms (1.702 makes it close to a normal one): median exactly 1,
-    # no random draw.
-    return [float(n) for n in np.exp(0.25 * np.log(places / (1.0 - places)) / 1.702)]
-
-
-def clip_norms(start: float, rounds: int) -> list[float]:
-    """Return Flower's clip norm after 0, 1, ... rounds on updates whose median norm is 1, without any noise."""
-    wrapper = DifferentialPrivacyServerSideAdaptiveClipping(
-        mean(), 0.0, CLIENTS, initial_clipping_norm=start, target_clipped_quantile=QUANTILE, clip_norm_lr=LR
-    )
-    model = {"w": np.zeros(4, np.float32)}
-    replies = [{"w": np.array([norm, 0, 0, 0], np.float32)} for norm in spread_norms()]
-    out = [start]
-    for _ in range(rounds):
-        play(wrapper, CLIENTS, model, replies)
-        out.append(float(wrapper.clipping_norm))
-    return out
-
-
-def integer_buffers() -> tuple[float, float, str]:
-    """Return the share of float and of integer elements that ``LocalDpMod``'s noise moved, and a wrapper's dtype.
-
-    The noise of standard deviation 0.1 is cast to an array's dtype before it is added. On the server Flower's mean has
-    made floats of the integers before the wrapper adds noise, and they stay floats.
-    """
-    model: Arrays = {"w": np.zeros(1000, np.float32), "count": np.full(1000, 7, np.int64)}
-    trained: Arrays = model | {"w": np.full(1000, 1e-3, np.float32)}
-    noisy = _local(model, trained, noise=0.1)
-    moved = {k: float(np.mean(noisy[k] != model[k])) for k in model}
-    out, _ = _fixed(10, model, [trained] * 10)
-    assert out is not None
-    return moved["w"], moved["count"], str(out["count"].dtype)
-
-
-def raises(replies: Sequence[Named], model: Named) -> str:
+def raises(replies: Sequence[Arrays], model: Arrays = SMALL) -> str:
     """Return the name of the exception that a round with these replies ends with, empty for none."""
     try:
-        _fixed(len(replies), model, replies)
+        fixed(model, replies)
     except (ArithmeticError, TypeError, ValueError) as error:
         return type(error).__name__
     return ""
 
 
-def zero_update() -> str:
-    """Return what a round raises in which one of three clients changed nothing."""
-    still = {"w": np.zeros(4, np.float32)}
-    return raises([still, {"w": np.ones(4, np.float32)}, {"w": np.ones(4, np.float32)}], still)
+def clip_norms(start: float, rounds: int) -> list[float]:
+    """Return Flower's clip norm after 0, 1, ... rounds on updates whose median norm is 1, without any noise.
+
+    The quantile and the rate are Flower's own defaults, as a user who sets nothing has them.
+    """
+    wrapper, out = Adaptive(mean(), 0.0, CLIENTS, initial_clipping_norm=start), [start]
+    replies = [{"w": np.array([norm, 0, 0, 0], np.float32)} for norm in spread_norms(CLIENTS)]
+    for _ in range(rounds):
+        play(wrapper, CLIENTS, SMALL, replies)
+        out.append(float(wrapper.clipping_norm))
+    return out
 
 
-def integer_update() -> str:
-    """Return what a round raises whose model has an integer buffer."""
-    model: Arrays = {"w": np.zeros(4, np.float32), "count": np.array([0], np.int64)}
-    trained: Arrays = {"w": np.ones(4, np.float32), "count": np.array([1], np.int64)}
-    return raises([trained] * 2, model)
-
-
-def not_finite(value: float) -> float:
+def _not_finite(value: float) -> float:
     """Return the share of the aggregate that is NaN when one of three updates holds ``value`` in one coordinate."""
-    model = {"w": np.zeros(4, np.float32)}
-    bad = np.ones(4, np.float32)
-    bad[0] = value
-    right = {"w": np.ones(4, np.float32)}
-    out, _ = _fixed(3, model, [{"w": bad}, right, right])
+    out, _ = fixed(SMALL, [{"w": np.array([value, 1, 1, 1], np.float32)}, ONES, ONES])
     return 0.0 if out is None else float(np.mean(np.isnan(out["w"])))
 
 
-def missing_replies(sampled: int = 20, replied: int = 5) -> float:
-    """Return the noise over what the mean of those who replied needs: 1 is right."""
-    model = {"w": np.zeros(WIDE, np.float32)}
-    out, _ = _fixed(sampled, model, [_unit()] * replied)
-    if out is None:
-        return math.nan
-    # One of the clients that replied moves their mean by C / replied.
-    # Without the first coordinate, in which the update is; the others hold noise alone.
-    return float(np.std(out["w"][1:])) * replied
+def _missing_replies() -> float:
+    """Return the noise over what the mean of the 5 of 20 who replied needs: 1 is right."""
+    out, _ = fixed(LARGE, [UNIT] * 5, clients=20)
+    # One of the clients that replied moves their mean by C / 5.
+    return float(np.std(out["w"][1:])) * 5
 
 
-def heavy_client(heavy: int = 1000, light: int = 10, clients: int = 10) -> float:
-    """Return how far one client with many examples moves the mean, over the standard deviation of the noise; z is 1."""
-    model = {"w": np.zeros(WIDE, np.float32)}
-    examples = [heavy] + [light] * (clients - 1)
-    # Not exactly zero: an update of norm 0 ends Flower's round (zero_update).
-    still = {"w": np.full(WIDE, 1e-12, np.float32)}
-    replies = [_unit(), *[still] * (clients - 1)]
+def _heavy_client() -> float:
+    """Return how far one client with 1000 of 1090 examples moves the mean, over the noise; z is 1."""
+    said = [{"num-examples": count} for count in (1000, *[10] * 9)]
+    # Not exactly zero: an update of norm 0 ends Flower's round.
+    replies = [UNIT, *[{"w": np.full(WIDE, 1e-12, np.float32)}] * 9]
     # Once with noise and once without: one gives the deviation, the other how far the client moves the mean.
-    out, exact = (_fixed(clients, model, replies, noise_multiplier=z, examples=examples)[0] for z in (1.0, 0.0))
-    if out is None or exact is None:
-        return math.nan
-    return float(exact["w"][0]) / float(np.std(out["w"][1:]))
+    out, exact = (fixed(LARGE, replies, z=z, metrics=said)[0]["w"] for z in (1.0, 0.0))
+    return float(exact[0]) / float(np.std(out[1:]))
 
 
-def adaptive_noise() -> tuple[float, float]:
-    """Return the noise over what the clip norm needs under which the updates were clipped, all clipped and none.
+def _adaptive_noise(clip: float) -> float:
+    """Return the noise over what the clip norm needs under which updates of norm 1 were clipped; 1 is right.
 
-    1 is right. The wrapper moves the clip norm on before it draws the noise.
+    The wrapper moves the clip norm on before it draws the noise.
     """
-    model = {"w": np.zeros(WIDE, np.float32)}
-    ratios = []
-    # All updates have norm 1: below the first clip norm none of them is, below the second all are.
-    for clip in (0.5, 2.0):
-        # So little noise on the count, relative to 4000 clients, that it decides nothing.
-        wrapper = DifferentialPrivacyServerSideAdaptiveClipping(
-            mean(), 1.0, CLIENTS, initial_clipping_norm=clip, clip_norm_lr=LR, clipped_count_stddev=1.0
-        )
-        out, _ = play(wrapper, CLIENTS, model, [_unit()] * CLIENTS)
-        assert out is not None
-        needed = wrapper.noise_multiplier * clip / CLIENTS
-        ratios.append(float(np.std(out["w"][1:])) / needed)
-    return ratios[0], ratios[1]
+    # So little noise on the count, relative to 4000 clients, that it decides nothing.
+    wrapper = Adaptive(mean(), 1.0, CLIENTS, initial_clipping_norm=clip, clipped_count_stddev=1.0)
+    out, _ = play(wrapper, CLIENTS, LARGE, [UNIT] * CLIENTS)
+    return float(np.std(out["w"][1:])) / (wrapper.noise_multiplier * clip / CLIENTS)
 
 
-def leaked_metric() -> float:
-    """Return the share of the clients' mean loss that the wrapper passes on: 0 is none of it, 1 all of it exactly."""
-    model = {"w": np.zeros(4, np.float32)}
-    _, told = _fixed(2, model, [{"w": np.ones(4, np.float32)}] * 2, metrics=[1.0, 3.0])
-    return float(told.get("loss", 0.0)) / 2.0
+def _last_bits(value: float) -> float:
+    """Return the share of noisy outputs that are not a multiple of 2^-24, where the model is ``value``."""
+    # A single coordinate moves, so that nothing but noise is added to the others; sigma is 1.
+    model = {"w": np.full(WIDE, value, np.float32)}
+    out, _ = fixed(model, [{"w": model["w"] + UNIT["w"]}])
+    return off_grid(out["w"][1:], 2.0**-24)
 
 
-def last_bits() -> tuple[float, float]:
-    """Return the shares of noisy outputs that are not a multiple of 2^-24, where the model is 0 and where it is 1."""
-    shares = []
-    for value in (0.0, 1.0):
-        model = {"w": np.full(WIDE, value, np.float32)}
-        # A single coordinate moves, so that nothing but noise is added to the others; sigma is 1.
-        reply = {"w": model["w"].copy()}
-        reply["w"][0] += 1.0
-        out, _ = _fixed(1, model, [reply])
-        assert out is not None
-        shares.append(off_grid(out["w"][1:], 2.0**-24))
-    return shares[0], shares[1]
-
-
-def local_epsilon(nominal: float, rounds: int = 1, *, delta: float = 1e-5) -> float:
-    """Return the true epsilon of ``rounds`` messages of Flower's ``LocalDpMod``, ``sensitivity`` set to the clip norm.
+def _local_epsilon(nominal: float, messages: int) -> float:
+    """Return the true epsilon of so many messages of Flower's ``LocalDpMod``, ``sensitivity`` set to the clip norm.
 
     The noise is measured on a message; any two messages of a client can be 2 C apart.
     """
-    sent = _local({"w": np.zeros(WIDE, np.float32)}, _unit(), epsilon=nominal, delta=delta)
-    noise = float(np.std(sent["w"][1:]))
-    # Sensitivity 2: any two messages of norm 1 may be that far apart; of several messages the squares of mu add.
-    return gaussian_epsilon(math.sqrt(rounds) * 2.0 / noise, delta)
+    noise = float(np.std(_local(LARGE, UNIT, epsilon=nominal)["w"][1:]))
+    # Of several messages the squares of mu add.
+    return gaussian_epsilon(math.sqrt(messages) * 2.0 / noise, DELTA)
 
 
-def _local(
-    model: Named, trained: Named, *, epsilon: float = 1.0, delta: float = 1e-5, noise: float = 0.0
-) -> dict[str, NDArray[Any]]:
-    """Return what leaves a client behind ``LocalDpMod``; ``noise`` sets the standard deviation through sensitivity."""
-    # The mod's own formula for its deviation, solved for the sensitivity that gives this noise.
-    sensitivity = noise * epsilon / math.sqrt(2.0 * math.log(1.25 / delta)) if noise else 1.0
-    mod = LocalDpMod(clipping_norm=1.0, sensitivity=sensitivity, epsilon=epsilon, delta=delta)
-
-    def app(message: Message, context: Context) -> Message:
-        return reply_by_hand(message, trained)
-
+def _local(model: Arrays, trained: Arrays, *, epsilon: float = 1.0, sensitivity: float = 1.0) -> Arrays:
+    """Return what leaves a client behind ``LocalDpMod``."""
+    mod = LocalDpMod(clipping_norm=1.0, sensitivity=sensitivity, epsilon=epsilon, delta=DELTA)
     with quiet(), InProcessGrid(nobody, 1) as grid:
         message = Message(RecordDict({"arrays": to_record(model)}), grid.get_node_ids()[0], "train")
-        reply = mod(message, grid.context(0), app)
+        reply = mod(message, grid.context(0), lambda message, context: reply_by_hand(message, trained))
     return to_arrays(reply.content.array_records["arrays"])
 
 
-def _unit() -> dict[str, NDArray[np.float32]]:
-    moved = np.zeros(WIDE, np.float32)
-    moved[0] = 1.0
-    return {"w": moved}
+def findings(rounds: int) -> dict[str, Any]:
+    """Return what the wrappers do, as plain data; clip norms over so many rounds."""
+    counted: Arrays = {"w": np.zeros(1000, np.float32), "count": np.full(1000, 7, np.int64)}
+    trained: Arrays = {**counted, "w": np.full(1000, 1e-3, np.float32)}
+    # The mod's own formula for its deviation, solved for the sensitivity that gives noise of 0.1, which is cast to an
+    # array's dtype before it is added.
+    noisy = _local(counted, trained, sensitivity=0.1 / math.sqrt(2.0 * math.log(1.25 / DELTA)))
+    buffer: Arrays = {**SMALL, "count": np.array([0], np.int64)}
+    return {
+        "version": flwr.__version__,
+        "clips": {f"{start:g}": clip_norms(start, rounds) for start in STARTS},
+        # From the same first clip norms as Flower's.
+        "ours": {f"{start:g}": tracked(DpFedAvg, start=start, count=rounds) for start in STARTS},
+        # One of three clients changed nothing, and an integer buffer that changed.
+        "zero": raises([SMALL, ONES, ONES]),
+        "integer": raises([{**ONES, "count": np.array([1], np.int64)}] * 2, buffer),
+        "nan": _not_finite(math.nan),
+        "inf": _not_finite(math.inf),
+        "moved": [float(np.mean(noisy[name] != counted[name])) for name in counted],
+        # Flower's mean has made floats of the integers before the wrapper adds noise, and they stay floats.
+        "dtype": str(fixed(counted, [trained] * 10)[0]["count"].dtype),
+        "missing": _missing_replies(),
+        "heavy": _heavy_client(),
+        # All updates have norm 1: beyond the first clip norm, within the second.
+        "adaptive": [_adaptive_noise(clip) for clip in (0.5, 2.0)],
+        # The share of the clients' mean loss, 2, that is passed on.
+        "metric": float(fixed(SMALL, [ONES] * 2, metrics=[{"loss": 1.0}, {"loss": 3.0}])[1].get("loss", 0.0)) / 2.0,
+        "bits": [_last_bits(value) for value in (0.0, 1.0)],
+        "local": {f"{e:g}/{t}": _local_epsilon(e, t) for e in (1.0, 10.0) for t in (1, 10)},
+    }

@@ -1,7 +1,8 @@
 """Wrong variants of the private code, each of which looks right and trains well, and the tier that must catch it.
 
 Every mutant changes one thing in a class of the product and is audited together with its original: the audit has
-to flag the one and pass the other. They exist to test the audit; nothing else may use them.
+to flag the one and pass the other. What is wrong with each stands in :data:`MUTANTS`. They exist to test the audit;
+nothing else may use them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ from numpy.typing import NDArray
 
 from fedcomp.codecs import ErrorFeedback, TopK
 from fedcomp.experiments.audits import cases, systems
-from fedcomp.experiments.audits.flower_flaws import spread_norms
-from fedcomp.experiments.audits.rounds import RoundReading, Rounds, mean
-from fedcomp.experiments.audits.subjects import Subject, Worlds, changed
+from fedcomp.experiments.audits.subjects import Subject, changed
 from fedcomp.experiments.audits.tiers import Verdict, tier_a, tier_b, tier_c, tier_d, tier_f
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.layout import Layout, Update
@@ -35,6 +34,7 @@ from fedcomp.privacy.noise import draw, gaussian
 from fedcomp.rng import Key
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.systems.private.lsg import LowRank
+from fedcomp.tasks.teachers import by_hash, wrapping_deal
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -65,8 +65,6 @@ def using(variant: type[GridGaussian], strategy: Any = DpFedAvg) -> Any:
 
 
 class ClipPerTensor(using(NoClip)):  # type: ignore[misc]  # a class made on the spot
-    """Clips every tensor to C, and not the update."""
-
     def contribution(self, update: NDArray[Any], layout: Layout, server_round: int) -> NDArray[Any]:
         out = np.array(update, np.float64)
         for tensor in layout.tensors:
@@ -76,7 +74,7 @@ class ClipPerTensor(using(NoClip)):  # type: ignore[misc]  # a class made on the
         return out
 
 
-def remembered(rounds: int = 12) -> NDArray[np.float32]:
+def remembered(count: int = 12) -> NDArray[np.float32]:
     """Return what a client sends that clips each of its updates to C, and then adds what it did not send before.
 
     Error feedback around top-1, with the project's own codec: mass that waited comes at once.
@@ -84,17 +82,16 @@ def remembered(rounds: int = 12) -> NDArray[np.float32]:
     # Flat: the default policy would send tensors this small whole.
     layout = Layout.flat(cases.WIDTH)
     codec = ErrorFeedback(TopK(density=1.0 / layout.size))
-    state, sent = codec.init(layout), np.zeros(layout.size, np.float32)
-    # All coordinates but the first get the same; each waits for its turn.
+    # The first coordinates get the same; each waits for its turn. Exactly the clip norm: each update passes the clip,
+    # and only what the memory adds is too long.
     gradient = np.zeros(layout.size, np.float32)
-    gradient[:rounds] = 1.0
-    # Exactly the clip norm: each update passes the clip, and only what the memory adds is too long.
-    gradient *= np.float32(cases.CLIP / np.linalg.norm(gradient))
-    for place in range(3 * rounds):
+    gradient[:count] = cases.CLIP / np.linalg.norm(np.ones(count, np.float32))
+    state, sent = codec.init(layout), []
+    for place in range(3 * count):
         frame, state = codec.encode(Update(gradient, layout), state, Key(0, "audit memory", place))
-        # The longest of what was sent: the worst round is what sensitivity is about.
-        sent = max(sent, codec.decode(frame, layout), key=lambda vector: float(np.linalg.norm(vector)))
-    return np.asarray(sent, np.float32)
+        sent.append(codec.decode(frame, layout))
+    # The longest of what was sent: the worst round is what sensitivity is about.
+    return np.asarray(max(sent, key=lambda vector: float(np.linalg.norm(vector))), np.float32)
 
 
 # Denominators and weights.
@@ -114,8 +111,6 @@ class MeanOverReplies(GridGaussian):
 
 
 class NoiseOnMean(DpFedAvg):
-    """Divides by the replies, draws the noise for the clients that were expected."""
-
     def mechanism(self, layout: Layout, server_round: int) -> MeanOverReplies:
         # Grows as replies come.
         self._came: list[int] = []
@@ -128,8 +123,6 @@ class NoiseOnMean(DpFedAvg):
 
 
 class NoisePerClient(GridGaussian):
-    """Every client adds its share of the noise, and then the noise is averaged like the updates."""
-
     def perturb(self, total: Integers, entropy: Entropy) -> Floats:
         # Tier A runs without noise, and there is nothing to share out.
         if self.noise_multiplier == 0.0:
@@ -152,8 +145,6 @@ class _FromReplies(DpFedAvg):
 
 
 class WeightedByExamples(_FromReplies):
-    """Weighs every clipped update by the number of examples its client reports."""
-
     def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
         counts = self.reported("num-examples")
         # In the order of the replies, in which contributions are asked for.
@@ -187,8 +178,6 @@ class NoiseCastToIntegers(_FromReplies):
 
 
 class MetricLeak(_FromReplies):
-    """Releases the mean of the clients' losses, exactly."""
-
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
         arrays, _ = super().aggregate_train(server_round, replies)
         return arrays, MetricRecord({"loss": math.fsum(self.reported("loss")) / len(self._read)})
@@ -198,16 +187,12 @@ class MetricLeak(_FromReplies):
 
 
 class OnlyC(GridGaussian):
-    """Takes C for the sensitivity of "replace", which is 2C."""
-
     @property
     def sensitivity(self) -> float:
         return self.bound
 
 
 class ForgotRootK(Votes):
-    """Draws noise of z for votes whose norm is sqrt(k)."""
-
     @property
     def bound(self) -> float:
         return float(self.resolution)
@@ -235,8 +220,6 @@ class _Uncentred(NormBits):
 
 
 class UncentredBits(DpFedAvg):
-    """Counts norm bits around 0, with the noise of a count around 1/2."""
-
     def new_bits(self, adaptive: AdaptiveClip) -> NormBits:
         right = super().new_bits(adaptive).mechanism
         return _Uncentred(right.noise_multiplier, right.adjacency, right.noise)
@@ -246,15 +229,11 @@ class UncentredBits(DpFedAvg):
 
 
 class OneEventPerBatch(Votes):
-    """Charges a batch of images as one release."""
-
     def event(self, *, rate: float = 1.0, size: int = 0, label: str = "update") -> Event:
         return replace(super().event(rate=rate, size=size, label=label), releases=1)
 
 
 class ForgetfulAccountant(DpFedAvg):
-    """Restarts its accountant in every round: the same promise, no history."""
-
     def configure_train(self, *arguments: Any) -> Any:
         promise = ("delta", "population", "adjacency", "sampling", "budget")
         self.privacy = PrivacyLedger(**{name: getattr(self.privacy, name) for name in promise})
@@ -265,8 +244,6 @@ class ForgetfulAccountant(DpFedAvg):
 
 
 class PrivateSupport(GridGaussian):
-    """Releases the largest quarter of the sum, with noise on it, and nothing elsewhere."""
-
     def perturb(self, total: Integers, entropy: Entropy) -> Floats:
         noisy = super().perturb(total, entropy)
         # By the exact sum: which coordinates are released depends on data that no noise has covered.
@@ -298,8 +275,6 @@ class TwoClips(LowRank, id="lsg"):
 
 
 class SeparateClips(using(NoClip, systems.Steady)):  # type: ignore[misc]  # a class made on the spot
-    """Clips the products with the left and with the right carriers each to C: together they have up to sqrt(2) C."""
-
     def program(self) -> LowRank:
         return TwoClips(**self.settings.get_config())
 
@@ -311,16 +286,11 @@ class SeparateClips(using(NoClip, systems.Steady)):  # type: ignore[misc]  # a c
 
 
 class SameSeed(DpFedAvg):
-    """Draws the same noise in every round."""
-
     def entropy(self, purpose: str, server_round: int) -> Entropy:
         return make_entropy(Key(self.seed, f"privacy/{purpose}"), insecure_deterministic=True)
 
 
 # Which tier catches which.
-
-Verdicts = Callable[[], list[Verdict]]
-Check = Callable[[Subject], list[Verdict]]
 
 
 @dataclass(frozen=True)
@@ -330,39 +300,12 @@ class Mutant:
 
     wrong: str
     tier: str
-    original: Verdicts
-    mutated: Verdicts
-
-
-def _only(tier: Callable[..., Verdict], **how: Any) -> Check:
-    return lambda subject: [tier(subject, **how)]
-
-
-_A: Final = _only(tier_a)
-_B: Final[Check] = partial(tier_b, runs=20)
-_C: Final = _only(tier_c, runs=1000)
-_F: Final = _only(tier_f)
-# Two worlds that no noise parts need few runs: 100 show a mu of 3.2.
-_C_FEW: Final = _only(tier_c, runs=100)
-# Nine rounds have three times the mu of one, which 40 runs show.
-_C_ROUNDS: Final = _only(tier_c, runs=40, rounds=9)
-
-
-def tracked(kind: type[DpFedAvg], *, start: float = 0.5, rounds: int = 60) -> list[float]:
-    """Return the clip norms of a strategy without noise whose clients' updates have a median norm of 1."""
-    rows = [(place, np.array([norm, 0, 0, 0], np.float32)) for place, norm in enumerate(spread_norms())]
-
-    def make(given: float | None, seed: int) -> DpFedAvg:
-        promise = cases.promise(given, seed) | {"population": len(rows)}
-        return kind(mean(), clip=AdaptiveClip(initial=start), **promise)
-
-    reading = RoundReading(further=lambda strategy: [strategy.clip], further_scale=(1.0,))
-    subject = Rounds("clip norm", make, Worlds(rows, rows), {"w": np.zeros(4, np.float32)}, len(rows), reading)
-    return [start, *subject.run(rows, 1, rounds=rounds, noisy=False)[0, :, -1].tolist()]
+    original: Callable[[], list[Verdict]]
+    mutated: Callable[[], list[Verdict]]
 
 
 def _tracks(kind: type[DpFedAvg]) -> list[Verdict]:
-    found = tracked(kind)[-1]
+    found = cases.tracked(kind)[-1]
     return [Verdict("clip", kind.__name__, "60 rounds", 1.0, found, "clip norm / median", 60, 0.9 < found < 1.1)]
 
 
@@ -373,86 +316,102 @@ class Silent(Votes):
         return total * self.step
 
 
-def whole_run(kind: str, canaries: int, guesses: int, *, z: float = 2.0, seed: int = 0) -> Verdict:
-    """Audit one run of a sum with as many canaries, every one a coordinate of its own.
+def whole_run(kind: str, canaries: int, guesses: int, *, seed: int = 0) -> Verdict:
+    """Audit one run of a sum at noise multiplier 2 with as many canaries, every one a coordinate of its own, whose
+    score no other disturbs.
 
     Parameters
     ----------
     kind : {"votes", "clipped vectors", "no noise"}
     """
     if kind == "clipped vectors":
-        subject, rows = cases.grid_sum(z=z, width=canaries), cases.CLIP * np.eye(canaries)
+        subject, rows = cases.grid_sum(z=2.0, width=canaries), cases.CLIP * np.eye(canaries)
     else:
         variant = Silent if kind == "no noise" else Votes
-        # A coordinate for every canary: the score of one is not disturbed by the others.
-        subject, rows = cases.votes_sum(z=z, width=canaries, k=1, kind=variant), np.eye(canaries, dtype=np.int8)
+        subject, rows = cases.votes_sum(z=2.0, width=canaries, k=1, kind=variant), np.eye(canaries, dtype=np.int8)
     return tier_d(subject, [(100 + i, row) for i, row in enumerate(rows)], guesses=guesses, seed=seed)
 
 
-def _caught(wrong: str, check: Check, case: Callable[..., Subject], kind: Any, **how: Any) -> Mutant:
-    """Return a mutant of a class: the same case, made with another kind."""
-    # Every other check is a form of tier C.
-    tier = {_A: "A", _B: "B", _F: "F"}.get(check, "C")
-    return Mutant(wrong, tier, lambda: check(case(**how)), lambda: check(case(kind=kind, **how)))
+def _check(tier: str, subject: Subject, runs: int = 1000, count: int = 1) -> list[Verdict]:
+    if tier == "B":
+        return tier_b(subject, runs=20)
+    if tier == "C":
+        return [tier_c(subject, runs=runs, rounds=count)]
+    return [(tier_a if tier == "A" else tier_f)(subject)]
 
 
-def _held(deal: Callable[[Any, int], list[Any]]) -> list[Verdict]:
-    """Audit DataLens in the worlds that one record of this deal parts."""
-    return _A(systems.datalens(3, changed_teachers=systems.holders(deal)))
+def _caught(
+    wrong: str, tier: str, case: Callable[..., Subject], kind: Any, *, runs: int = 1000, count: int = 1, **how: Any
+) -> Mutant:
+    """Return a mutant of a class: the same case, made with another kind; ``runs`` of ``count`` rounds are tier C's."""
+    check = partial(_check, tier, runs=runs, count=count)
+    return Mutant(wrong, tier, lambda: check(subject=case(**how)), lambda: check(subject=case(kind=kind, **how)))
 
 
-def _after_memory(**kind: Any) -> list[Verdict]:
-    return _A(cases.dp_fedavg(canary=remembered(), **kind))
+def _held(dealt: list[NDArray[np.int64]]) -> list[Verdict]:
+    """Audit DataLens in the worlds that one record parts which as many teachers hold as hold any of these."""
+    return _check("A", systems.datalens(3, changed_teachers=int(np.bincount(np.concatenate(dealt)).max())))
 
+
+def _by_hash() -> list[Verdict]:
+    owner = by_hash(range(_LABELS.size), 4, Key(0, "audit owners"))
+    return _held([np.flatnonzero(owner == teacher) for teacher in range(4)])
+
+
+_LABELS: Final = np.repeat(np.arange(4), (12, 16, 10, 14))
+"""Classes of unequal size, as MNIST's are."""
 
 _FEDAVG: Final = cases.dp_fedavg
 _REPLIES: Final = partial(cases.dp_fedavg, messages=True)
 
 MUTANTS: Final[dict[str, Mutant]] = {
-    "no clip": _caught("updates are summed as they come", _A, _FEDAVG, using(NoClip)),
-    "clip per tensor": _caught("every tensor clipped to C, not the update", _A, _FEDAVG, ClipPerTensor),
+    "no clip": _caught("updates are summed as they come", "A", _FEDAVG, using(NoClip)),
+    "clip per tensor": _caught("every tensor clipped to C, not the update", "A", _FEDAVG, ClipPerTensor),
     "clip before memory": Mutant(
         "clipped, then error feedback adds what was not sent",
         "A",
-        _after_memory,
-        lambda: _after_memory(kind=using(NoClip)),
+        lambda: _check("A", _FEDAVG(canary=remembered())),
+        lambda: _check("A", _FEDAVG(canary=remembered(), kind=using(NoClip))),
     ),
-    "noise on the mean": _caught("noise for those expected, mean over those that came", _A, _FEDAVG, NoiseOnMean),
-    "noise per client": _caught("clients add the noise, and it is averaged away", _B, _FEDAVG, using(NoisePerClient)),
-    "noise in integers": _caught("noise of buffers cast to integers", _B, _REPLIES, NoiseCastToIntegers),
-    "weights": _caught("clipped updates weighted by num-examples", _A, _REPLIES, WeightedByExamples),
+    "noise on the mean": _caught("noise for those expected, mean over those that came", "A", _FEDAVG, NoiseOnMean),
+    "noise per client": _caught("clients add the noise, and it is averaged away", "B", _FEDAVG, using(NoisePerClient)),
+    "noise in integers": _caught("noise of buffers cast to integers", "B", _REPLIES, NoiseCastToIntegers),
+    "weights": _caught("clipped updates weighted by num-examples", "A", _REPLIES, WeightedByExamples),
     "C for 2C": _caught(
-        "replace adjacency with the sensitivity of zero_out", _C, cases.grid_sum, OnlyC, adjacency="replace"
+        "replace adjacency with the sensitivity of zero_out", "C", cases.grid_sum, OnlyC, adjacency="replace"
     ),
-    "no root of k": _caught("noise of z, not of z sqrt(k)", _C, cases.votes_sum, ForgotRootK),
+    "no root of k": _caught("noise of z, not of z sqrt(k)", "C", cases.votes_sum, ForgotRootK),
     "event per batch": _caught(
-        "one event for a batch of images", _C, cases.votes_sum, OneEventPerBatch, rows=4, width=60, k=6
+        "one event for a batch of images", "C", cases.votes_sum, OneEventPerBatch, rows=4, width=60, k=6
     ),
-    "accountant reset": _caught("a new accountant in every round", _C_ROUNDS, _FEDAVG, ForgetfulAccountant),
-    "private support": _caught("top-k of the exact sum, noise on those alone", _B, _FEDAVG, using(PrivateSupport)),
-    "same seed": _caught("the same noise in every round", _F, _FEDAVG, SameSeed),
-    "metric leak": _caught("the exact mean loss is released", _C_FEW, _REPLIES, MetricLeak),
+    # Nine rounds have three times the mu of one, which 40 runs show.
+    "accountant reset": _caught("a new accountant in every round", "C", _FEDAVG, ForgetfulAccountant, runs=40, count=9),
+    "private support": _caught("top-k of the exact sum, noise on those alone", "B", _FEDAVG, using(PrivateSupport)),
+    "same seed": _caught("the same noise in every round", "F", _FEDAVG, SameSeed),
+    # Two worlds that no noise parts need few runs: 100 show a mu of 3.2.
+    "metric leak": _caught("the exact mean loss is released", "C", _REPLIES, MetricLeak, runs=100),
     "Flower's sign": Mutant(
         'the bit "was clipped" in the rule for "was within"',
         "clip",
         lambda: _tracks(DpFedAvg),
         lambda: _tracks(FlowersSign),
     ),
-    "uncentred bits": _caught("norm bits counted around 0, noise for 1/2", _A, cases.adaptive, UncentredBits),
+    "uncentred bits": _caught("norm bits counted around 0, noise for 1/2", "A", cases.adaptive, UncentredBits),
     "separate clips": _caught(
-        "both low-rank products clipped to C, not together", _A, systems.lsg, SeparateClips, keep=1.0
+        "both low-rank products clipped to C, not together", "A", systems.lsg, SeparateClips, keep=1.0
     ),
     "private support, low rank": _caught(
         "largest of the exact low-rank sum, noise on those alone",
-        _B,
+        "B",
         systems.lsg,
         using(PrivateSupport, systems.Steady),
     ),
     "record twice": Mutant(
         "one record in two teachers",
         "A",
-        lambda: _held(systems.dealt_by_hash),
-        lambda: _held(systems.dealt_with_a_wrap),
+        _by_hash,
+        # As DataLens' published code deals them.
+        lambda: _held(list(wrapping_deal(_LABELS, 4, _LABELS.size // 4))),
     ),
 }
 """Every one is audited together with its original, on the same data."""

@@ -8,25 +8,30 @@ that the ledger gives. The tiers (:mod:`fedcomp.experiments.audits.tiers`) compa
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, Final, TypeVar
 
 import numpy as np
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAvg
 from numpy.typing import NDArray
 
+from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.logs import quiet
+from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.layout import Layout
 from fedcomp.privacy.entropy import SeededEntropy
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.events import Adjacency
-from fedcomp.privacy.gaussian import gaussian_mu
 from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.mechanism import Mechanism, PrivateSum
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.rng import Key
+from fedcomp.strategies.private.strategy import PrivateStrategy
 
 Floats = NDArray[np.float64]
 Data = Sequence[tuple[int, Any]]
@@ -45,28 +50,21 @@ def new_ledger(adjacency: Adjacency) -> PrivacyLedger:
 
 @dataclass(frozen=True)
 class Worlds:
-    """Neighbouring data sets.
-
-    Attributes
-    ----------
-    absent, present : data sets
-        As far apart as the author of the audit could bring them.
-    pairs : sequence of pairs of data sets
-        For the search of tier A; empty to search nothing more.
-    """
+    """Neighbouring data sets, ``absent`` and ``present`` as far apart as the author of the audit could bring them;
+    ``pairs`` are for the search of tier A."""
 
     absent: Data
     present: Data
     pairs: Sequence[tuple[Data, Data]] = ()
 
 
-class Subject(ABC):
+@dataclass(frozen=True)
+class Subject:
     """A private system under audit: runs of it, one after the other, each of several rounds.
 
-    Parameters
+    Attributes
     ----------
     name : str
-    adjacency : str
     worlds : Worlds
     mechanism : Mechanism
         Its standard deviation is what is claimed of every output, its step is the outputs' public grid.
@@ -74,42 +72,36 @@ class Subject(ABC):
         Stretches of the output whose noise is tested apart: tensors.
     width : int
         Outputs of one round.
-
-    Attributes
-    ----------
+    start : callable
+        From whether there is noise, a seed and a trial, which name it, to a new run; ``privacy`` is its ledger.
+    play : callable
+        From a run, what ``nodes`` gave, a data set and the round's number, from 1, to what the round releases, float64
+        (width,).
+    nodes : callable
+        From a data set to what ``play`` meets it on, such as a grid.
+    gridded : int, optional
+        How many of the outputs, the first, lie on the grid; None for all.
     scale : ndarray of float, (width,)
         Claimed standard deviation of every output.
-    absent, present, pairs : data sets
-        Those of the worlds.
-    gridded : slice
-        Which of the outputs lie on the grid.
     """
 
-    gridded: slice = slice(None)
+    name: str
+    worlds: Worlds
+    mechanism: Mechanism
+    parts: dict[str, slice]
+    width: int
+    start: Callable[[bool, int, int], Any]
+    play: Callable[[Any, Any, Data, int], Floats]
+    nodes: Callable[[Data], AbstractContextManager[Any]] = lambda data: nullcontext()
+    gridded: int | None = None
+    scale: Floats = field(init=False)
 
-    def __init__(
-        self, name: str, adjacency: Adjacency, worlds: Worlds, mechanism: Mechanism, parts: dict[str, slice], width: int
-    ) -> None:
-        self.name, self.adjacency, self.parts = name, adjacency, parts
-        self.absent, self.present, self.pairs = worlds.absent, worlds.present, worlds.pairs
-        self.step, self.scale = mechanism.step, np.full(width, mechanism.sigma)
-
-    @abstractmethod
-    def start(self, noisy: bool, seed: int, trial: int) -> Any:
-        """Return a new run, whose noise, if it is ``noisy``, is named by ``seed`` and ``trial``; ``privacy`` is its
-        ledger."""
-
-    @abstractmethod
-    def play(self, run: Any, nodes: Any, data: Data, number: int) -> Floats:
-        """Return what round ``number``, from 1, releases, shape (width,)."""
-
-    def nodes(self, data: Data) -> AbstractContextManager[Any]:
-        """Return what :meth:`play` meets ``data`` on, such as a grid; None unless a subject has one."""
-        return nullcontext()
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", np.full(self.width, self.mechanism.sigma))
 
     def run(self, data: Data, runs: int, *, rounds: int = 1, noisy: bool = True, seed: int = 0) -> Floats:
         """Return what ``runs`` independent runs of ``rounds`` rounds release, shape (runs, rounds, width)."""
-        out = np.empty((runs, rounds, len(self.scale)))
+        out = np.empty((runs, rounds, self.width))
         with quiet(), self.nodes(data) as nodes:
             for trial in range(runs):
                 # A new run each time: memory, ledger and clip norms of one must not reach the next.
@@ -122,20 +114,11 @@ class Subject(ABC):
         """Return the ledger of one run of ``rounds`` rounds over the world with the canary."""
         # With noise: without any there is no event to account for.
         run = self.start(True, 0, 0)
-        with quiet(), self.nodes(self.present) as nodes:
+        with quiet(), self.nodes(self.worlds.present) as nodes:
             for place in range(rounds):
-                self.play(run, nodes, self.present, place + 1)
+                self.play(run, nodes, self.worlds.present, place + 1)
         ledger: PrivacyLedger = run.privacy
         return ledger
-
-    def release_mu(self) -> float:
-        """Return the mu that the events of one round claim: sqrt(sum of releases / z^2)."""
-        return math.sqrt(math.fsum(e.releases / e.noise_multiplier**2 for e in self.ledger(1).events))
-
-    def run_mu(self, rounds: int) -> float:
-        """Return the mu that the ledger's epsilon claims for a run."""
-        # By way of the ledger's epsilon: what a user is told is what has to stand.
-        return gaussian_mu(self.ledger(rounds).epsilon(), DELTA)
 
 
 def numbered(seed: int, trial: int) -> int:
@@ -154,35 +137,161 @@ def changed(mechanism: Mechanism, kind: Callable[..., Changed], **more: Any) -> 
     return kind(**{entry.name: getattr(mechanism, entry.name) for entry in fields(mechanism)}, **more)
 
 
-class Sums(Subject):
-    """A mechanism behind :class:`fedcomp.privacy.mechanism.PrivateSum`, without a strategy around it.
+def sums(name: str, mechanism: Mechanism, shape: tuple[int, ...], worlds: Worlds) -> Subject:
+    """Return a mechanism behind :class:`fedcomp.privacy.mechanism.PrivateSum`, without a strategy around it."""
 
-    Parameters
-    ----------
-    name : str
-    mechanism : Mechanism
-    shape : tuple of int
-        Of the sum.
-    worlds : Worlds
-    """
-
-    def __init__(self, name: str, mechanism: Mechanism, shape: tuple[int, ...], worlds: Worlds) -> None:
-        super().__init__(name, mechanism.adjacency, worlds, mechanism, {"sum": slice(None)}, math.prod(shape))
-        self.mechanism, self.shape = mechanism, shape
-        # Floating-point noise has no grid to be on.
-        if mechanism.noise == "gaussian":
-            self.step = 0.0
-
-    def start(self, noisy: bool, seed: int, trial: int) -> Any:
+    def start(noisy: bool, seed: int, trial: int) -> Any:
         # The same mechanism without noise: the exact sum goes through the same bounds and rounding.
-        mechanism = self.mechanism if noisy else replace(self.mechanism, noise_multiplier=0.0)
+        drawn = mechanism if noisy else replace(mechanism, noise_multiplier=0.0)
         entropy = seeded(Key(seed, "audit", trial))
-        return SimpleNamespace(mechanism=mechanism, privacy=new_ledger(self.adjacency), entropy=entropy)
+        return SimpleNamespace(mechanism=drawn, privacy=new_ledger(mechanism.adjacency), entropy=entropy)
 
-    def play(self, run: Any, nodes: Any, data: Data, number: int) -> Floats:
-        held = PrivateSum(run.mechanism, self.shape)
+    def play(run: Any, nodes: Any, data: Data, number: int) -> Floats:
+        held = PrivateSum(run.mechanism, shape)
         for participant, contribution in data:
             # What the mechanism refuses is left out, as a strategy does.
             with suppress(Unbounded):
                 held.add(participant, contribution)
         return held.release(run.privacy, round=number, entropy=run.entropy).ravel()
+
+    return Subject(name, worlds, mechanism, {"sum": slice(None)}, math.prod(shape), start, play)
+
+
+# Strategies: rounds of theirs on replies made by hand, through Flower's own hooks.
+
+
+@cache
+def mean() -> FedAvg:
+    """Return Flower's mean, which keeps nothing from round to round."""
+    with quiet():
+        return FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_evaluate_nodes=0, min_available_nodes=1)
+
+
+def nobody(message: Message, context: Context) -> Message:
+    """Answer nothing: the app of nodes whose replies are made by hand."""
+    raise AssertionError("replies are made by hand")
+
+
+def reply_by_hand(message: Message, arrays: Mapping[str, NDArray[Any]], **metrics: Any) -> Message:
+    """Return a reply with a trained model and metrics."""
+    content = RecordDict({"arrays": to_record(arrays), "metrics": MetricRecord(metrics)})
+    return Message(content, reply_to=message)
+
+
+@dataclass(frozen=True)
+class ClientReply:
+    """What a client replies: its update, and what else a reply says.
+
+    ``update`` is a difference to the model, float of the size of its floats; ``buffers`` is added to every element of
+    its integer buffers; where ``lost``, an error comes instead.
+    """
+
+    update: NDArray[Any]
+    examples: int = 1
+    loss: float = 1.0
+    buffers: int = 0
+    lost: bool = False
+
+
+def rounds(
+    name: str,
+    make: Callable[[float | None, int], PrivateStrategy],
+    worlds: Worlds,
+    model: Mapping[str, NDArray[Any]],
+    clients: int,
+    *,
+    messages: bool = False,
+    width: int = 0,
+    sum_of: Callable[[Any, Floats], Floats] = lambda strategy, step: step * strategy.expected,
+    told: Callable[[Any], Sequence[float]] = lambda strategy: (),
+    told_scale: Sequence[float] = (),
+) -> Subject:
+    """Return a private strategy as a subject: what it released is read off the models it returns.
+
+    The outputs of a round are the noisy sum, by how much buffers moved, the sum of all released metrics, and what else
+    is told.
+
+    Parameters
+    ----------
+    name : str
+    make : callable
+        From a noise multiplier (None: the strategy's own) and a seed to a new strategy, with its population declared.
+    worlds : Worlds
+        Participants are partitions; contributions are updates, or a :class:`ClientReply` with ``messages``.
+    model : mapping of arrays
+        Before every round; zeros for the floats, so that the step is not rounded away.
+    clients : int
+        Nodes that are there; those without a contribution do not answer.
+    messages : bool
+        Whether updates come as ordinary replies through ``aggregate_train``; otherwise through ``aggregate_updates``,
+        which is where those and all decoded frames end.
+    width : int
+        Coordinates of the noisy sum; 0 for the model's floats.
+    sum_of : callable
+        From a strategy after a round and the model's step to the noisy sum.
+    told, told_scale : callable and sequence of float
+        From a strategy after a round to what else was released, each figure with noise of its own, and the claimed
+        standard deviations of these figures.
+    """
+    layout = Layout.of(model)
+    size, exact = width or layout.size, sum(math.prod(t.shape) for t in layout.exact)
+    buffers, further = slice(size, size + exact), slice(size + exact + 1, size + exact + 1 + len(told_scale))
+    parts = {"sum": slice(0, size)} if width else {t.name: t.slice for t in layout.tensors}
+    if told_scale:
+        parts["told"] = further
+
+    def replies(asked: Sequence[Message], nodes: InProcessGrid, data: Mapping[int, ClientReply]) -> list[Message]:
+        out = []
+        for message in asked:
+            reply = data.get(nodes.partition_of(message.metadata.dst_node_id) or 0)
+            # Nodes without a contribution are simply not there, as in a round with absent clients.
+            if reply is None:
+                continue
+            if reply.lost:
+                out.append(Message(Error(0, "lost"), reply_to=message))
+                continue
+            # A client returns its model, and the strategy takes the difference: rounding to float32 is part of what is
+            # audited.
+            vector = (layout.flatten(model) + reply.update).astype(np.float32)
+            arrays = layout.unflatten(vector, {t.name: model[t.name] + reply.buffers for t in layout.exact})
+            out.append(reply_by_hand(message, arrays, **{"num-examples": reply.examples, "loss": reply.loss}))
+        return out
+
+    def play(run: PrivateStrategy, nodes: InProcessGrid, data: Data, number: int) -> Floats:
+        # Every round from the same model, so that rounds can be compared.
+        asked = list(run.configure_train(number, to_record(model), ConfigRecord(), nodes))
+        if messages:
+            found, metrics = run.aggregate_train(number, replies(asked, nodes, dict(data)))
+        else:
+            ids = nodes.get_node_ids()
+            found, metrics = run.aggregate_updates(number, ((ids[at], update) for at, update in data), layout)
+        if found is None:
+            raise AssertionError(f"{name}: round {number} released nothing")
+        arrays = to_arrays(found)
+        step = (layout.flatten(arrays) - layout.flatten(model)).astype(np.float64)
+        moved = [(np.asarray(arrays[t.name], np.float64) - model[t.name]).ravel() for t in layout.exact]
+        # All metrics as one figure: a private round releases none, and any that appears is an output to be audited.
+        released = math.fsum(float(v) for v in dict(metrics or {}).values() if isinstance(v, int | float))
+        return np.concatenate([sum_of(run, step), *moved, [released], list(told(run))])
+
+    strategy = make(None, 0)
+    # A strategy knows the mechanism of a round only once it knows the model.
+    strategy.adopt(to_record(model))
+    subject = Subject(
+        name,
+        worlds,
+        strategy.mechanism(Layout.flat(size) if width else layout, 1),
+        parts,
+        further.stop,
+        lambda noisy, seed, trial: make(None if noisy else 0.0, numbered(seed, trial)),
+        play,
+        lambda data: InProcessGrid(nobody, clients),
+        size,
+    )
+    # Buffers and metrics are to be nothing: their deviation only has to be some number.
+    subject.scale[size : further.start] = 1.0
+    subject.scale[further] = told_scale
+    # Only where a strategy moves its buffers at all: noise is tested of what is released.
+    if exact and subject.run(worlds.present, 1, noisy=False)[0, 0][buffers].any():
+        parts["buffers"] = buffers
+    return subject

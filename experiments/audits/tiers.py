@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,26 +11,16 @@ import numpy as np
 
 from fedcomp.experiments.audits.subjects import DELTA, Subject
 from fedcomp.privacy.audit import audit_canary, audit_run, farthest, likeness, noise_scale, off_grid, project
+from fedcomp.privacy.gaussian import gaussian_mu
 from fedcomp.rng import Key
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one tier says of one subject.
+    """What one tier, A to F, says of one part of a subject's output.
 
-    Attributes
-    ----------
-    tier : str
-        A to F.
-    subject, part : str
-        What was audited, and which part of its output.
-    claimed, found : float
-        In the tier's own measure (:attr:`measure`).
-    measure : str
-    trials : int
-        Pairs, residuals, runs or canaries.
-    ok : bool
-        Whether the claim stands; this does not prove it.
+    ``claimed`` and ``found`` are in the tier's own ``measure``; ``trials`` are pairs, residuals, runs or canaries;
+    ``ok`` is whether the claim stands, which does not prove it.
     """
 
     tier: str
@@ -49,92 +40,71 @@ def tier_a(subject: Subject) -> Verdict:
         # Over the claimed deviation: distances are then in units of the noise, whatever the parts' scales.
         return subject.run(data, 1, noisy=False)[0, 0] / subject.scale
 
-    found = farthest(released, [(subject.absent, subject.present), *subject.pairs], subject.release_mu())
+    # What the events of one round claim.
+    mu = math.sqrt(math.fsum(e.releases / e.noise_multiplier**2 for e in subject.ledger(1).events))
+    found = farthest(released, [(subject.worlds.absent, subject.worlds.present), *subject.worlds.pairs], mu)
     return Verdict("A", subject.name, "sum", found.claimed, found.found, "distance / sigma", found.pairs, found.ok)
 
 
-def tier_b(subject: Subject, *, runs: int, rounds: int = 1, seed: int = 0) -> list[Verdict]:
+def tier_b(subject: Subject, *, runs: int, seed: int = 0) -> list[Verdict]:
     """Compare the noise of every part of the output with the standard deviation that was claimed for it."""
-    outputs = subject.run(subject.present, runs, rounds=rounds, seed=seed)
-    exact = subject.run(subject.present, 1, rounds=rounds, noisy=False)
+    outputs = subject.run(subject.worlds.present, runs, seed=seed)
     # What is left when the exact output is taken away is noise alone.
-    residuals = (outputs - exact) / subject.scale
+    residuals = (outputs - subject.run(subject.worlds.present, 1, noisy=False)) / subject.scale
     out = []
     for part, where in subject.parts.items():
-        found = noise_scale(residuals[..., where], 1.0)
-        out.append(Verdict("B", subject.name, part, 1.0, found.ratio, "deviation / sigma", found.count, found.ok))
+        found, count = noise_scale(residuals[..., where], 1.0), residuals[..., where].size
+        out.append(Verdict("B", subject.name, part, 1.0, found.value, "deviation / sigma", count, found.ok))
     return out
 
 
 def tier_c(subject: Subject, *, runs: int, rounds: int = 1, seed: int = 0, confidence: float = 0.99) -> Verdict:
     """Let an attacker tell both worlds apart by the projection on the canary, summed over the rounds."""
-    mu = subject.run_mu(rounds)
-    scores = []
-    for place, data in enumerate((subject.absent, subject.present)):
+    # By way of the ledger's epsilon: what a user is told is what has to stand.
+    mu = gaussian_mu(subject.ledger(rounds).epsilon(), DELTA)
+    outputs, exact = [], []
+    for place, data in enumerate((subject.worlds.absent, subject.worlds.present)):
         # Even seeds for one world, odd ones for the other: no noise is drawn in both.
-        outputs = subject.run(data, runs, rounds=rounds, seed=2 * seed + place) / subject.scale
-        scores.append(outputs.reshape(runs, -1))
-    without, within = (
-        (subject.run(data, 1, rounds=rounds, noisy=False) / subject.scale).ravel()
-        for data in (subject.absent, subject.present)
-    )
+        drawn = subject.run(data, runs, rounds=rounds, seed=2 * seed + place) / subject.scale
+        outputs.append(drawn.reshape(runs, -1))
+        exact.append((subject.run(data, 1, rounds=rounds, noisy=False) / subject.scale).ravel())
     # Along the line between the two exact outputs, on which the worlds differ most against equal noise.
-    absent, threshold = project(scores[0], without, within)
-    present, _ = project(scores[1], without, within)
-    found = audit_canary(absent, present, threshold, confidence=confidence)
-    return Verdict("C", subject.name, f"{rounds} rounds", mu, found.mu_low, "mu", runs, not found.refutes(mu))
+    (absent, threshold), (present, _) = (project(each, *exact) for each in outputs)
+    low = audit_canary(absent, present, threshold, confidence=confidence)
+    return Verdict("C", subject.name, f"{rounds} rounds", mu, low, "mu", runs, low <= mu)
 
 
-def tier_d(
-    subject: Subject,
-    canaries: Sequence[tuple[int, Any]],
-    *,
-    guesses: int,
-    rounds: int = 1,
-    seed: int = 0,
-    confidence: float = 0.95,
-) -> Verdict:
+def tier_d(subject: Subject, canaries: Sequence[tuple[int, Any]], *, guesses: int, seed: int = 0) -> Verdict:
     """Let fair coins decide which canaries are in one run, and guess them from what the run released.
 
     Every canary is a participant and a contribution; its score is the projection of all outputs on the contribution.
     """
     coins = Key(seed, "canaries").uniform(len(canaries)) < 0.5
     data = [canary for canary, included in zip(canaries, coins, strict=True) if included]
-    released = subject.run(data, 1, rounds=rounds, seed=seed)[0].sum(axis=0)
+    released = subject.run(data, 1, seed=seed)[0, 0]
     scores = np.array([released @ np.asarray(contribution, np.float64).ravel() for _, contribution in canaries])
-    ledger = subject.ledger(rounds)
-    claimed = ledger.epsilon()
-    found = audit_run(scores, coins, guesses=guesses, delta=DELTA, confidence=confidence)
-    return Verdict(
-        "D",
-        subject.name,
-        f"{found.correct} of {guesses} right",
-        claimed,
-        found.epsilon_low,
-        "epsilon",
-        len(canaries),
-        not found.refutes(claimed),
-    )
+    claimed = subject.ledger(1).epsilon()
+    correct, low = audit_run(scores, coins, guesses=guesses, delta=DELTA, confidence=0.95)
+    part = f"{correct} of {guesses} right"
+    return Verdict("D", subject.name, part, claimed, low, "epsilon", len(canaries), low <= claimed)
 
 
 def tier_e(subject: Subject, *, runs: int, seed: int = 0) -> Verdict:
     """Count outputs off the public grid in both worlds; any of them may tell the worlds apart."""
-    shares = [
-        off_grid(subject.run(data, runs, seed=seed)[..., subject.gridded], subject.step)
-        for data in (subject.absent, subject.present)
-    ]
     # A single output off the grid tells what was added to: there is no share that would be small enough.
-    worst = max(shares)
+    worst = max(
+        off_grid(subject.run(data, runs, seed=seed)[..., : subject.gridded], subject.mechanism.step)
+        for data in (subject.worlds.absent, subject.worlds.present)
+    )
     return Verdict("E", subject.name, "outputs", 0.0, worst, "share off the grid", runs, worst == 0.0)
 
 
 def tier_f(subject: Subject, *, seed: int = 0) -> Verdict:
     """Correlate the noise of two rounds of one run, and of two runs."""
-    outputs = subject.run(subject.present, 2, rounds=2, seed=seed) / subject.scale
-    exact = subject.run(subject.present, 1, rounds=2, noisy=False) / subject.scale
-    noise = outputs - exact
+    outputs = subject.run(subject.worlds.present, 2, rounds=2, seed=seed) / subject.scale
+    noise = outputs - subject.run(subject.worlds.present, 1, rounds=2, noisy=False) / subject.scale
     # Two rounds of one run, the same round of two runs: noise must repeat along neither.
     pairs = [(noise[0, 0], noise[0, 1]), (noise[0, 0], noise[1, 0]), (noise[0, 1], noise[1, 1])]
     # By significance, not by size: a small correlation of many values counts more than a larger one of few.
     worst = min((likeness(*pair) for pair in pairs), key=lambda found: found.p)
-    return Verdict("F", subject.name, "rounds, runs", 0.0, worst.correlation, "correlation", noise[0, 0].size, worst.ok)
+    return Verdict("F", subject.name, "rounds, runs", 0.0, worst.value, "correlation", noise[0, 0].size, worst.ok)

@@ -41,13 +41,7 @@ class BenchRequest:
     )
 
 
-def _command(context: typer.Context, request: BenchRequest) -> int:
-    """Run a benchmark and check its claims."""
-    known: Benchmarks = context.obj
-    return _list(known, request.as_json) if request.show_list else _bench(known, request)
-
-
-app = command_line(BenchRequest, _command)
+app = command_line(BenchRequest, "Run a benchmark and check its claims.")
 
 
 def main(
@@ -57,7 +51,11 @@ def main(
     program: str = "python -m experiments.bench",
 ) -> int:
     """Run the command line and return its exit code; every error becomes one line on standard error."""
-    return invoke(app, program, arguments, benchmarks)
+
+    def bench(request: BenchRequest) -> int:
+        return _list(benchmarks, request.as_json) if request.show_list else _bench(benchmarks, request)
+
+    return invoke(app, program, arguments, bench)
 
 
 def _list(benchmarks: Benchmarks, as_json: bool) -> int:
@@ -79,7 +77,8 @@ def _bench(benchmarks: Benchmarks, request: BenchRequest) -> int:
     cases = importlib.import_module(benchmarks[name][0]).cases
     with clean_stdout(request.as_json) as stdout:
         try:
-            found = run(cases(request.quick), quick=request.quick, say=_progress)
+            say = partial(print, " ", file=sys.stderr, flush=True)
+            found = run(cases(request.quick), quick=request.quick, say=say)
         except KeyboardInterrupt:
             return INTERRUPTED
         except FedcompError:
@@ -90,18 +89,14 @@ def _bench(benchmarks: Benchmarks, request: BenchRequest) -> int:
         return conclude(name, found, show_it, quick=request.quick, environment=environment())
 
 
-def _progress(text: str) -> None:
-    print(f"  {text}", file=sys.stderr, flush=True)
-
-
 def _show(summary: Mapping[str, Any], *, as_json: bool, stdout: TextIO) -> None:
     if as_json:
         stdout.write(to_json_text(summary) + "\n")
         stdout.flush()
         return
     console = show.make_console(file=stdout)
-    for rows in show.row_groups(summary["rows"]):
-        console.print(show.rows_table(rows))
+    for table in show.rows_tables(summary["rows"]):
+        console.print(table)
         console.print()
     if summary["claims"]:
         console.print(show.table_of(claims_sheet(summary["claims"], wide=console.width >= show.WIDE)))

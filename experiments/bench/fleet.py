@@ -6,7 +6,6 @@ machine holds. Processor time is that of all processes of a node, from ``/proc``
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from functools import partial
 from statistics import median
 from typing import Any, Final
 
-from fedcomp.experiments.bench.node import DIFFER, cpu_seconds, family, proportional_bytes
+from fedcomp.experiments.bench.node import DIFFER, Meter, family, proportional_bytes
 from fedcomp.experiments.engines import run as run_engine
 from fedcomp.experiments.engines.processes import sigterm_raises
 from fedcomp.experiments.engines.superlink import TASK_POLL, Deployment
@@ -27,25 +26,6 @@ FAILED: Final = "messages that failed"
 TRAINING: Final = RunSpec(
     "topk", task="digits", engine="superlink", rounds=5, clients=50, settings={"codec.density": 0.05}
 )
-
-
-class Fleet(Deployment):
-    """A deployment of this project's nodes."""
-
-    # Each loads its libraries, and all of them share the processors.
-    START_LIMIT = 600.0
-
-    def node_command(self, arguments: list[str]) -> list[str]:
-        """Return the command line of a node with these arguments."""
-        return [sys.executable, "-m", "fedcomp.clients.edge", *arguments, "--preload", "torch"]
-
-    def env(self, name: str) -> dict[str, str]:
-        """Return the environment of a process, with Flower's own pause between two looks for a message."""
-        return {**super().env(name), TASK_POLL: "1"}
-
-    def leaders(self) -> list[list[int]]:
-        """Return the process of each node that all others of it were started by."""
-        return [[child.pid] for child in self.children[1:]]
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -67,24 +47,21 @@ def bounds(spec: RunSpec) -> list[Bound]:
 
 def _fleet(spec: RunSpec, _: Any) -> list[Row]:
     began = time.perf_counter()
-    with sigterm_raises(), Fleet(spec.clients) as fleet:
+    # Flower's own pause between two looks for a message; and each loads its libraries, which share the processors.
+    with (
+        sigterm_raises(),
+        Deployment(spec.clients, preload=("torch",), settings={TASK_POLL: "1"}, limit=600.0) as fleet,
+    ):
         started = time.perf_counter() - began
-        out = fleet.home("out")
-        marks: list[list[float]] = []
-
-        def watch() -> None:
-            file = out / ROUNDS_FILE
-            lines = len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
-            if lines > len(marks):
-                marks.append([cpu_seconds(node) for node in fleet.leaders()])
-
-        fleet.run_app({**spec.to_run_config(), "out": str(out)}, limit=600 + 120 * spec.rounds, watch=watch)
-        watch()
+        out, nodes = fleet.home("out"), [[child.pid] for child in fleet.children[1:]]
+        meter = Meter(nodes, out / ROUNDS_FILE)
+        fleet.run_app({**spec.to_run_config(), "out": str(out)}, limit=600 + 120 * spec.rounds, watch=meter)
+        meter()
         trained = RunResult.load(out)
-        held = [sum(map(proportional_bytes, family(node))) for node in fleet.leaders()]
+        held = [sum(map(proportional_bytes, family(node))) for node in nodes]
     here = run_engine(replace(spec, engine="inprocess"))
     # Between the first line, the evaluation of the first model, and the last.
-    spent = [(last - first) / spec.rounds for first, last in zip(marks[0], marks[-1], strict=True)]
+    spent = [(last - first) / spec.rounds for first, last in zip(meter.marks[1], meter.marks[-1], strict=True)]
     return [row_of(started, spent, held, trained, different_bytes(trained.arrays, here.arrays))]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View
 from fedcomp.gossip.topology import topology_of
-from fedcomp.gossip_simulation import LocalData, Simulation, SimulationSettings, simulate
+from fedcomp.gossip_simulation import GossipOutcome, LocalData, SimulationSettings, simulate
 from fedcomp.layout import Layout
 from fedcomp.measuring import Bound, Case, Found, Row
 from fedcomp.rng import Key
@@ -49,7 +49,8 @@ def cases(quick: bool) -> Iterator[Case]:
         for graph, config in runs:
             name, about = config["name"], f"{config['name']} on {graph}, {gradient} gradient"
             for n in sizes:
-                yield _case(f"{about}, {n} nodes, {iterations} iterations", graph, config, n, iterations, gradient)
+                how = (graph, config, n, iterations, gradient)
+                yield Case(f"{about}, {n} nodes, {iterations} iterations", partial(_whole_run, *how))
             at = {"algorithm": name, "graph": graph, "gradient": gradient, "iterations": iterations}
             text = f"{about}, time per edge: {most} nodes / {few}"
             edges = ("us_per_edge", {**at, "nodes": most}, {**at, "nodes": few})
@@ -59,7 +60,7 @@ def cases(quick: bool) -> Iterator[Case]:
     minutes = "goal of this project: minutes; depends on the machine"
     seconds = f"{long} of sparse-push with a network: seconds"
     bound = Bound(seconds, ("seconds", {"iterations": many}), "<= 600", minutes, gate=False)
-    yield _case(text, "exponential", _PUSH, most, many, "torch", bound)
+    yield Case(text, partial(_whole_run, "exponential", _PUSH, most, many, "torch"), [bound])
     for graph in ("exponential", "ring"):
         for n in (few, most):
             yield Case(f"the protocol alone on {graph}, {n} nodes", partial(_bare, graph, n, iterations))
@@ -76,15 +77,6 @@ def cases(quick: bool) -> Iterator[Case]:
     )
 
 
-def _case(
-    text: str, graph: str, config: Mapping[str, Any], n: int, iterations: int, gradient: str, *bounds: Bound
-) -> Case:
-    def measure(_: Found) -> list[Row]:
-        return [_whole_run(graph, get_algorithm(dict(config)), n, iterations, gradient)]
-
-    return Case(text, measure, bounds)
-
-
 class _Synthetic:
     """The gradient of half the squared distance to a point: next to no work."""
 
@@ -99,43 +91,41 @@ class _Synthetic:
         return None
 
 
-class RoundClock:
-    """Notes when every round begins, in processor time: what other processes take is not the run's."""
-
-    def __init__(self) -> None:
-        self.ticks: list[float] = []
-
-    def __call__(self, run: Simulation) -> None:
-        self.ticks.append(time.process_time())
-
-    @property
-    def median(self) -> float:
-        """Seconds of an iteration."""
-        # Without the first, in which tables and caches are made. The last tick is the beginning of the round that only
-        # delivers, and so the end of the last iteration.
-        return median(np.diff(self.ticks[1:]).tolist())
-
-
-def _whole_run(graph: str, algorithm: Algorithm, n: int, iterations: int, gradient: str) -> dict[str, Any]:
-    start, layout, locals = _torch(n) if gradient == "torch" else _synthetic(n)
-    clock = RoundClock()
-    begin = time.perf_counter()
-    watched = SimulationSettings(before=clock)
+def clocked(
+    graph: str, n: int, iterations: int, algorithm: Algorithm, start: Real, layout: Layout, locals: Any
+) -> tuple[list[float], GossipOutcome]:
+    """Return when every round began, in processor time, and what came of the run: what other processes take is not the
+    run's."""
+    ticks: list[float] = []
+    watched = SimulationSettings(before=lambda run: ticks.append(time.process_time()))
     topology = topology_of(graph, n, 0)
-    outcome = simulate(algorithm, topology, locals, start, iterations, layout=layout, seed=0, settings=watched)
-    seconds = time.perf_counter() - begin
-    edges = outcome.traffic.messages / iterations
-    return {
-        "graph": graph,
-        "algorithm": algorithm.name,
-        "gradient": gradient,
-        "nodes": n,
-        "edges": round(edges),
-        "iterations": iterations,
-        "seconds": seconds,
-        "us_per_edge": 1e6 * clock.median / edges,
-        "us_per_node": 1e6 * clock.median / n,
-    }
+    return ticks, simulate(algorithm, topology, locals, start, iterations, layout=layout, seed=0, settings=watched)
+
+
+def iteration(ticks: Sequence[float]) -> float:
+    """Return the seconds of an iteration."""
+    # Without the first, in which tables and caches are made. The last tick is the beginning of the round that only
+    # delivers, and so the end of the last iteration.
+    return median(np.diff(ticks[1:]).tolist())
+
+
+def _whole_run(graph: str, config: Mapping[str, Any], n: int, iterations: int, gradient: str, _: Found) -> list[Row]:
+    made, begin = _torch(n) if gradient == "torch" else _synthetic(n), time.perf_counter()
+    ticks, outcome = clocked(graph, n, iterations, get_algorithm(dict(config)), *made)
+    seconds, edges = time.perf_counter() - begin, outcome.traffic.messages / iterations
+    return [
+        {
+            "graph": graph,
+            "algorithm": config["name"],
+            "gradient": gradient,
+            "nodes": n,
+            "edges": round(edges),
+            "iterations": iterations,
+            "seconds": seconds,
+            "us_per_edge": 1e6 * iteration(ticks) / edges,
+            NODE: 1e6 * iteration(ticks) / n,
+        }
+    ]
 
 
 def _synthetic(n: int) -> tuple[Real, Layout, Sequence[LocalData]]:
@@ -186,7 +176,5 @@ class _Idle(Algorithm):
 
 
 def _bare(graph: str, n: int, iterations: int, _: Found) -> list[Row]:
-    clock, layout = RoundClock(), Layout.flat(1)
-    watched, start = SimulationSettings(before=clock), np.zeros(1)
-    simulate(_Idle(), topology_of(graph, n, 0), None, start, iterations, layout=layout, seed=0, settings=watched)
-    return [{"protocol": "alone", "graph": graph, "nodes": n, NODE: 1e6 * clock.median / n}]
+    ticks, _outcome = clocked(graph, n, iterations, _Idle(), np.zeros(1), Layout.flat(1), None)
+    return [{"protocol": "alone", "graph": graph, "nodes": n, NODE: 1e6 * iteration(ticks) / n}]

@@ -16,10 +16,10 @@ from typing import Any, Final
 from flwr.app import Context, Message, RecordDict
 
 from fedcomp.clients.app import app as client_app
-from fedcomp.experiments import server_app
 from fedcomp.experiments.central import Plan, simulate, simulate_private
 from fedcomp.experiments.findings import different_bytes
-from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.serve import serve
+from fedcomp.experiments.spec import RunSpec
 from fedcomp.flower._private import acting_as, set_message_id
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.logs import quiet
@@ -98,6 +98,10 @@ class ByReference(InProcessGrid):
         return 0
 
 
+WAYS: Final = ("messages", "by reference", "bare loop")
+"""To one model."""
+
+
 def cases(quick: bool) -> Iterator[Case]:
     """Yield every training in the three ways."""
     for name, spec in TRAININGS.items():
@@ -109,7 +113,7 @@ def _training(name: str, asked: RunSpec, repetitions: int) -> Case:
     models: dict[str, Any] = {}
 
     def train(way: str) -> None:
-        models[way] = WAYS[way](asked).arrays
+        models[way] = _trained(way, asked)
 
     def measure(found: Found) -> list[Row]:
         with quiet():
@@ -145,29 +149,12 @@ def _training(name: str, asked: RunSpec, repetitions: int) -> Case:
     return Case(name, measure, bounds)
 
 
-def _with_messages(spec: RunSpec) -> RunResult:
-    return _served(spec, InProcessGrid(client_app, spec.clients, seed=spec.seed))
-
-
-def _by_reference(spec: RunSpec) -> RunResult:
-    return _served(spec, ByReference(spec.clients, spec.seed))
-
-
-def _served(spec: RunSpec, grid: InProcessGrid) -> RunResult:
-    results: list[RunResult] = []
+def _trained(way: str, spec: RunSpec) -> Any:
+    if way == "bare loop":
+        return (simulate_private(spec) if spec.system == "topagg" else simulate(*Plan.of(spec))).arrays
+    if way == "by reference":
+        grid: InProcessGrid = ByReference(spec.clients, spec.seed)
+    else:
+        grid = InProcessGrid(client_app, spec.clients, seed=spec.seed)
     with grid:
-        server = server_app.build(spec, deliver=results.append)
-        server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), {}))
-    return results[0]
-
-
-def _bare(spec: RunSpec) -> Any:
-    return simulate_private(spec) if spec.system == "topagg" else simulate(*Plan.of(spec))
-
-
-WAYS: Final[Mapping[str, Callable[[RunSpec], Any]]] = {
-    "messages": _with_messages,
-    "by reference": _by_reference,
-    "bare loop": _bare,
-}
-"""To one model."""
+        return serve(spec, grid).arrays

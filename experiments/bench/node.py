@@ -7,6 +7,7 @@ processes of a node, from ``/proc``: in steps of 10 ms for each of them.
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import socket
@@ -53,7 +54,8 @@ class MixedNodes(Deployment):
     """
 
     def __init__(self, nodes: int, forking: Sequence[int], **options: Any) -> None:
-        super().__init__(nodes)
+        # Flower's own pause between two looks for a message.
+        super().__init__(nodes, settings={TASK_POLL: os.environ.get(TASK_POLL, "1")})
         self.executors: dict[int, Child] = {}
         self.relays: list[Relay] = []
         self._forking = forking
@@ -79,10 +81,6 @@ class MixedNodes(Deployment):
             )
         return self._launch(f"SuperNode {node}", f"node-{node}", command)
 
-    def env(self, name: str) -> dict[str, str]:
-        """Return the environment of a process, with Flower's own pause between two looks for a message."""
-        return {**super().env(name), TASK_POLL: os.environ.get(TASK_POLL, "1")}
-
     def close(self) -> None:
         """Stop the executors, then all others."""
         for child in self.executors.values():
@@ -92,10 +90,10 @@ class MixedNodes(Deployment):
             relay.shutdown()
             relay.server_close()
 
-    def leaders(self, node: int) -> list[int]:
-        """Return the processes of a node that all others of it were started by."""
-        own = [self.children[1 + node].pid]
-        return [*own, self.executors[node].pid] if node in self.executors else own
+    def leaders(self) -> list[list[int]]:
+        """Return the processes of each node that all others of it were started by."""
+        executors = [[self.executors[i].pid] if i in self.executors else [] for i in range(self.nodes)]
+        return [[child.pid, *own] for child, own in zip(self.children[1:], executors, strict=True)]
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -153,14 +151,13 @@ BOUNDS: Final = (
 )
 
 
-class _Meter:
-    """Reads the processor time of two nodes whenever a file has grown by a line."""
+class Meter:
+    """Reads the processor time of nodes, by the processes that lead them, when made and when a file has a line more."""
 
-    def __init__(self, nodes: MixedNodes, file: Path) -> None:
-        self._nodes = nodes
-        self._file = file
+    def __init__(self, leaders: Sequence[Sequence[int]], file: Path) -> None:
+        self._leaders, self._file = leaders, file
         self._seen = 0
-        self.marks = [self._read()]
+        self.marks = [self.read()]
         self.names: list[str] = []
 
     def __call__(self) -> None:
@@ -168,23 +165,24 @@ class _Meter:
         if len(lines) > self._seen:
             self._seen = len(lines)
             self.names.append(lines[-1].partition(" ")[0])
-            self.marks.append(self._read())
+            self.marks.append(self.read())
 
     def each(self) -> list[list[float]]:
         """Return what lies between two readings, by node."""
         return [
-            [after[node] - before[node] for before, after in zip(self.marks, self.marks[1:], strict=False)]
-            for node in range(len(WAYS))
+            [after[node] - before[node] for before, after in itertools.pairwise(self.marks)]
+            for node in range(len(self.marks[0]))
         ]
 
-    def _read(self) -> list[float]:
-        return [cpu_seconds(self._nodes.leaders(node)) for node in range(len(WAYS))]
+    def read(self) -> list[float]:
+        """Return the processor seconds of each node so far."""
+        return [cpu_seconds(each) for each in self._leaders]
 
 
 def messages(nodes: MixedNodes, count: int) -> dict[str, list[list[float]]]:
     """Return the processor seconds of each message by kind and node; the first of each kind is left out."""
     file = nodes.folder / "answered"
-    meter = _Meter(nodes, file)
+    meter = Meter(nodes.leaders(), file)
     nodes.run_app({"messages": count + 1, "nodes": len(WAYS), "file": str(file)}, limit=300, project=APP, watch=meter)
     meter()
     return {
@@ -196,32 +194,33 @@ def messages(nodes: MixedNodes, count: int) -> dict[str, list[list[float]]]:
 def training(nodes: MixedNodes, spec: RunSpec) -> tuple[RunResult, list[list[float]]]:
     """Run ``spec``; return its result and the processor seconds of each round by node, without the first."""
     out = nodes.home("out")
-    meter = _Meter(nodes, out / ROUNDS_FILE)
+    meter = Meter(nodes.leaders(), out / ROUNDS_FILE)
     nodes.run_app({**spec.to_run_config(), "out": str(out)}, limit=300, watch=meter)
     # Round 0 is the evaluation of the first model, and the process of the last message ends after its reply.
     time.sleep(1.0)
-    meter.marks[-1] = meter._read()
+    meter.marks[-1] = meter.read()
     return RunResult.load(out), [each[2:] for each in meter.each()]
 
 
 def idle(nodes: MixedNodes, seconds: float) -> list[dict[str, float]]:
     """Return what waiting costs each node: memory, and time and bytes extrapolated to an hour."""
+    leaders = nodes.leaders()
 
     def read() -> list[tuple[float, int, int]]:
-        return [(cpu_seconds(nodes.leaders(node)), relay.up, relay.down) for node, relay in enumerate(nodes.relays)]
+        return [(cpu_seconds(own), relay.up, relay.down) for own, relay in zip(leaders, nodes.relays, strict=True)]
 
     before = read()
     time.sleep(seconds)
     spent = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(before, read(), strict=True)]
     return [
         {
-            "memory, MB (PSS)": round(sum(map(proportional_bytes, family(nodes.leaders(node)))) / 1e6, 1),
+            "memory, MB (PSS)": round(sum(map(proportional_bytes, family(own))) / 1e6, 1),
             "CPU s an hour": round(cpu * 3600 / seconds, 1),
             "MB up an hour": round(up * 3600 / seconds / 1e6, 2),
             "MB down an hour": round(down * 3600 / seconds / 1e6, 2),
             "from seconds": seconds,
         }
-        for node, (cpu, up, down) in enumerate(spent)
+        for own, (cpu, up, down) in zip(leaders, spent, strict=True)
     ]
 
 

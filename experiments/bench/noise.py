@@ -12,19 +12,18 @@ from typing import Final
 
 import numpy as np
 
-from fedcomp.measuring import Bound, Case, Found, timed
+from fedcomp.measuring import Bound, Case, Found, Row, Times, timed
 from fedcomp.privacy.entropy import SystemEntropy
 from fedcomp.privacy.noise import discrete_gaussian, gaussian, skellam
 
 SIGMAS: Final = (1.0, 100.0, 2.0**20)
-PLAIN, EXACT, RATIONAL = (
-    "numpy standard_normal (float, for comparison)",
-    "discrete_gaussian",
-    "discrete_gaussian, exact=True",
-)
+PLAIN: Final = "numpy standard_normal (float, for comparison)"
+EXACT: Final = "discrete_gaussian"
+RATIONAL: Final = "discrete_gaussian, exact=True"
 # Fewer draws than of the others: in rationals one takes over a hundred times as long.
 FEW: Final = 200
 GOAL: Final = "goal of this project, on the same machine"
+EACH: Final = "nanoseconds a draw"
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -38,20 +37,15 @@ def cases(quick: bool) -> Iterator[Case]:
             "skellam": partial(skellam, sigma, size, entropy),
             RATIONAL: partial(discrete_gaussian, sigma, FEW, entropy, exact=True),
         }
-        yield timed(
-            f"standard deviation {sigma:g}",
-            calls,
-            1 if quick else 7,
-            lambda times, method, sigma=sigma: {  # type: ignore[misc]
-                "sigma": sigma,
-                "sampler": method,
-                "nanoseconds a draw": round(1e9 * times.median(method) / (FEW if method == RATIONAL else size), 1),
-            },
-        )
+
+        def row(times: Times, method: str, sigma: float = sigma) -> Row:
+            draws = FEW if method == RATIONAL else size
+            return {"sigma": sigma, "sampler": method, EACH: round(1e9 * times.median(method) / draws, 1)}
+
+        yield timed(f"standard deviation {sigma:g}", calls, 1 if quick else 7, row)
 
     def ratios(found: Found, of: str, to: str) -> list[float]:
-        each = "nanoseconds a draw"
-        return [found.of(each, sigma=s, sampler=of) / found.of(each, sigma=s, sampler=to) for s in SIGMAS]
+        return [found.of(EACH, sigma=s, sampler=of) / found.of(EACH, sigma=s, sampler=to) for s in SIGMAS]
 
     # The worst deviation decides: a sampler must not be fast for some noise multipliers only.
     slower = "an exact discrete Gaussian costs at most ten times numpy's float one"

@@ -1,7 +1,8 @@
 """Our codecs beside what others use: bytes, error and time on the same updates, in one run and one thread.
 
-Updates are those of :mod:`experiments.bench.peer_updates`, and normal values as a control, each as one vector. Peers
-are libraries, called as a user would, and encodings of other frameworks, written from their descriptions:
+Updates are those of a client of a CNN, an LSTM and a transformer (:func:`captured`), and normal values as a control,
+each as one vector. Peers are libraries, called as a user would, and encodings of other frameworks, written from their
+descriptions:
 
 - torch.topk with int64 positions, which is what GRACE sends (code read), and numpy's argpartition with int32, plain and
   through zstd or zlib, with sorted positions, which compress better.
@@ -27,9 +28,8 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,16 @@ from fedcomp.rng import Key
 
 DENSITY: Final = 0.01
 CONTROL: Final = "normal"
-UPDATES: Final = ("CNN", "LSTM", "transformer")
+UPDATES: Final[Mapping[str, tuple[str, dict[str, Any], float]]] = {
+    "CNN": ("mnist", {}, 0.05),
+    "LSTM": ("tiny-shakespeare", {"speakers": 20, "hidden": 256}, 1.0),
+    "transformer": (
+        "tiny-shakespeare",
+        {"speakers": 20, "model": "transformer", "hidden": 128, "layers": 4, "heads": 4},
+        0.1,
+    ),
+}
+"""Whose updates are sent, by name: a task, its options, and the step size."""
 BLOCK: Final = 4096
 BUCKET: Final = 512
 RIVAL: Final = "as many bytes of int32 + float32"
@@ -56,19 +65,9 @@ _LEVELS: Final = 256
 Positions = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Method:
-    """One way to send a vector.
-
-    Attributes
-    ----------
-    encode : callable
-        From float32 values of shape (n,) to bytes.
-    decode : callable
-        From those bytes and n to float32 values of shape (n,).
-    needs : str
-        The library without which it is not measured.
-    """
+class Method(NamedTuple):
+    """One way to send a vector: from float32 values of shape (n,) to bytes, from those bytes and n to such values, and
+    the library without which it is not measured."""
 
     encode: Callable[[Vector], bytes]
     decode: Callable[[bytes, int], Vector]
@@ -118,33 +117,22 @@ def listed(select: Callable[[Vector, int], Positions], dtype: str, *, ordered: b
     return Method(encode, decode, needs)
 
 
-def through(library: str, inner: Method) -> Method:
-    """Return ``inner``, its bytes compressed by zlib or zstandard at its usual level."""
-
-    def encode(values: Vector) -> bytes:
-        data = inner.encode(values)
-        packed: bytes = zlib.compress(data) if library == "zlib" else _zstandard().ZstdCompressor().compress(data)
-        return packed
-
-    def decode(data: bytes, n: int) -> Vector:
-        plain = zlib.decompress(data) if library == "zlib" else _zstandard().ZstdDecompressor().decompress(data)
-        return inner.decode(plain, n)
-
-    return Method(encode, decode, "" if library == "zlib" else library)
-
-
-def _zstandard() -> Any:
-    import zstandard
-
-    return zstandard
-
-
-def half() -> Method:
-    """Return float16."""
+def through(compress: Callable[[bytes], bytes], decompress: Callable[[bytes], bytes], needs: str = "") -> Method:
+    """Return int32 positions in order and values, compressed."""
+    inner = listed(by_numpy, "int32", ordered=True)
     return Method(
-        lambda values: values.astype(np.float16).tobytes(),
-        lambda data, n: np.frombuffer(data, np.float16).astype(np.float32),
+        lambda values: compress(inner.encode(values)), lambda data, n: inner.decode(decompress(data), n), needs
     )
+
+
+def _zstandard(way: str) -> Callable[[bytes], bytes]:
+    def call(data: bytes) -> bytes:
+        import zstandard
+
+        found: bytes = getattr(zstandard, way)(data)
+        return found
+
+    return call
 
 
 def bytes_of_levels(levels: int) -> Method:
@@ -166,27 +154,19 @@ def bytes_of_levels(levels: int) -> Method:
     return Method(encode, decode)
 
 
-def uniform_levels() -> Method:
-    """Return 256 equal steps over six standard deviations around the mean, each decoded to the mean of its values."""
-
-    def coded(values: Vector) -> NDArray[Any]:
-        step = 6.0 * float(values.std(ddof=1)) / _LEVELS or 1.0
-        return np.clip(np.rint((values - values.mean()) / step) + _LEVELS // 2, 0, _LEVELS - 1)
-
-    return _by_codebook(coded)
+def _uniform(values: Vector) -> NDArray[Any]:
+    """Return which of 256 equal steps over six standard deviations around the mean each value falls on."""
+    step = 6.0 * float(values.std(ddof=1)) / _LEVELS or 1.0
+    return np.clip(np.rint((values - values.mean()) / step) + _LEVELS // 2, 0, _LEVELS - 1)
 
 
-def quantile_levels() -> Method:
-    """Return 256 levels with equally many values in each, decoded to their mean."""
-
-    def coded(values: Vector) -> NDArray[Any]:
-        borders = np.quantile(values, np.linspace(0, 1, _LEVELS + 1))[1:-1]
-        return np.searchsorted(borders.astype(np.float32), values)
-
-    return _by_codebook(coded)
+def _quantiles(values: Vector) -> NDArray[Any]:
+    """Return which of 256 levels, with equally many values in each, each value falls on."""
+    borders = np.quantile(values, np.linspace(0, 1, _LEVELS + 1))[1:-1]
+    return np.searchsorted(borders.astype(np.float32), values)
 
 
-def _by_codebook(coder: Callable[[Vector], NDArray[Any]]) -> Method:
+def by_codebook(coder: Callable[[Vector], NDArray[Any]]) -> Method:
     """Return the means of what falls on each level, then a byte for each value."""
 
     def encode(values: Vector) -> bytes:
@@ -264,14 +244,17 @@ METHODS: Final[Mapping[str, Method]] = {
     "our EDEN, 1 bit": ours(EDEN(1)),
     TORCH: listed(by_torch, "int64", needs="torch"),
     NUMPY: listed(by_numpy, "int32"),
-    ZSTD: through("zstandard", listed(by_numpy, "int32", ordered=True)),
-    ZLIB: through("zlib", listed(by_numpy, "int32", ordered=True)),
+    ZSTD: through(_zstandard("compress"), _zstandard("decompress"), "zstandard"),
+    ZLIB: through(zlib.compress, zlib.decompress),
     DENSE_127: bytes_of_levels(127),
     DENSE_7: bytes_of_levels(7),
     BLOCKS: blockwise(),
-    UNIFORM: uniform_levels(),
-    QUANTILES: quantile_levels(),
-    "float16": half(),
+    UNIFORM: by_codebook(_uniform),
+    QUANTILES: by_codebook(_quantiles),
+    "float16": Method(
+        lambda values: values.astype(np.float16).tobytes(),
+        lambda data, n: np.frombuffer(data, np.float16).astype(np.float32),
+    ),
 }
 """Ours first."""
 
@@ -317,60 +300,83 @@ def cases(quick: bool) -> Iterator[Case]:
         if library and (missing := why_missing(library)):
             yield Case(f"{missing}; what is compared with it is not measured")
     for name in (*UPDATES, CONTROL):
-        missing = "" if name == CONTROL else why_missing("torch")
-        if missing:
+        data = ""
+        if name == CONTROL:
+            values = np.random.default_rng(0).standard_normal(20_000 if quick else 1_000_000, np.float32)
+        elif missing := why_missing("torch"):
             yield Case(bounds=_bounds(name, missing))
             continue
-        values, data = _update(name, quick)
-        text = f"{name}, {values.size:,} values{data}"
+        else:
+            values, data = captured(name, quick=quick)
+        text = f"{name}, {values.size:,} values{data and f': {data}'}"
         yield Case(text, partial(_measure, name, values, 2 if quick else 15), _bounds(name, ""))
 
 
-def _update(name: str, quick: bool) -> tuple[Vector, str]:
-    if name == CONTROL:
-        return np.random.default_rng(0).standard_normal(20_000 if quick else 1_000_000, np.float32), ""
-    from fedcomp.experiments.bench.peer_updates import captured
+def captured(name: str, seed: int = 0, *, quick: bool = False) -> tuple[Vector, str]:
+    """Return what one client sends in the second round of a training, float32 of shape (n,), and which data it was
+    trained on.
 
-    values, data = captured(name, quick=quick)
-    return values, f": {data}"
+    It is trained when it is asked for, from keys, and stored nowhere. The client begins with the model that another one
+    has trained, since the initial one gives larger updates than most rounds do.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`UPDATES`.
+    seed : int
+        Of the batches.
+    quick : bool
+        Train a smaller model, for two steps instead of an epoch of at most 50.
+    """
+    from torch.nn.utils import parameters_to_vector
+
+    from fedcomp.tasks import get_task
+
+    kind, options, rate = UPDATES[name]
+    task = get_task(kind, **{**options, **({"hidden": 32} if quick and "hidden" in options else {})})
+    model, held = task.model(0), []
+    for client in (0, 1):
+        key = Key(seed, "bench peers", 1 + client, client)
+        task.train(model, task.client(client, 10), lr=rate, key=key, max_steps=2 if quick else 50)
+        held.append(parameters_to_vector(model.parameters()).detach().numpy())
+    return held[1] - held[0], task.data.note
 
 
 def _measure(update: str, values: Vector, repetitions: int, found: Found) -> list[Row]:
     """Encode and decode ``values`` in every way, then time it all, interleaved."""
-    calls: dict[str, Callable[[], object]] = {}
     k, n = params.count(DENSITY, values.size), values.size
-    for name, (select, needs) in SELECTIONS.items():
-        if not needs or not why_missing(needs):
-            calls[name] = partial(select, values, k)
-    sent: dict[str, Row] = {}
+    calls: dict[str, Callable[[], object]] = {
+        name: partial(select, values, k) for name, (select, needs) in SELECTIONS.items() if not _missing(needs)
+    }
+    sent: dict[str, tuple[int, float]] = {}
     for name, method in METHODS.items():
-        if method.needs and why_missing(method.needs):
-            continue
-        data = method.encode(values)
-        sent[name] = {"bytes": len(data), "error": _error(values, method.decode(data, n))}
-        calls[f"{name}, encoding"] = partial(method.encode, values)
-        calls[f"{name}, decoding"] = partial(method.decode, data, n)
-    kept = np.zeros_like(values)
-    largest = by_numpy(values, max(1, sent[TWO_BITS]["bytes"] // 8))
+        if not _missing(method.needs):
+            data = method.encode(values)
+            sent[name] = len(data), _error(values, method.decode(data, n))
+            calls[f"{name}, encoding"] = partial(method.encode, values)
+            calls[f"{name}, decoding"] = partial(method.decode, data, n)
+    kept, largest = np.zeros_like(values), by_numpy(values, max(1, sent[TWO_BITS][0] // 8))
     kept[largest] = values[largest]
     with one_thread():
         times = found.times = Times(calls, repetitions, read_pass(values))
-    return [
-        *(
-            {
-                "update": update,
-                "n": n,
-                "method": name,
-                "bytes": row["bytes"],
-                "times fewer": round(4 * n / row["bytes"], 2),
-                "error": float(f"{row['error']:.5g}"),
-                "encode, read passes": round(times.multiple(f"{name}, encoding"), 1),
-                "decode, read passes": round(times.multiple(f"{name}, decoding"), 1),
-            }
-            for name, row in sent.items()
-        ),
-        {"update": update, RIVAL: _error(values, kept)},
+    rows: list[Row] = [
+        {
+            "update": update,
+            "n": n,
+            "method": name,
+            "bytes": size,
+            "times fewer": round(4 * n / size, 2),
+            "error": float(f"{error:.5g}"),
+            "encode, read passes": round(times.multiple(f"{name}, encoding"), 1),
+            "decode, read passes": round(times.multiple(f"{name}, decoding"), 1),
+        }
+        for name, (size, error) in sent.items()
     ]
+    return [*rows, {"update": update, RIVAL: _error(values, kept)}]
+
+
+def _missing(library: str) -> str:
+    return why_missing(library) if library else ""
 
 
 def _error(values: Vector, decoded: Vector) -> float:
@@ -388,12 +394,9 @@ def at_error(found: Found, update: str, name: str, of: str) -> float:
 
 def _bounds(update: str, missing: str) -> list[Bound]:
     def bound(text: str, value: Any, most: float, source: str, needs: str = "") -> Bound:
-        skipped = missing or (why_missing(needs) if needs else "")
-        return Bound(f"{update}: {text}", value, f"<= {most}", source, skipped=skipped)
+        return Bound(f"{update}: {text}", value, f"<= {most}", source, skipped=missing or _missing(needs))
 
-    def sent(name: str) -> Row:
-        return {"update": update, "method": name}
-
+    sent = {name: {"update": update, "method": name} for name in METHODS}
     bounds = [
         bound(f"selecting 1 %, time over {peer}", f"select_topk / {peer}", 1.0, NEVER_SLOWER, needs)
         for peer, (_, needs) in SELECTIONS.items()
@@ -402,14 +405,14 @@ def _bounds(update: str, missing: str) -> list[Bound]:
     for peer, most, source in LISTS:
         needs, times = METHODS[peer].needs, f"{EXACT}, encoding / {peer}, encoding"
         bounds.append(bound(f"{EXACT} to bytes, time over {peer}", times, 1.0, NEVER_SLOWER, needs))
-        bounds.append(bound(f"{EXACT}, bytes over {peer}", ("bytes", sent(EXACT), sent(peer)), most, source, needs))
-    few, rough = f"{TWO_BITS}, error over {RIVAL}", "goal: rough values of many coordinates tell more"
+        bounds.append(bound(f"{EXACT}, bytes over {peer}", ("bytes", sent[EXACT], sent[peer]), most, source, needs))
 
     def over_rival(found: Found) -> float:
-        return float(found.of("error", **sent(TWO_BITS)) / found.of(RIVAL, update=update))
+        return float(found.of("error", **sent[TWO_BITS]) / found.of(RIVAL, update=update))
 
-    bounds.append(bound(few, over_rival, 1.0, rough))
+    rough = "goal: rough values of many coordinates tell more"
+    bounds.append(bound(f"{TWO_BITS}, error over {RIVAL}", over_rival, 1.0, rough))
     for name, peer, most, source in DENSE:
         text = f"{name}, bytes over {peer} at their error"
-        bounds.append(bound(text, lambda found, n=name, p=peer: at_error(found, update, n, p), most, source))
+        bounds.append(bound(text, partial(at_error, update=update, name=name, of=peer), most, source))
     return bounds

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any, Final
@@ -26,7 +25,7 @@ from fedcomp.experiments.bench.readpass import BenchError, Vector, layered, read
 from fedcomp.experiments.bench.server import Nodes
 from fedcomp.flower._private import acting_as, content_to_bytes, set_message_id
 from fedcomp.flower.logs import quiet
-from fedcomp.measuring import Bound, Case, Row, traced
+from fedcomp.measuring import Bound, Case, Row, Traced, traced
 from fedcomp.strategies.compressed import Compressed
 
 TENSORS: Final = 50
@@ -52,35 +51,27 @@ def cases(quick: bool) -> Iterator[Case]:
     for size in sizes:
         for name in SYSTEMS:
             for clients in (FEW, MANY):
-                yield Case(f"{name}, {size:,} values, {clients} replies", partial(_row, name, size, clients))
+                yield Case(f"{name}, {size:,} values, {clients} replies", partial(_rounds, name, size, clients))
     at = {system: {"system": system, "replies": FEW, "values": sizes[-1]} for system in SYSTEMS}
-    millions = f"{sizes[-1] / 1e6:g} million values"
+
+    def goal(system: str, side: str, what: str, value: Any, bound: float, source: str) -> Bound:
+        name = f"{system}, {side}, {FEW} replies, {sizes[-1] / 1e6:g} million values: {what}"
+        return Bound(name, value, f"<= {bound:g}", source, gate=False)
+
     bounds = [
-        Bound(
-            f"{system}, {side}, {FEW} replies, {millions}: {what}",
-            (f"{side}, {what}", at[system]),
-            f"<= {bound}",
-            "goal of this project",
-            gate=False,
-        )
+        goal(system, side, what, (f"{side}, {what}", at[system]), bound, "goal of this project")
         for system in (PAIR, DOWN)
         for side, what, bound in GOALS
     ]
-    over = f"pair, server, {FEW} replies, {millions}: over FedAvg's own time"
     times = ("server, read passes", at[PAIR], at[PLAIN])
-    yield Case(bounds=[*bounds, Bound(over, times, "<= 2", "goal", gate=False)])
+    yield Case(bounds=[*bounds, goal(PAIR, "server", "over FedAvg's own time", times, 2, "goal")])
 
 
 def _record(vector: Vector) -> ArrayRecord:
     return ArrayRecord({f"w{i}": Array(part) for i, part in enumerate(np.array_split(vector, TENSORS))})
 
 
-def _row(name: str, size: int, clients: int, _: Any) -> list[Row]:
-    with quiet(), acting_as(1, 0):
-        return [{"system": name, "values": size, "replies": clients, **_rounds(name, size, clients)}]
-
-
-def _rounds(name: str, size: int, clients: int) -> dict[str, float]:
+def _rounds(name: str, size: int, clients: int, _: Any) -> list[Row]:
     """Run rounds of a federation, and return the medians of all but the first."""
     model = layered(size)
     limit, arrays = read_pass(model), _record(model)
@@ -92,43 +83,49 @@ def _rounds(name: str, size: int, clients: int) -> dict[str, float]:
     ]
     # Two apps' changes for all: a third would only be a third model in memory.
     changes = [1e-3 * layered(size, seed + 1) for seed in range(2)]
-    found: dict[str, list[float]] = {"client": [], "server": [], "client peak": [], "server peak": []}
+    passes: dict[str, list[float]] = {"client": [], "server": []}
+    peaks: dict[str, list[float]] = {"client": [], "server": []}
     down = up = 0
     # The first round warms up, and in the last one memory is traced, which takes time.
     last = 6 if clients == FEW else 3
-    for number in range(1, last + 1):
-        measure = partial(_measured, limit, trace=number == last)
-        sent = measure(partial(server.configure_train, number, arrays, ConfigRecord(), Nodes(clients)))
-        replies = []
-        # Models that grew from the one that was sent: what does not follow it counts as a client's own.
-        current = np.concatenate([array.numpy() for array in arrays.values()])
-        trained = [_record(current + change) for change in changes]
-        for i, message in enumerate(sent.result):
-            # Flower's ids are hashes of the content; any name will do to match a reply with what it answers.
-            set_message_id(message, f"{number * clients + i:064x}")
-            down = len(content_to_bytes(message.content))
-            node = nodes[message.metadata.dst_node_id - 1]
-            answered = measure(partial(_answer, name, message, node, trained[i % 2]))
-            up = len(content_to_bytes(answered.result.content))
-            replies.append(answered.result)
-            found["client"].append(answered.passes)
-            found["client peak"].append(answered.peak / (4 * size))
-        added = measure(partial(server.aggregate_train, number, replies))
-        arrays = added.result[0]
-        if arrays is None:
-            raise BenchError(f"{name} did not use the replies of round {number}")
-        found["server"].append(sent.passes + added.passes)
-        # What it keeps from the first half is there during the second.
-        found["server peak"].append(max(sent.peak, sent.kept + added.peak) / (4 * size))
-    timed, traced = slice(clients, -clients), slice(-clients, None)
-    return {
-        "client, read passes": round(median(found["client"][timed]), 1),
-        "client, models": round(median(found["client peak"][traced]), 2),
-        "server, read passes": round(median(found["server"][1:-1]), 1),
-        "server, models": round(found["server peak"][-1], 2),
-        "kB down": round(down / 1e3, 1),
-        "kB up": round(up / 1e3, 1),
-    }
+    with quiet(), acting_as(1, 0):
+        for number in range(1, last + 1):
+            measure = partial(_measured, limit, trace=number == last)
+            ask = partial(server.configure_train, number, arrays, ConfigRecord(), Nodes(clients))
+            sent, spent = measure(ask)
+            # Models that grew from the one that was sent: what does not follow it counts as a client's own.
+            current = np.concatenate([array.numpy() for array in arrays.values()])
+            trained, replies = [_record(current + change) for change in changes], []
+            for i, message in enumerate(sent.result):
+                # Flower's ids are hashes of the content; any name will do to match a reply with what it answers.
+                set_message_id(message, f"{number * clients + i:064x}")
+                node = nodes[message.metadata.dst_node_id - 1]
+                down = len(content_to_bytes(message.content))
+                answered, taken = measure(partial(_answer, name, message, node, trained[i % 2]))
+                up = len(content_to_bytes(answered.result.content))
+                replies.append(answered.result)
+                passes["client"].append(taken)
+                peaks["client"].append(answered.peak / (4 * size))
+            added, taken = measure(partial(server.aggregate_train, number, replies))
+            arrays = added.result[0]
+            if arrays is None:
+                raise BenchError(f"{name} did not use the replies of round {number}")
+            passes["server"].append(spent + taken)
+            # What it keeps from the first half is there during the second.
+            peaks["server"].append(max(sent.peak, sent.kept + added.peak) / (4 * size))
+    return [
+        {
+            "system": name,
+            "values": size,
+            "replies": clients,
+            "client, read passes": round(median(passes["client"][clients:-clients]), 1),
+            "client, models": round(median(peaks["client"][-clients:]), 2),
+            "server, read passes": round(median(passes["server"][1:-1]), 1),
+            "server, models": round(peaks["server"][-1], 2),
+            "kB down": round(down / 1e3, 1),
+            "kB up": round(up / 1e3, 1),
+        }
+    ]
 
 
 def _answer(name: str, message: Message, node: Context, trained: ArrayRecord) -> Message:
@@ -141,23 +138,13 @@ def _answer(name: str, message: Message, node: Context, trained: ArrayRecord) ->
     return app(message, node) if name == PLAIN else mod(message, node, app)
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """A call: what it returned, took in read passes, allocated at its peak, and kept of that."""
-
-    result: Any
-    passes: float = 0.0
-    peak: float = 0.0
-    kept: float = 0.0
-
-
-def _measured(limit: Callable[[], object], call: Callable[[], Any], *, trace: bool) -> _Measured:
-    """Measure memory where ``trace``, else time: to trace takes time."""
+def _measured(limit: Callable[[], object], call: Callable[[], Any], *, trace: bool) -> tuple[Traced, float]:
+    """Return a call's result with its memory where ``trace``, else with the read passes it took: to trace takes
+    time."""
     if trace:
-        done = traced(call)
-        return _Measured(done.result, peak=done.peak, kept=done.kept)
+        return traced(call), 0.0
     start = time.thread_time()
     limit()
     begun = time.thread_time()
     out = call()
-    return _Measured(out, passes=(time.thread_time() - begun) / max(begun - start, 1e-9))
+    return Traced(out, 0, 0), (time.thread_time() - begun) / max(begun - start, 1e-9)

@@ -31,28 +31,25 @@ from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.wire import SchemaMismatch
 
-TOP: Final[Mapping[str, Any]] = {"id": "topk", "density": 0.01}
-CODECS: Final[Mapping[str, Codec]] = {
-    name: get_codec(dict(config))
-    for name, config in (
-        ("identity", {"id": "identity"}),
-        ("top-k 1 %", TOP),
-        ("top-k 10 %", {**TOP, "density": 0.1}),
-        ("top-k 1 %, q2", {**TOP, "values": "q2"}),
-        ("top-k 1 %, q8", {**TOP, "values": "q8"}),
-        ("STC 1 %", {"id": "stc", "density": 0.01}),
-        ("random-k 1 %", {"id": "randomk", "density": 0.01}),
-        ("scaled sign", {"id": "scaledsign"}),
-        ("TernGrad", {"id": "terngrad"}),
-        ("QSGD(127)", {"id": "qsgd", "levels": 127}),
-        ("QSGD(7)", {"id": "qsgd", "levels": 7}),
-        ("QSGD(1)", {"id": "qsgd", "levels": 1}),
-        ("natural", {"id": "natural"}),
-        ("EDEN, 1 bit", {"id": "eden", "bits": 1}),
-        ("EDEN, 4 bits", {"id": "eden", "bits": 4}),
-        ("rotation + top-k 1 %", {"id": "domain", "transform": {"id": "rotation"}, "codec": TOP}),
-        ("DCT + top-k 1 %", {"id": "domain", "transform": {"id": "dct"}, "codec": TOP}),
-    )
+TOP: Final = {"id": "topk", "density": 0.01}
+CODECS: Final[Mapping[str, dict[str, Any]]] = {
+    "identity": {"id": "identity"},
+    "top-k 1 %": TOP,
+    "top-k 10 %": {**TOP, "density": 0.1},
+    "top-k 1 %, q2": {**TOP, "values": "q2"},
+    "top-k 1 %, q8": {**TOP, "values": "q8"},
+    "STC 1 %": {"id": "stc", "density": 0.01},
+    "random-k 1 %": {"id": "randomk", "density": 0.01},
+    "scaled sign": {"id": "scaledsign"},
+    "TernGrad": {"id": "terngrad"},
+    "QSGD(127)": {"id": "qsgd", "levels": 127},
+    "QSGD(7)": {"id": "qsgd", "levels": 7},
+    "QSGD(1)": {"id": "qsgd", "levels": 1},
+    "natural": {"id": "natural"},
+    "EDEN, 1 bit": {"id": "eden", "bits": 1},
+    "EDEN, 4 bits": {"id": "eden", "bits": 4},
+    "rotation + top-k 1 %": {"id": "domain", "transform": {"id": "rotation"}, "codec": TOP},
+    "DCT + top-k 1 %": {"id": "domain", "transform": {"id": "dct"}, "codec": TOP},
 }
 PLAIN: Final = "FedAvg, plain"
 COST, PEAK = "ms per client and million values", "peak in models"
@@ -76,33 +73,31 @@ def cases(quick: bool) -> Iterator[Case]:
     layout = Layout.flat(size)
     updates = [Update(1e-3 * layered(size, seed), layout) for seed in range(min(10, numbers[-1]))]
     few, some, many = numbers[0], numbers[-2], numbers[-1]
-    for name, codec in {PLAIN: None, **CODECS}.items():
+    derived = "one pass for each client, whatever their number (derived)"
+    buffer = "one buffer of the model's size (derived), and what is kept of each reply"
+    goal = "goal of this project; both read and add as many values"
+
+    def growth(found: Found, name: str) -> float:
+        of, to = (found.of(PEAK, codec=name, clients=clients) for clients in (many, few))
+        return float(of - to)
+
+    for name in (PLAIN, *CODECS):
+        codec = get_codec(dict(CODECS[name])) if name in CODECS else None
         frames = cache(partial(frames_of, codec, updates, many)) if codec else lambda: None
         for clients in numbers:
             yield Case(f"{name}, {clients} clients", partial(_row, name, codec, frames, updates, clients))
-        if codec is not None:
-            at = {count: {"codec": name, "clients": count} for count in numbers}
-            derived = "one pass for each client, whatever their number (derived)"
-            buffer = "one buffer of the model's size (derived), and what is kept of each reply"
-            goal = "goal of this project; both read and add as many values"
-            over = f"{name}: cost of a client over FedAvg's own, {some} clients"
-            grown = f"{name}: memory, {many} clients over {few}, in models"
-
-            def growth(found: Found, of: Row = at[many], to: Row = at[few]) -> float:
-                return float(found.of(PEAK, **of) - found.of(PEAK, **to))
-
-            yield Case(
-                bounds=[
-                    Bound(over, (COST, at[some], {**at[some], "codec": PLAIN}), "<= 3", goal),
-                    Bound(
-                        f"{name}: cost of a client, {many} clients over {some}",
-                        (COST, at[many], at[some]),
-                        "<= 1.3",
-                        derived,
-                    ),
-                    Bound(grown, growth, "<= 1", buffer),
-                ]
-            )
+        if codec is None:
+            continue
+        at, more = ({"codec": name, "clients": clients} for clients in (some, many))
+        over, alike = f"{name}: cost of a client over FedAvg's own", f"{name}: cost of a client, {many} clients"
+        grown = f"{name}: memory, {many} clients over {few}, in models"
+        yield Case(
+            bounds=[
+                Bound(f"{over}, {some} clients", (COST, at, {**at, "codec": PLAIN}), "<= 3", goal),
+                Bound(f"{alike} over {some}", (COST, more, at), "<= 1.3", derived),
+                Bound(grown, partial(growth, name=name), "<= 1", buffer),
+            ]
+        )
 
 
 def frames_of(codec: Codec, updates: Sequence[Update], clients: int) -> list[bytes]:

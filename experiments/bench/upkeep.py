@@ -9,7 +9,6 @@ against one that does not (:mod:`fedcomp.heap`), a process each.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
@@ -114,24 +113,20 @@ def step(size: int, clients: int, repetitions: int = 5) -> Row:
 
 def saved(clients: int, sampled: int, rounds: int) -> Row:
     """Return what a checkpoint costs in a run on digits: of what has changed, and of everything, after each round."""
-    seconds: dict[str, list[float]] = {"changed": [], "everything": [], "round": []}
     settings = {"feedback": True, "codec.density": 0.01, "evaluate_every": rounds, "fraction": sampled / clients}
     spec = RunSpec("topk", rounds=rounds, clients=clients, settings=settings)
-    save, mark = checkpoint.CheckpointFile.save, time.process_time()
+    save, marks = checkpoint.CheckpointFile.save, [[time.process_time()]]
 
     with tempfile.TemporaryDirectory() as scratch, quiet():
         path = Path(scratch, "everything")
 
         def timed(file: checkpoint.CheckpointFile, **state: Any) -> None:
-            nonlocal mark
-            marks = [mark, time.process_time()]
+            marks[-1].append(time.process_time())
             save(file, **state)
-            marks.append(time.process_time())
+            marks[-1].append(time.process_time())
             checkpoint.save(path, **state)
-            marks.append(time.process_time())
-            for name, (start, end) in zip(("round", "changed", "everything"), itertools.pairwise(marks), strict=True):
-                seconds[name].append(end - start)
-            mark = time.process_time()
+            marks[-1].append(time.process_time())
+            marks.append([time.process_time()])
 
         # The run makes its own checkpoints; here each is measured where it is made.
         checkpoint.CheckpointFile.save = timed  # type: ignore[method-assign, assignment]
@@ -141,7 +136,7 @@ def saved(clients: int, sampled: int, rounds: int) -> Row:
             checkpoint.CheckpointFile.save = save  # type: ignore[method-assign]
         held = path.stat().st_size
     # All but the first, which writes everything; now and then a later one does, too, as part of what it costs.
-    new, everything, each = (sum(seconds[name][1:]) / (rounds - 1) for name in ("changed", "everything", "round"))
+    each, new, everything = np.diff(marks[1:-1], axis=1).mean(axis=0).tolist()
     return {
         "what": "checkpoint",
         "clients": clients,

@@ -57,11 +57,12 @@ _QUANTISERS: Final = (
 def cases(quick: bool) -> Iterator[Case]:
     """Yield all goals; ``quick`` takes tensors of one million elements only, shorter training and a fiftieth of the
     fuzzing, and what it finds holds as it does in full."""
-    scales = [(n, n // share) for n in ((_MILLION,) if quick else (_MILLION, 25 * _MILLION)) for share in _SHARES]
-    for n, k in scales:
+    sizes = (_MILLION,) if quick else (_MILLION, 25 * _MILLION)
+    scales = {(n, n // share): f"n={n // _MILLION}M p=1/{share}" for n in sizes for share in _SHARES}
+    for (n, k), case in scales.items():
         # Short sections pay more for the last byte and the parameter: the smaller k, the wider the goal.
         goal = {"S1 Rice / bound": f"<= {1.01 if n > _MILLION else 1.03 if k <= 100 else 1.015}"}
-        yield _case("size of uniform supports", _named(n, k), partial(_uniform, n, k), goal)
+        yield _case("size of uniform supports", case, partial(_uniform, n, k), goal)
     sweep = 100_000 if quick else _MILLION
     yield _case(f"size at every density, n={sweep}", "", partial(_density_sweep, sweep, quick), {_WORST: "<= 1.045"})
     yield _real_supports(quick)
@@ -70,8 +71,8 @@ def cases(quick: bool) -> Iterator[Case]:
     yield _case(
         "overhead of the frame", "", _overhead, gates, {"S4 largest overhead of a further tensor, bytes": "<= 24"}
     )
-    for n, k in scales:
-        yield _speed(n, k)
+    for (n, k), case in scales.items():
+        yield _speed(n, k, case)
     yield Case(bounds=[_bound("S7 Rice decode / encode, worst case", "<= 2", what="S7 Rice decode / encode")])
     key, n = Key(9, "bench wire levels"), _MILLION // 4 if quick else _MILLION
     inputs = {"normal": key.generator().standard_normal(n), "t(4)": key.at(layer=1).generator().standard_t(4, n)}
@@ -158,10 +159,6 @@ def index_bytes(n: int, support: NDArray[np.int64], index: str) -> int:
     return len(wire.encode([tensor])) - (len(seeded) - 10)
 
 
-def _named(n: int, k: int) -> str:
-    return f"n={n // _MILLION}M p=1/{n // k}"
-
-
 def _uniform(n: int, k: int) -> Measured:
     # A uniform support is the hardest: there is no structure that a code could use.
     support, bits = wire.seeded_support(Key(1, "bench wire").u64(), n, k), entropy_bits(n, k)
@@ -218,22 +215,17 @@ def feedback_supports(steps: int, every: int, density: float = 0.01) -> tuple[in
         # Drawn by key and not by torch, whose generator differs between versions: the supports are data of a benchmark.
         start = (2 * key.at(layer=i).uniform(p.numel()) - 1) * width
         p.data.copy_(torch.tensor(start, dtype=torch.float32).reshape(p.shape))
-    n = sum(p.numel() for p in parameters)
-    k = round(n * density)
-    memory = torch.zeros(n)
-    supports = []
+    values = torch.nn.utils.parameters_to_vector(parameters).detach()
+    n, k = values.numel(), round(values.numel() * density)
+    memory, supports = torch.zeros(n), []
     for step in range(steps):
         batch = torch.tensor((key.at(purpose="batch", round=step).bits(32) % np.uint64(len(y))).astype(np.int64))
-        loss = torch.nn.functional.cross_entropy(model(x[batch]), y[batch])
-        gradients = torch.autograd.grad(loss, parameters)
+        gradients = torch.autograd.grad(torch.nn.functional.cross_entropy(model(x[batch]), y[batch]), parameters)
         memory += 0.1 * torch.cat([g.reshape(-1) for g in gradients])
         chosen = torch.topk(memory.abs(), k, sorted=False).indices.sort().values
-        update = torch.zeros(n)
-        update[chosen] = memory[chosen]
+        values[chosen] -= memory[chosen]
         memory[chosen] = 0
-        with torch.no_grad():
-            for p, part in zip(parameters, update.split([p.numel() for p in parameters]), strict=True):
-                p.sub_(part.reshape(p.shape))
+        torch.nn.utils.vector_to_parameters(values, parameters)
         if (step + 1) % every == 0:
             supports.append(chosen.numpy().astype(np.int64))
     return n, supports
@@ -307,7 +299,7 @@ def _resnet18_shapes() -> list[tuple[int, ...]]:
     return [*shapes, (1000, 512), (1000,)]
 
 
-def _speed(n: int, k: int) -> Case:
+def _speed(n: int, k: int, case: str) -> Case:
     index, large, dense = "S5 rice index encode / argpartition", n > _MILLION, "GB/s of dense float32"
     frame, slow = "S5 {} whole frame / argpartition", "S6 slower direction"
 
@@ -344,7 +336,7 @@ def _speed(n: int, k: int) -> Case:
         goals[f"{slow}, us"] = "<= 60"
     elif large and k >= 25_000:
         goals[f"{slow}, GB/s dense"] = f">= {50 if k == 250_000 else 250}"
-    return _case("speed", _named(n, k), measure, {index: goal, frame.format("rice"): goal}, goals)
+    return _case("speed", case, measure, {index: goal, frame.format("rice"): goal}, goals)
 
 
 def _select(x: NDArray[np.float32], k: int) -> NDArray[np.int64]:
@@ -355,9 +347,7 @@ def _select(x: NDArray[np.float32], k: int) -> NDArray[np.int64]:
 def _quantised(codec: Codec, update: Update, key: Key, repetitions: int) -> Measured:
     frame = codec.encode(update, codec.init(update.layout), key)[0]
     values = codec.open(frame, update.layout).tensors[0].values
-    symbols, floats = _symbols(values)
-    bound = 4 * floats + _entropy_bytes(symbols)
-    params, section = values.pack()
+    bound, (params, section) = _bound_bytes(values), values.pack()
     unpack = partial(type(values).unpack, params, memoryview(bytes(section)), values.k, "float32")
     calls: Calls = {"pack": values.pack, "decode": lambda: unpack().decode()}
     times, size = Times(calls, repetitions, read_pass(update.vector)), len(params) + len(section)
@@ -370,28 +360,27 @@ def _quantised(codec: Codec, update: Update, key: Key, repetitions: int) -> Meas
     }
 
 
-def _symbols(values: wire.Values) -> tuple[NDArray[Any], int]:
-    """Return what of quantised values could be coded shorter, and how many float32 numbers travel beside it."""
+def _bound_bytes(values: wire.Values) -> float:
+    """Return the order-0 entropy of what of quantised values could be coded shorter, all symbols together, and what the
+    float32 numbers beside it take, in bytes."""
+    floats = 0
     match values:
         case wire.QsgdLevels():
-            return values.levels, values.norms.size
+            symbols, floats = values.levels, values.norms.size
         case wire.Codebook():
-            return values.codes, values.magnitudes.size
+            symbols, floats = values.codes, values.magnitudes.size
         case wire.Natural() | wire.RangeFloat():
-            return values.codes, 0
+            symbols = values.codes
         case wire.SignScale():
-            return values.negative, values.scales.size
+            symbols, floats = values.negative, values.scales.size
         case wire.UnitSign():
-            return values.negative, 0
+            symbols = values.negative
         case wire.Ternary():
-            return values.trits, 1
-    raise TypeError(f"{values!r} are not quantised")
-
-
-def _entropy_bytes(symbols: NDArray[Any]) -> float:
-    """Return the order-0 entropy of all ``symbols`` together, in bytes."""
+            symbols, floats = values.trits, 1
+        case _:
+            raise TypeError(f"{values!r} are not quantised")
     shares = np.unique_counts(symbols).counts / symbols.size
-    return float(-(shares @ np.log2(shares))) * symbols.size / 8
+    return 4 * floats + float(-(shares @ np.log2(shares))) * symbols.size / 8
 
 
 def _fuzzed(specimen: Specimen, others: Any, count: int) -> Measured:
@@ -426,8 +415,7 @@ def _bomb() -> Measured:
         # With a right checksum: what has to refuse the frame are the limits, not a damaged byte.
         frame = seal(head + table + bomb)
         size = len(frame)
-        limits = wire.Limits(max_elements=200_000, max_bytes_out=800_000)
-        done = traced(partial(_refused, frame, limits))
+        done = traced(partial(_refused, frame))
         refused, peak = refused and done.result, max(peak, done.peak)
     return {
         "S8 bomb": (size, "bytes"),
@@ -436,9 +424,9 @@ def _bomb() -> Measured:
     }
 
 
-def _refused(frame: wire.Frame, limits: wire.Limits) -> bool:
+def _refused(frame: wire.Frame) -> bool:
     try:
-        wire.decode(frame, limits=limits)
+        wire.decode(frame, limits=wire.Limits(max_elements=200_000, max_bytes_out=800_000))
     except wire.WireError:
         return True
     return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from fedcomp.experiments.eden_topk import rotated
 from fedcomp.experiments.experiment import Curve, Experiment
 
 _TOPK: Final = "topk feedback=true codec.density={} codec.values={}"
@@ -29,11 +28,7 @@ EXPERIMENT = Experiment(
         "EF-signSGD": "efsignsgd feedback=true",
         "QSGD, 1 level": "qsgd feedback=false codec.levels=1",
         "QSGD, 7 levels": "qsgd feedback=false codec.levels=7",
-        "EDEN of top-k 1 %, 2 bits": "eden-topk codec.density=0.01 codec.bits=2",
-        "EDEN of top-k 1 %, 4 bits": "eden-topk codec.density=0.01 codec.bits=4",
-        "EDEN of top-k 3 %, 2 bits": "eden-topk codec.density=0.03 codec.bits=2",
     },
-    rivals={"eden-topk": rotated},
     tune={"lr": "steps"},
     options={
         "seeds": 3,
@@ -93,7 +88,6 @@ EXPERIMENT = Experiment(
         "magnitudes that are fitted to the values. Biases travel in 8 bits beside values of 8 bits and fewer, else as "
         "float32. STC sends signs and one magnitude.\n\n"
         "EDEN rotates the update at random and sends 1 to 4 bits per coordinate: unbiased, without memory. EF-signSGD "
-        "and QSGD are the nearest rivals with and without memory. EDEN of top-k rotates the kept values and codes them "
-        "in as many bits, with feedback: a rival that is tried here only, without messages, with real frames."
+        "and QSGD are the nearest rivals with and without memory."
     ),
 )

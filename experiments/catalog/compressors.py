@@ -17,6 +17,7 @@ from fedcomp.experiments.studies.compressors import (
     REACH,
     TOPK,
     models_of,
+    rows,
     study,
 )
 from fedcomp.rules import Flag
@@ -65,6 +66,7 @@ EXPERIMENT = Experiment(
     name="compressors",
     question="Which codec reaches the least test loss for its uplink bytes, and for its processor time?",
     # Every cell has a setting and a step size of its own, which are found first.
+    rows=rows,
     study=study,
     repeats=False,
     options={

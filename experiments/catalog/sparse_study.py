@@ -9,13 +9,28 @@ from __future__ import annotations
 
 from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.options import TEXT, Option
-from fedcomp.experiments.studies.sparse_study import densities, study
+from fedcomp.experiments.studies.sparse_study import DENSE, densities, rows, study
+from fedcomp.experiments.tables import measured, of_codec
 
 EXPERIMENT = Experiment(
     name="sparse_study",
     question="Same coordinates or individual ones, per layer or over the whole model, with memory or without?",
+    task="digits",
+    rows=rows,
+    each=lambda config: f"max_steps=1 evaluate_every={max(1, config.rounds // 10)}",
+    rivals={"codec": of_codec},
+    train=measured,
     study=study,
-    repeats=False,
+    title="The whole grid",
+    columns={
+        "train loss": lambda found, row: found.mean(row, "loss"),
+        "loss / dense": lambda found, row: round(found.mean(row, "loss") / found.mean(DENSE, "loss"), 3),
+        "accuracy, %": lambda found, row: round(100 * found.mean(row, "accuracy"), 2),
+        "uplink ratio": "times fewer up",
+        "downlink ratio": "times fewer down",
+    },
+    caption="Means over seeds. Ratios compare real bytes of frames with dense, the downlink being what tells every "
+    "client the mean: its values alone where all clients know the support, else values and the union of all supports.",
     options={
         "seeds": 2,
         "workers": 1,

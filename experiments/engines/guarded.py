@@ -6,18 +6,16 @@ The SuperLink has a database and the server app a process of its own, so that ea
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.clocks import WrongClock
+from fedcomp.experiments import clocks
 from fedcomp.experiments.disks import SmallDisk
 from fedcomp.experiments.engines.linked import LinkedDeployment
-from fedcomp.experiments.engines.processes import DeploymentError, processes_with
+from fedcomp.experiments.engines.processes import processes_with
 from fedcomp.experiments.engines.superlink import kill_all
 from fedcomp.experiments.links import SlowLinks
 from fedcomp.experiments.security.certificates import Folder, create
@@ -47,9 +45,7 @@ class GuardedDeployment(LinkedDeployment):
         if disk is not None and self.states is None:
             raise ConfigError("a disk of its own is for a state folder; give states=")
         self._bytes = disk
-        self._clocks: dict[str, WrongClock] = {}
         self.disks: list[SmallDisk] = []
-        self._mounted = contextlib.ExitStack()
 
     def home(self, name: str) -> Path:
         """Return the Flower home of the process called ``name``; the command line's is that of the link's operator."""
@@ -64,7 +60,7 @@ class GuardedDeployment(LinkedDeployment):
         if self._bytes is not None and self.states is not None:
             for node in range(self.nodes):
                 disk = SmallDisk(self.states / str(node), self._bytes)
-                self.disks.append(self._mounted.enter_context(disk))
+                self.disks.append(self._beside.enter_context(disk))
         super()._start()
 
     def _start_server(self, ports: Sequence[int]) -> None:
@@ -72,15 +68,8 @@ class GuardedDeployment(LinkedDeployment):
         command = [sys.executable, "-m", "fedcomp.experiments.security.link", str(self.keys.path)]
         command += ["--listen", f"{self.host}:{ports[0]}", "--port", str(ports[1])]
         link = self._launch("fedcomp link", "link", command)
-        deadline = time.monotonic() + READY_SECONDS
         # Its port is open before the keys of the nodes are registered.
-        while link.log is not None and "ready:" not in link.log.read_text(encoding="utf-8", errors="replace"):
-            link.require_running()
-            if time.monotonic() > deadline:
-                raise DeploymentError(
-                    f"{link.name} was not ready within {READY_SECONDS:.0f} s; its log says:\n{link.tail()}"
-                )
-            time.sleep(0.1)
+        link.wait_until(lambda: "ready:" in link.tail(10**6), "was not ready", READY_SECONDS)
 
     def set_clock(self, node: int, seconds: float) -> None:
         """Put a node's clock forward, or back where ``seconds`` are below 0; 0 sets it right.
@@ -88,15 +77,12 @@ class GuardedDeployment(LinkedDeployment):
         A node that runs when its clock is wrong for the first time has to be started again to notice; later it will
         within a second.
         """
-        name = f"node-{node}"
-        if name not in self._clocks:
-            self._clocks[name] = WrongClock(self.folder / f"{name}.clock")
-        self._clocks[name].set(seconds)
+        clocks.set_clock(self.folder / f"node-{node}.clock", seconds)
 
     def env(self, name: str) -> dict[str, str]:
         """Return the environment of the process called ``name``, with its clock where that was ever wrong."""
-        clock = self._clocks.get(name)
-        return {**super().env(name), **({} if clock is None else clock.environment)}
+        clock = self.folder / f"{name}.clock"
+        return {**super().env(name), **(clocks.environment(clock) if clock.exists() else {})}
 
     @property
     def server_app_home(self) -> Path:
@@ -112,6 +98,3 @@ class GuardedDeployment(LinkedDeployment):
         homes = [self.folder / f"node-{node}" for node in range(self.nodes)] + [self.folder / "link"]
         homes += [self.keys.home(name) for name in ("superlink", "superexec", "cli")]
         return [command for home in homes for command in processes_with("FLWR_HOME", str(home)).values()]
-
-    def _release(self) -> None:
-        self._mounted.close()

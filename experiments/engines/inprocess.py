@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from flwr.app import Context, RecordDict
-
 from fedcomp.clients.app import app as client_app
-from fedcomp.experiments import server_app
+from fedcomp.experiments.serve import serve
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.experiments.systems import get_system
 from fedcomp.flower.grid import InProcessGrid
@@ -29,17 +27,10 @@ def run(
 ) -> RunResult:
     """Run ``spec`` in this process. See :func:`fedcomp.experiments.engines.run`."""
     link = str(get_system(spec.system).resolve(spec.settings)["link"])
-    results: list[RunResult] = []
-    server = server_app.build(
-        on_round=on_round,
-        checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every,
-        privacy=privacy,
-        deliver=results.append,
-    )
     links = parse_link(link) if link else None
     if client_states is not None:
         client_states.mkdir(parents=True, exist_ok=True)
     with InProcessGrid(client_app, spec.clients, seed=spec.seed, links=links, states=client_states) as grid:
-        server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), spec.to_run_config()))
-    return results[0]
+        return serve(
+            spec, grid, on_round=on_round, checkpoint=checkpoint, checkpoint_every=checkpoint_every, privacy=privacy
+        )

@@ -14,12 +14,16 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Final
 
 from fedcomp.clients.edge.processes import below, living, tied
 from fedcomp.errors import FedcompError
+
+_LISTENING: Final = "0A"
+"""State of a listening socket in ``/proc/net/tcp``."""
 
 
 class DeploymentError(FedcompError, RuntimeError):
@@ -79,6 +83,25 @@ class Child:
                 f"{self.name} ended with status {self.returncode} while it was needed; its log says:\n{self.tail()}"
             )
 
+    def wait_until(self, true: Callable[[], bool], late: str, limit: float) -> None:
+        """Wait until something is true, for ``limit`` seconds at most.
+
+        Raises
+        ------
+        DeploymentError
+            When the process ends first or it is not true in time, which ``late`` says of it.
+        """
+        deadline = time.monotonic() + limit
+        while not true():
+            self.require_running()
+            if time.monotonic() > deadline:
+                raise DeploymentError(f"{self.name} {late} within {limit:g} s; its log says:\n{self.tail()}")
+            time.sleep(0.1)
+
+    def wait_for_port(self, port: int, limit: float) -> None:
+        """Wait until TCP ``port`` is open where the process is; see :meth:`wait_until`."""
+        self.wait_until(lambda: listens(self.pid, port), f"did not open port {port}", limit)
+
     def terminate(self) -> None:
         """Ask the leader to end; return at once."""
         # Once the leader is gone its descendants have another parent and cannot be told from strangers, and its id may
@@ -131,24 +154,15 @@ def free_ports(count: int) -> list[int]:
         return [int(s.getsockname()[1]) for s in sockets]
 
 
-def wait_for_port(port: int, child: Child, limit: float) -> None:
-    """Wait until ``child`` accepts connections on loopback ``port``.
-
-    Raises
-    ------
-    DeploymentError
-        When it ends first or does not answer within ``limit`` seconds.
-    """
-    deadline = time.monotonic() + limit
-    while True:
-        child.require_running()
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
-        if time.monotonic() > deadline:
-            raise DeploymentError(
-                f"{child.name} did not open port {port} within {limit:.0f} s; its log says:\n{child.tail()}"
-            )
-        time.sleep(0.1)
+def listens(pid: int, port: int) -> bool:
+    """Whether a process of the network namespace of ``pid`` listens on TCP ``port``."""
+    for table in ("tcp", "tcp6"):
+        # Gone meanwhile, or no IPv6 here.
+        with contextlib.suppress(OSError):
+            for fields in map(str.split, Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]):
+                if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                    return True
+    return False
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from flwr.simulation import run_simulation
 
 from fedcomp.clients.app import app as client_app
 from fedcomp.errors import ConfigError, FedcompError, optional
-from fedcomp.experiments import server_app
+from fedcomp.experiments.serve import serve
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.flower.wrapper import GridWrapper
 
@@ -55,10 +55,10 @@ def run(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        server = server_app.build(spec, on_round=on_round, privacy=privacy, deliver=results.append)
-        server(_StoppableGrid(grid, stop), context)
+        results.append(serve(spec, _StoppableGrid(grid, stop), on_round=on_round, privacy=privacy))
 
-    with _environment(), _without_deprecation(), _set_at_exit(stop):
+    with _environment(), _without_deprecation(), contextlib.ExitStack() as left:
+        left.callback(stop.set)
         run_simulation(
             server_app=app,
             client_app=client_app,
@@ -116,14 +116,6 @@ class _StoppableGrid(GridWrapper):
         if self._stop.is_set():
             raise SimulationError("the simulation was stopped while a round was under way")
         return self._grid
-
-
-@contextlib.contextmanager
-def _set_at_exit(event: threading.Event) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        event.set()
 
 
 @contextlib.contextmanager

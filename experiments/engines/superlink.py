@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +31,6 @@ from fedcomp.experiments.engines.processes import (
     processes_with,
     sigterm_raises,
     tail,
-    wait_for_port,
 )
 from fedcomp.experiments.serve import read_checkpoint
 from fedcomp.experiments.server_app import CHECKPOINT_EVERY_KEY, CHECKPOINT_KEY, OUT_KEY, PRIVACY_KEY
@@ -84,8 +83,13 @@ class Deployment:
         the deployment ends, and a later one's nodes go on from there. Default: they forget it.
     data : Path, optional
         A folder: node i is told that its data are in the folder ``node-i`` of it, made where it is missing.
-    keep : bool
-        Leave the folder with homes and logs behind, for looking at.
+    settings : mapping of str to str
+        Environment variables of all processes.
+    preload : sequence of str, optional
+        Start this project's nodes, as ``peers`` does, in place of Flower's SuperNodes alone; the modules are what they
+        import once, before the first message.
+    limit : float
+        Seconds in which a process has opened its port.
 
     Raises
     ------
@@ -95,8 +99,6 @@ class Deployment:
 
     SERVER_PORTS: ClassVar[int] = 1
     """How many ports the server's side listens on; nodes connect to the first."""
-    START_LIMIT: ClassVar[float] = 60.0
-    """Seconds in which a process has opened its port."""
     connection: ClassVar[str] = CONNECTION
     """The name under which Flower's command line knows the SuperLink."""
 
@@ -105,9 +107,11 @@ class Deployment:
         nodes: int,
         *,
         peers: bool = False,
-        keep: bool = False,
         states: Path | None = None,
         data: Path | None = None,
+        settings: Mapping[str, str] | None = None,
+        preload: Sequence[str] | None = None,
+        limit: float = 60.0,
     ) -> None:
         if not 1 <= nodes <= MAX_NODES:
             raise ConfigError(
@@ -125,7 +129,11 @@ class Deployment:
         self.children: list[Child] = []
         self._killed: set[int] = set()
         self._data = data
-        self._keep = keep
+        self._settings = dict(settings or {})
+        self._preload = preload
+        self._limit = limit
+        # What the processes need beside their folder, and is given back after them.
+        self._beside = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="fedcomp-superlink-"))
@@ -156,12 +164,8 @@ class Deployment:
     def close(self) -> None:
         """Stop every process that was started, and remove the folder."""
         self.stop()
-        self._release()
-        if not self._keep:
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _release(self) -> None:
-        """Give back what the folder's processes needed beside it."""
+        self._beside.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
         # One call for all: a second call could be given a port of the first that nobody has bound yet.
@@ -174,13 +178,13 @@ class Deployment:
             self._launch_node(node)
         # Only after all are launched, so that the nodes start up side by side.
         for child, node_port in zip(self.children[1:], self._node_ports, strict=True):
-            self._wait_for(node_port, child)
+            child.wait_for_port(node_port, self._limit)
 
     def _start_server(self, ports: Sequence[int]) -> None:
         """Start the first child, which nodes and command line connect to, and wait until they can."""
         command = [edge.program("flower-superlink"), "--insecure", "--host", self.host, "--port", str(ports[0])]
         link = self._launch("the SuperLink", "superlink", self.guarded(command))
-        self._wait_for(ports[0], link)
+        link.wait_for_port(ports[0], self._limit)
         (self.home("cli") / "config.toml").write_text(
             f'[superlink]\ndefault = "{self.connection}"\n\n'
             f'[superlink.{self.connection}]\naddress = "{self.address}"\ninsecure = true\n',
@@ -200,16 +204,15 @@ class Deployment:
             own = self._data / f"node-{node}"
             own.mkdir(exist_ok=True)
             arguments += ["--data", str(own)]
-        if not self.peers:
-            return self._launch(f"SuperNode {node}", f"node-{node}", self.node_command(arguments))
-        # The entry point itself, which starts the listener as well.
-        arguments += ["--peer", f"127.0.0.1:{self._peer_ports[node]}", "--peer-store", str(self.peer_store(node))]
+        if self._preload is not None:
+            arguments += ["--preload", ",".join(self._preload)]
+        if self.peers:
+            # The entry point itself starts the listener as well.
+            arguments += ["--peer", f"127.0.0.1:{self._peer_ports[node]}", "--peer-store", str(self.peer_store(node))]
         command = [sys.executable, "-m", "fedcomp.clients.edge", *arguments]
+        if self._preload is None and not self.peers:
+            command = self.guarded(edge.prepare(arguments)[0])
         return self._launch(f"SuperNode {node}", f"node-{node}", command)
-
-    def node_command(self, arguments: list[str]) -> list[str]:
-        """Return the command line of a node with these arguments; here of Flower's SuperNode alone."""
-        return self.guarded(edge.prepare(arguments)[0])
 
     def guarded(self, command: list[str]) -> list[str]:
         """Return the command line of a Flower server, here of one whose port serves this user alone."""
@@ -279,7 +282,7 @@ class Deployment:
         self.children[1 + node] = self.children.pop()
         self._killed.discard(node)
         if wait:
-            self._wait_for(self._node_ports[node], child)
+            child.wait_for_port(self._node_ports[node], self._limit)
 
     def kill_server_app(self) -> list[int]:
         """Kill the processes of the server's app with SIGKILL, the SuperLink's alone stay; return their ids.
@@ -294,21 +297,6 @@ class Deployment:
         """The Flower home of what starts server apps; here of the SuperLink itself."""
         return self.home("superlink")
 
-    def pause(self, node: int) -> list[int]:
-        """Stop every process of ``node`` with SIGSTOP, as a suspended machine would; return their ids."""
-        return self._signal(node, signal.SIGSTOP)
-
-    def resume(self, node: int) -> list[int]:
-        """Let every process of a paused node go on; return their ids."""
-        return self._signal(node, signal.SIGCONT)
-
-    def _signal(self, node: int, number: signal.Signals) -> list[int]:
-        found = sorted(self.processes(node))
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        return found
-
     def home(self, name: str) -> Path:
         """Return the Flower home of the process called ``name``, made on first use."""
         path = self.folder / name
@@ -322,18 +310,16 @@ class Deployment:
         own = {"PATH": path, "FLWR_HOME": str(self.home(name)), "PYTHONUNBUFFERED": "1"}
         # On loopback nobody is spared by looking once a second whether there is something to start.
         # A user's environment may override it, and none of what follows os.environ.
-        return {TASK_POLL: "0.05", **os.environ, **without_proxy(os.environ), **OFFLINE_ENVIRONMENT, **own}
+        environment = {TASK_POLL: "0.05", **os.environ, **without_proxy(os.environ), **OFFLINE_ENVIRONMENT}
+        return {**environment, **own, **self._settings}
 
     def placed(self, name: str, command: list[str]) -> list[str]:
         """Return ``command`` as the process called ``name`` runs it; here all run side by side on loopback."""
         return command
 
-    def _wait_for(self, port: int, child: Child) -> None:
-        wait_for_port(port, child, self.START_LIMIT)
-
-    def _launch(self, title: str, name: str, command: list[str], cwd: Path | None = None) -> Child:
+    def _launch(self, title: str, name: str, command: list[str]) -> Child:
         log = self.folder / f"{name}.log"
-        child = Child(title, self.placed(name, command), env=self.env(name), log=log, cwd=cwd or self.home(name))
+        child = Child(title, self.placed(name, command), env=self.env(name), log=log, cwd=self.home(name))
         self.children.append(child)
         return child
 
@@ -405,10 +391,6 @@ class Deployment:
             raise DeploymentError(f"flwr run printed no id of a run:\n{printed}")
         return int(found[1])
 
-    def stop_run(self, run: int, *, limit: float) -> None:
-        """Tell the SuperLink that a run is over, as an operator does whose server app has died."""
-        self.flwr("stop", str(run), self.connection, name="stop", limit=limit)
-
     def _run(self, config: Mapping[str, Scalar], project: Path | None) -> list[str]:
         overrides = self.folder / "run-config.toml"
         overrides.write_text("".join(f"{k} = {_toml(v)}\n" for k, v in config.items()), encoding="utf-8")
@@ -463,7 +445,18 @@ def run(
     peers = get_system(spec.system).resolve(spec.settings).get("transport") == "peers"
     with sigterm_raises(), Deployment(spec.clients, peers=peers, states=states) as deployment:
         out = deployment.home("out")
-        follow = _Follower(out / ROUNDS_FILE, on_round)
+        rounds, seen = out / ROUNDS_FILE, 0
+
+        def follow() -> None:
+            nonlocal seen
+            if on_round is None or not rounds.exists():
+                return
+            # A line without its end is still being written: it is left for the next look.
+            data = rounds.read_bytes()
+            new, seen = data[seen : data.rfind(b"\n") + 1], data.rfind(b"\n") + 1
+            for line in new.splitlines():
+                on_round(RoundRecord.from_json(json.loads(line)))
+
         # The server app runs in a process of its own, on this machine.
         kept = "" if privacy is None else str(privacy.absolute())
         config = {**spec.to_run_config(), OUT_KEY: str(out), PRIVACY_KEY: kept, **places}
@@ -479,33 +472,6 @@ def run(
         result = RunResult.load(out)
         result.notes["flower_run"] = deployment.runs()[0]
     return replace(result, seconds=before + time.perf_counter() - started)
-
-
-class _Follower:
-    """Reads a growing JSON-lines file of round records and passes each complete line on once."""
-
-    def __init__(self, path: Path, on_round: Callable[[RoundRecord], object] | None) -> None:
-        self._path = path
-        self._on_round = on_round
-        self._seen = 0
-
-    def __call__(self) -> None:
-        if self._on_round is None:
-            return
-        for record in self._new():
-            self._on_round(record)
-
-    def _new(self) -> Iterator[RoundRecord]:
-        try:
-            data = self._path.read_bytes()
-        except FileNotFoundError:
-            return
-        # A line without its end is still being written: it is left for the next look.
-        end = data.rfind(b"\n") + 1
-        lines = data[self._seen : end].splitlines()
-        self._seen = end
-        for line in lines:
-            yield RoundRecord.from_json(json.loads(line))
 
 
 def _toml(value: Scalar) -> str:

@@ -176,10 +176,15 @@ def list_peers(folder: Folder) -> None:
     lines = [
         f"{key.stem.removeprefix('node-')} {key.read_text(encoding='ascii').strip()}" for key in folder.public_keys()
     ]
-    fresh = folder.peers.with_suffix(".new")
+    _replace(folder.peers, "".join(f"{line}\n" for line in lines).encode())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    # In one step: whoever reads it in this moment finds the old file or the new one.
+    fresh = path.with_suffix(".new")
     fresh.unlink(missing_ok=True)
-    write_new(fresh, "".join(f"{line}\n" for line in lines).encode(), 0o644)
-    fresh.replace(folder.peers)
+    write_new(fresh, content, 0o644)
+    fresh.replace(path)
 
 
 def renew(folder: Folder, hosts: Sequence[str] = (), *, now: datetime.datetime | None = None) -> None:
@@ -211,11 +216,7 @@ def renew(folder: Folder, hosts: Sequence[str] = (), *, now: datetime.datetime |
     names = [_name(host) for host in dict.fromkeys((*hosts, *LOOPBACK))]
     if not hosts:
         names = list(old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
-    fresh = folder.server.with_suffix(".new")
-    fresh.unlink(missing_ok=True)
-    write_new(fresh, _server(authority, key, _read_key(folder.server_key).public_key(), names, now), 0o644)
-    # In one step: a server that starts in this moment finds the old certificate or the new one.
-    fresh.replace(folder.server)
+    _replace(folder.server, _server(authority, key, _read_key(folder.server_key).public_key(), names, now))
 
 
 def read(path: Path) -> x509.Certificate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,16 +52,9 @@ def study(found: Found) -> Studied:
     say("AdaComp once more without messages, to look into its frames")
     seen = say.cell("bins", lambda: watch(results[ADACOMP]))
     records = layer_records(results, seen)
-    layers, dense = records.groups("layer"), results[DENSE].uplink_payload_bytes
+    kinds = {record.layer: record.kind for record in records}
     # Under the policy of all rows but one.
     left = [t for t in Layout.of(results[DENSE].arrays).tensors if t.is_dense]
-    losses: dict[str, Any] = {
-        "row": lambda label: label,
-        "train loss, nats": lambda label: loss[label],
-        "times dense": lambda label: loss[label] / loss[DENSE],
-        "test accuracy, %": lambda label: 100 * results[label].accuracy,
-        "times fewer bytes, all": lambda label: dense / results[label].uplink_payload_bytes,
-    }
     by_layer: dict[str, Any] = {
         "layer": "layer",
         "row": "row",
@@ -74,26 +67,17 @@ def study(found: Found) -> Studied:
     }
     return Studied(
         {
-            **{
-                (label, "train loss over that of dense averaging"): loss[label] / loss[DENSE]
-                for label in (ADACOMP, KEPT)
-            },
+            **{(label, "train loss, nats"): each for label, each in loss.items()},
+            **{(label, "train loss over that of dense averaging"): each / loss[DENSE] for label, each in loss.items()},
             **quantities(config, records),
             (ADACOMP, "weights of the run without messages that differ from the run with them"): seen["differs"],
         },
         tables=[
             table(
-                "Train loss and whole frames",
-                losses,
-                results,
-                "Loss of the final model on all training images. The last column counts whole payloads, what travels "
-                "dense included.",
-            ),
-            table(
                 "Encoded bytes by layer",
                 by_layer,
                 records,
-                f"{', '.join(f'{name} is {group[0].kind}' for name, group in layers.items())}. Times fewer: four bytes "
+                f"{', '.join(f'{name} is {kind}' for name, kind in kinds.items())}. Times fewer: four bytes "
                 "per element over the bytes of its entry, indices and values in the frames, over the whole run and "
                 "over the first and the last tenth of its rounds. Elements sent per bin: means over the same tenths. "
                 f"{sum(t.size for t in left)} elements travel dense, those of the smallest tensors, together at most "
@@ -153,30 +137,18 @@ def ends(series: Sequence[float]) -> tuple[float, float]:
     return mean(series[:part]), mean(series[-part:])
 
 
-@dataclass
-class Watched:
-    """Looks into the rounds of AdaComp.
-
-    Attributes
-    ----------
-    per_bin, cosine : dict of str to list of float
-        By tensor and round, means over the clients: elements sent per bin, and the cosine of residue and update.
-    """
-
-    codec: AdaComp
-    per_bin: dict[str, list[float]] = field(default_factory=dict)
-    cosine: dict[str, list[float]] = field(default_factory=dict)
-
-    def __call__(self, seen: Seen) -> None:
-        """Note what each client sent, and of what."""
-        layout = seen.updates[0].layout
-        counts = [self.codec.per_bin(answer.frames["values"], layout) for answer in seen.answers]
-        for t in layout.compressed:
-            self.per_bin.setdefault(t.name, []).append(mean(count[t.name] for count in counts))
-            pairs = [(seen.memories[node]["memory"], update.vector) for node, update in seen.updates.items()]
-            angles = [cosine(memory[t.slice], vector[t.slice]) for memory, vector in pairs]
-            # The cosine with the empty residue of the first round says nothing.
-            self.cosine.setdefault(t.name, []).append(mean(angles) if t.name in self.cosine else math.nan)
+def watched(codec: AdaComp, seen: Seen) -> dict[str, tuple[float, float]]:
+    """Return by tensor the elements sent per bin and the cosine of residue and update, means over the clients."""
+    layout = seen.updates[0].layout
+    counts = [codec.per_bin(answer.frames["values"], layout) for answer in seen.answers]
+    pairs = [(seen.memories[node]["memory"], update.vector) for node, update in seen.updates.items()]
+    return {
+        t.name: (
+            mean(count[t.name] for count in counts),
+            mean(cosine(memory[t.slice], vector[t.slice]) for memory, vector in pairs),
+        )
+        for t in layout.compressed
+    }
 
 
 def cosine(first: NDArray[Any], second: NDArray[Any]) -> float:
@@ -195,12 +167,18 @@ def watch(result: RunResult) -> dict[str, Any]:
     plan, system = Plan.of(result.spec)
     assert isinstance(system, Pair)
     assert isinstance(system.codec, AdaComp)
-    watched = Watched(system.codec)
+    codec, rounds = system.codec, list[dict[str, tuple[float, float]]]()
     # No evaluations: the row has them.
-    outcome = simulate(replace(plan, every=0), system, look=watched)
+    outcome = simulate(replace(plan, every=0), system, look=lambda seen: rounds.append(watched(codec, seen)))
     # Proof that what was watched is what the row did.
     differs = sum(int(np.count_nonzero(outcome.arrays[name] != array)) for name, array in result.arrays.items())
-    return {"per_bin": watched.per_bin, "cosine": watched.cosine, "differs": differs}
+    names = rounds[0] if rounds else {}
+    return {
+        "per_bin": {name: [each[name][0] for each in rounds] for name in names},
+        # The cosine with the empty residue of the first round says nothing.
+        "cosine": {name: [math.nan, *(each[name][1] for each in rounds[1:])] for name in names},
+        "differs": differs,
+    }
 
 
 def _over_rounds(title: str, found: Records, name: str, caption: str = "") -> Curves:

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fedcomp.experiments import disks, links
-from fedcomp.experiments.chaos import CLOCK, DISK, LINK, NODE, SERVER_APP, SUPERLINK, Fault, schedule
+from fedcomp.experiments.chaos import CLOCK, DISK, SERVER_APP, Fault, schedule
 from fedcomp.experiments.findings import Table
 from fedcomp.experiments.kit import Record, Records, repetitions, table
 from fedcomp.experiments.options import Config
 from fedcomp.experiments.tables import Found, Studied
-
-WORDS: Final = {
-    NODE: "SIGKILL of the node",
-    LINK: "link pulled",
-    DISK: "disk full",
-    CLOCK: "power cut, then a wrong clock",
-    SERVER_APP: "SIGKILL of the server app",
-    SUPERLINK: "SIGKILL of the SuperLink",
-}
 
 
 def unavailable() -> str:
@@ -96,11 +87,6 @@ def studied(config: Config, found: Records, skipped: str = "") -> Studied:
 
 
 def _tables(config: Config, found: Records) -> list[Table]:
-    done = [
-        Record({**each["fault"], "processes": each["processes"], "seed": r.seed, "state": r.state})
-        for r in found
-        for each in r.done
-    ]
     return [
         table(
             f"{config.rounds} rounds of {config.clients} nodes under fire",
@@ -125,25 +111,12 @@ def _tables(config: Config, found: Records) -> list[Table]:
             "Submitted again: a server app that was killed, or a run that was over before the SuperLink was back. "
             "Abandoned: made by a node that was killed before its state was written; nothing of it was kept or "
             "sent. All other updates are in the model, or in the memory of their node. Noticed: the node's own log "
-            "says that its clock is wrong.",
-        ),
-        table(
-            "What was done",
-            {
-                "seed": "seed",
-                "state folder": lambda r: "yes" if r.state else "no",
-                "round": "round",
-                "fault": lambda r: WORDS[r.kind],
-                "node": lambda r: r.node if r.node >= 0 else None,
-                "processes killed": lambda r: r.processes or None,
-            },
-            done,
-            "A killed node that has a key is let in again when the SuperLink has missed it for up to a minute.",
+            "says that its clock is wrong. What was done when is in cells.jsonl.",
         ),
         table(
             "What is lost without a state folder",
             {"what": str},
-            [line for record in found.where(state=False) for line in (*_begun(record), *record.mass)],
+            [line for record in found.where(state=False) for line in record.mass],
         ),
     ]
 
@@ -156,14 +129,3 @@ def rounds_of(record: Mapping[str, Any]) -> int:
 def clocks_of(record: Mapping[str, Any]) -> int:
     """Return how many clocks were wrong."""
     return sum(each["fault"]["kind"] == CLOCK for each in record["done"])
-
-
-def _begun(record: Mapping[str, Any]) -> Iterator[str]:
-    # By the memories that updates in the model are of. The report's ``fresh`` is about the update with which a memory
-    # begins, which may itself have been lost.
-    memories: dict[str, int] = {}
-    for each in record["ended"]:
-        for node, memory in sorted(each["memories"].items(), key=lambda pair: int(pair[0])):
-            if memories.setdefault(node, memory) != memory:
-                yield f"until round {each['round']} node {node} has begun again with an empty memory"
-        memories |= each["memories"]

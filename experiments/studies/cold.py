@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.experiments.decentralised import Energy, per_message
 from fedcomp.experiments.findings import largest
-from fedcomp.experiments.kit import Record, curves, table
+from fedcomp.experiments.kit import Record, table
 from fedcomp.experiments.options import Config
 from fedcomp.experiments.relayed import beside
 from fedcomp.experiments.tables import Found, Studied
@@ -230,11 +230,6 @@ def study(found: Found) -> Studied:
         "ended because": lambda row: row[1] and ("saturated" * row[1].saturated or row[1].stopped.partition(":")[0]),
     }
 
-    def places(one: Record) -> list[int]:
-        end = len(one.errors) - 1
-        # Every fourth; and the last point always: it is the error that tables show.
-        return [*range(0, end, 4), end]
-
     return Studied(
         {**quantities(courses, fixed, bits), **differ},
         tables=[
@@ -262,20 +257,6 @@ def study(found: Found) -> Studied:
                 "scale is tolerated, and single nodes that pass it end nothing.",
             ),
             relayed,
-        ],
-        figures=[
-            curves(
-                "Error over bits",
-                [courses[name] for name in ARRIVING],
-                lambda one: [one.payload_bits[k] for k in places(one)],
-                lambda one: [one.errors[k] for k in places(one)],
-                "run",
-                x_label="payload bits per directed edge",
-                y_label="relative error",
-                log_x=True,
-                log_y=True,
-                caption="Vectors that travel whole have 64 bits to a number here.",
-            )
         ],
         tasks=[task.record()],
     )

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fedcomp.errors import ConfigError, nearest
-from fedcomp.experiments.experiment import Studied
+from fedcomp.experiments.experiment import Rows, Studied
 from fedcomp.experiments.findings import Curves, Series, Table, largest, mean, spread
 from fedcomp.experiments.kit import Record, Records, Sweep, repetitions, table
 from fedcomp.experiments.options import Config
-from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.spec import format_settings
 from fedcomp.experiments.tables import TUNING_SEED, Found
 
 if TYPE_CHECKING:
@@ -69,30 +71,15 @@ CHECK_ROUNDS: Final = 3
 """Systems that are also run with messages, on every model, and for how long."""
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A model and how clients train it: a few steps of SGD a round.
-
-    Attributes
-    ----------
-    task : str
-    options : mapping
-        Of the task.
-    lr : float
-        The usual step size, the middle of the grid.
-    batch_size, steps : int
-        Examples of a step, steps of a client in a round.
-    """
+class Trained(NamedTuple):
+    """A model and how clients train it: its task, the usual step size (the middle of the grid), examples of a step, and
+    steps of a client in a round."""
 
     task: str
     options: Mapping[str, Any]
     lr: float
     batch_size: int
     steps: int = 2
-
-    def training(self, lr: float) -> dict[str, Any]:
-        """Return how a client trains with a step size."""
-        return {"lr": lr, "batch_size": self.batch_size, "max_steps": self.steps}
 
 
 _TEXT: Final = {"seq_len": 16}
@@ -105,20 +92,10 @@ MODELS: Final[Mapping[str, Trained]] = {
 }
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A codec and its knob.
-
-    Attributes
-    ----------
-    codec : callable
-        From a setting and the clients' step size to the codec's configuration.
-    settings : sequence
-        What the knob can be set to, in ascending order of bytes; one entry where there is none.
-    steady : bool
-        Whether a frame's length follows from the setting, up to what indices and entropy coding take; else from the
-        data, which change during a training.
-    """
+class Contender(NamedTuple):
+    """A codec and its knob: from a setting and the clients' step size to the codec's configuration; what the knob can
+    be set to, in ascending order of bytes; and whether a frame's length follows from the setting, up to what indices
+    and entropy coding take, or from the data, which change during a training."""
 
     codec: Callable[[Any, float], dict[str, Any]]
     settings: Sequence[Any] = ("",)
@@ -126,10 +103,9 @@ class Contender:
 
 
 def _geometric(first: float, last: float, ratio: float) -> tuple[float, ...]:
-    count = 0
-    while first * ratio ** (count + 1) < last:
-        count += 1
-    return (*(float(f"{first * ratio**i:.3g}") for i in range(count + 1)), last)
+    """Powers of ``ratio`` times ``first``, to three digits, and ``last``."""
+    powers = itertools.takewhile(lambda value: value < last, (first * ratio**i for i in itertools.count()))
+    return (*(float(f"{value:.3g}") for value in powers), last)
 
 
 DENSITIES: Final = _geometric(1e-4, 1.0, 1.05)
@@ -139,61 +115,62 @@ RANKS: Final = tuple(range(1, 65))
 LEVELS: Final = (1, 2, 3, 4, 5, 7, 10, 15, 22, 31, 44, 63, 90, 127)
 
 
-def _feedback(codec: dict[str, Any]) -> dict[str, Any]:
-    return {"id": "feedback", "codec": codec}
+def _memory(codec: dict[str, Any], **options: Any) -> dict[str, Any]:
+    return {"id": "feedback", "codec": codec, **options}
 
 
-def _with_density(codec_id: str, density: float, **options: Any) -> dict[str, Any]:
-    return {"id": codec_id, "density": density, **options}
+def _row(
+    codec_id: str,
+    knob: str = "",
+    settings: Sequence[Any] = ("",),
+    *,
+    memory: bool = True,
+    steady: bool = True,
+    **options: Any,
+) -> Contender:
+    """A codec with a parameter to set and others that are fixed, with error feedback if ``memory``: not around unbiased
+    codecs, and those with a memory of their own."""
+
+    def codec(setting: Any, lr: float) -> dict[str, Any]:
+        own = {"id": codec_id, **({knob: setting} if knob else {}), **options}
+        return _memory(own) if memory else own
+
+    return Contender(codec, settings, steady)
 
 
-def _sparse(codec_id: str, settings: Sequence[float] = DENSITIES, **options: Any) -> Contender:
-    """A codec with a density, with error feedback; values in 8 bits unless the options say otherwise."""
-    return Contender(lambda d, lr: _feedback(_with_density(codec_id, d, **{"values": "q8", **options})), settings)
-
-
-def _transformed(transform: Mapping[str, Any]) -> Contender:
-    topk = {"values": "q8", "scope": "layer"}
+def _transformed(**transform: Any) -> Contender:
+    topk = {"id": "topk", "values": "q8", "scope": "layer"}
     return Contender(
-        lambda d, lr: _feedback(
-            {"id": "domain", "transform": dict(transform), "codec": _with_density("topk", d, **topk)}
-        ),
-        DENSITIES,
+        lambda d, lr: _memory({"id": "domain", "transform": transform, "codec": {**topk, "density": d}}), DENSITIES
     )
 
 
-def _plain(codec_id: str, knob: str = "", settings: Sequence[Any] = ("",), **options: Any) -> Contender:
-    """A codec without error feedback: unbiased ones, and those with a memory of their own."""
-    return Contender(lambda s, lr: {"id": codec_id, **({knob: s} if knob else {}), **options}, settings)
-
+_DENSITY: Final = ("density", DENSITIES)
 
 ROWS: Final[Mapping[str, Contender]] = {
-    FEDAVG: _plain("identity"),
+    FEDAVG: _row("identity", memory=False),
     # Nothing is left out and remembered: the clients' momentum alone, which is the server's.
-    MOMENTUM: _plain("feedback", codec={"id": "identity"}, momentum=0.9),
-    HALF: _plain("randomk", density=1.0, values="fp16"),
+    MOMENTUM: _row("feedback", codec={"id": "identity"}, momentum=0.9, memory=False),
+    HALF: _row("randomk", density=1.0, values="fp16", memory=False),
     # All coordinates in levels of the largest of every 256, down to signs with one magnitude: "random" of all is all.
-    BLOCKS: Contender(
-        lambda values, lr: _feedback(_with_density("randomk", 1.0, values=values, scope="layer")),
-        ("sign", "q2", "q4", "q8"),
-    ),
-    TOPK: _sparse("topk"),
-    "top-k + EF": _sparse("topk", values="float32"),
-    "top-k, q2 + EF": _sparse("topk", HALVES, values="q2"),
-    "random-k + EF": _sparse("randomk"),
-    "random block + EF": _sparse("randomblock"),
-    "chunk top-1 + EF": _sparse("chunk"),
-    "chunk top-k + EF": _sparse("chunk-topk"),
+    BLOCKS: _row("randomk", "values", ("sign", "q2", "q4", "q8"), density=1.0, scope="layer"),
+    TOPK: _row("topk", *_DENSITY, values="q8"),
+    "top-k + EF": _row("topk", *_DENSITY, values="float32"),
+    "top-k, q2 + EF": _row("topk", "density", HALVES, values="q2"),
+    "random-k + EF": _row("randomk", *_DENSITY, values="q8"),
+    "random block + EF": _row("randomblock", *_DENSITY, values="q8"),
+    "chunk top-1 + EF": _row("chunk", *_DENSITY, values="q8"),
+    "chunk top-k + EF": _row("chunk-topk", *_DENSITY, values="q8"),
     # A level is in units of the update, which are the step size's.
     "threshold + EF": Contender(
-        lambda level, lr: _feedback({"id": "threshold", "level": level * lr, "values": "q8"}),
+        lambda level, lr: _memory({"id": "threshold", "level": level * lr, "values": "q8"}),
         _geometric(1e-4, 10.0, 1.1)[::-1],
         steady=False,
     ),
-    "SIDCo + EF": Contender(lambda d, lr: _feedback(_with_density("sidco", d, values="q8")), DENSITIES, steady=False),
+    "SIDCo + EF": _row("sidco", *_DENSITY, values="q8", steady=False),
     "key regions + EF": Contender(
         # The ratio of the two densities is the codec's own.
-        lambda d, lr: _feedback({"id": "keyregion", "key_density": d, "sparse_density": d / 20, "values": "q8"}),
+        lambda d, lr: _memory({"id": "keyregion", "key_density": d, "sparse_density": d / 20, "values": "q8"}),
         DENSITIES,
         steady=False,
     ),
@@ -203,30 +180,30 @@ ROWS: Final[Mapping[str, Contender]] = {
         steady=False,
     ),
     "top-k, momentum 0.9 + EF": Contender(
-        lambda d, lr: {**_feedback(_with_density("topk", d, values="q8")), "momentum": 0.9, "masking": False}, DENSITIES
+        lambda d, lr: _memory({"id": "topk", "density": d, "values": "q8"}, momentum=0.9, masking=False), DENSITIES
     ),
-    "DGC": _plain("dgc", "density", DENSITIES, warmup=0, values="q8"),
-    "ScaleCom": _plain("scalecom", "density", DENSITIES, values="q8"),
-    "STC + EF": Contender(lambda d, lr: _feedback(_with_density("stc", d, rest="q8")), HALVES),
-    "EF-signSGD": Contender(lambda s, lr: _feedback({"id": "scaledsign"})),
-    "norm-scaled signs + EF": Contender(lambda s, lr: _feedback({"id": "normsign"})),
+    "DGC": _row("dgc", *_DENSITY, warmup=0, values="q8", memory=False),
+    "ScaleCom": _row("scalecom", *_DENSITY, values="q8", memory=False),
+    "STC + EF": _row("stc", "density", HALVES, rest="q8"),
+    "EF-signSGD": _row("scaledsign"),
+    "norm-scaled signs + EF": _row("normsign"),
     # Every weight moves by this much in every round: the clients' step size itself would be far too long.
     "signSGD, majority vote": Contender(lambda s, lr: {"id": "signsgd", "step": 0.01 * lr}),
-    "TernGrad": _plain("terngrad"),
-    "natural compression": _plain("natural"),
-    "QSGD": _plain("qsgd", "levels", LEVELS),
-    "dithering": _plain("dithering", "bits", tuple(range(1, 9))),
-    "EDEN": _plain("eden", "bits", (1, 2, 3, 4)),
-    "Auto": _plain("auto", "bits", (0.25, 0.5, 1.0, 2.0, 4.0)),
+    "TernGrad": _row("terngrad", memory=False),
+    "natural compression": _row("natural", memory=False),
+    "QSGD": _row("qsgd", "levels", LEVELS, memory=False),
+    "dithering": _row("dithering", "bits", tuple(range(1, 9)), memory=False),
+    "EDEN": _row("eden", "bits", (1, 2, 3, 4), memory=False),
+    "Auto": _row("auto", "bits", (0.25, 0.5, 1.0, 2.0, 4.0), memory=False),
     "fixed point + EF": Contender(
-        lambda d, lr: _feedback({"id": "fixedpoint", "codec": _with_density("randomk", d), "clip": 0.5}), DENSITIES
+        lambda d, lr: _memory({"id": "fixedpoint", "codec": {"id": "randomk", "density": d}, "clip": 0.5}), DENSITIES
     ),
-    "rotation, top-k + EF": _transformed({"id": "rotation"}),
-    "DCT, top-k + EF": _transformed({"id": "dct", "chunk": 256}),
-    "FFT, top-k + EF": _sparse("fft", values="range8", order="HWDF"),
-    "low rank + EF": Contender(lambda rank, lr: _feedback({"id": "low-rank", "rank": rank}), RANKS),
-    POWER: _plain("power-sgd", "rank", RANKS),
-    "PowerSGD, two exchanges": _plain("power-sgd", "rank", RANKS, form="two-exchange"),
+    "rotation, top-k + EF": _transformed(id="rotation"),
+    "DCT, top-k + EF": _transformed(id="dct", chunk=256),
+    "FFT, top-k + EF": _row("fft", *_DENSITY, values="range8", order="HWDF"),
+    "low rank + EF": _row("low-rank", "rank", RANKS),
+    POWER: _row("power-sgd", "rank", RANKS, memory=False),
+    "PowerSGD, two exchanges": _row("power-sgd", "rank", RANKS, form="two-exchange", memory=False),
 }
 """The table's rows by label, in order. A codec that is added to the package gets one here."""
 
@@ -271,7 +248,8 @@ def plan_of(model: str, lr: float, seed: int, config: Config, *, tuning: bool = 
     from fedcomp.experiments.central import Plan
 
     task, drawn = task_of(model, tuning=tuning), seed + tuning * TUNING_SEED
-    return Plan(task, config.clients, config.rounds, drawn, MODELS[model].training(lr), last=LAST, held_out=True)
+    training = {"lr": lr, "batch_size": MODELS[model].batch_size, "max_steps": MODELS[model].steps}
+    return Plan(task, config.clients, config.rounds, drawn, training, last=LAST, held_out=True)
 
 
 def system_for(row: str, setting: Any, lr: float) -> System:
@@ -288,14 +266,16 @@ def train(
     """Train one cell and return loss and accuracy on the test split, on the validation split if ``tuning``, and bytes.
 
     Both are means over the last rounds; the loss is infinite when the training diverged. ``budget`` names the cell and
-    decides nothing.
+    decides nothing. Bytes are of a client in a round.
     """
     from fedcomp.experiments.central import simulate
     from fedcomp.flower.logs import quiet
 
     with quiet():
         out = simulate(plan_of(model, lr, seed, config, tuning=tuning), system_for(row, setting, lr))
-    sent = {"uplink": out.uplink, "downlink": out.downlink, "rounds": len(out.exchanges)}
+    # A training that diverged in its first round sent nothing.
+    parts = len(out.exchanges) * config.clients or math.nan
+    sent = {"uplink": out.uplink / parts, "downlink": out.downlink / parts}
     if out.diverged is not None:
         return {"loss": math.inf, "accuracy": math.nan, **sent}
     # Without the initial model, which is a point, too.
@@ -331,20 +311,21 @@ def step_size(model: str, power: int) -> float:
 @functools.cache
 def captured(model: str, clients: int, rounds: int, seed: int) -> list[list[Update]]:
     """Return what some clients send in some rounds of FedAvg, which trains on what tuning trains on."""
-    import numpy as np
+    from fedcomp.codecs import Identity
+    from fedcomp.experiments.central import Plan, Seen, simulate
+    from fedcomp.systems.pair import Pair
 
-    from fedcomp.experiments.central import Clients
-    from fedcomp.layout import Update
-
-    training = MODELS[model].training(MODELS[model].lr)
-    everybody = Clients(task_of(model, tuning=True), clients, seed + TUNING_SEED, training)
     # The middles of equal parts of the training; one that is shorter than they are many has rounds that count twice.
     looked = [1 + (2 * part + 1) * rounds // (2 * LOOKED) for part in range(LOOKED)]
-    found, vector = {}, everybody.vector
-    for number in range(1, max(looked) + 1):
-        updates = [everybody.update(i, number, vector) for i in range(clients)]
-        found[number] = [Update(update.vector.copy(), update.layout) for update in updates[:SENDERS]]
-        vector = vector + np.mean([update.vector for update in updates], axis=0, dtype=np.float32)
+    found: dict[int, list[Update]] = {}
+
+    def look(seen: Seen) -> None:
+        found[seen.number] = [seen.updates[client] for client in range(min(SENDERS, clients))]
+
+    usual = MODELS[model]
+    training = {"lr": usual.lr, "batch_size": usual.batch_size, "max_steps": usual.steps}
+    plan = Plan(task_of(model, tuning=True), clients, max(looked), seed + TUNING_SEED, training)
+    simulate(plan, Pair(Identity()), look=look)
     return [found[number] for number in looked]
 
 
@@ -375,11 +356,8 @@ def fit(model: str, row: str, *, config: Config) -> dict[str, Any]:
 
     found: dict[str, Any] = {"least": (settings[0], share(0))}
     for budget in BUDGETS:
-        low, high = -1, len(settings) - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if share(middle) <= float(Fraction(budget)) else (low, middle - 1)
-        found[budget] = (settings[low], share(low)) if low >= 0 else None
+        place = bisect_right(range(len(settings)), float(Fraction(budget)), key=share) - 1
+        found[budget] = (settings[place], share(place)) if place >= 0 else None
     return found
 
 
@@ -396,22 +374,15 @@ def cost(model: str, row: str, budget: str, setting: Any, *, config: Config) -> 
     return {"times": median(ratios)}
 
 
-def check(model: str, system: str, *, config: Config) -> dict[str, Any]:
-    """Run a system with messages and without; return how many bytes of models, and of frames, differ."""
-    from fedcomp.experiments.central import Plan, simulate
-    from fedcomp.experiments.engines import inprocess
-    from fedcomp.experiments.findings import different_bytes
-    from fedcomp.flower.logs import quiet
-
-    learner, rounds = MODELS[model], min(CHECK_ROUNDS, config.rounds)
-    settings: dict[str, Any] = {**learner.training(learner.lr), "evaluate_every": rounds}
-    settings |= {f"task.{name}": value for name, value in learner.options.items()}
-    spec = RunSpec(system, system, learner.task, config.engine, rounds, config.clients, config.seed, settings)
-    with quiet():
-        sent, out = inprocess.run(spec), simulate(*Plan.of(spec))
-    # FedAvg's tensors travel as .npy files, which are no frames.
-    frames = 0 if system == "fedavg" else abs(sent.uplink_payload_bytes - out.uplink)
-    return {"model bytes": different_bytes(sent.arrays, out.arrays), "frame bytes": frames}
+def rows(config: Config) -> Rows:
+    """Return some systems on every model that are run with messages as well, for a few rounds."""
+    rounds, found = min(CHECK_ROUNDS, config.rounds), {}
+    for system, model in product(CHECKED, models_of(str(config.settings["models"]))):
+        task, options, lr, batch_size, steps = MODELS[model]
+        own = {f"task.{name}": value for name, value in options.items()} | {"lr": lr, "batch_size": batch_size}
+        own |= {"task": task, "max_steps": steps, "rounds": rounds, "evaluate_every": max(1, rounds)}
+        found[f"{system}, {model}"] = f"{system} {format_settings(own)}"
+    return found
 
 
 def cells(fits: Iterable[Record], budgets: Sequence[str]) -> list[dict[str, Any]]:
@@ -434,90 +405,23 @@ def cells(fits: Iterable[Record], budgets: Sequence[str]) -> list[dict[str, Any]
     return made
 
 
-def left_out(fits: Iterable[Record], made: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Return, for each row of a model, why it has no cell at a budget, empty where it has one."""
-    there = {(cell["model"], cell["row"], cell["budget"]) for cell in made}
-    found = []
-    for fitted in fits:
-        reasons = {}
-        for budget in BUDGETS:
-            own = {cell["setting"] for cell in made if (cell["model"], cell["row"]) == (fitted.model, fitted.row)}
-            if (fitted.model, fitted.row, budget) in there:
-                reasons[budget] = ""
-            elif fitted[budget] is None:
-                reasons[budget] = f"takes 1/{1 / fitted.least[1]:.3g} at least"
-            elif fitted[budget][0] in own:
-                reasons[budget] = f"no setting beyond 1/{1 / fitted[budget][1]:.3g}"
-            else:
-                reasons[budget] = "only with full=true"
-        found.append({"model": fitted.model, "row": fitted.row, **reasons})
-    return found
-
-
-@dataclass(frozen=True)
-class Result:
-    """One cell of the table with all its seeds."""
-
-    model: str
-    row: str
-    budget: str
-    setting: Any
-    tuned: Record
-    times: float
-    dense: float
-    """Bytes of a reply of FedAvg."""
-    clients: int
-    runs: Records
-
-    @property
-    def name(self) -> str:
-        """Row and budget."""
-        return self.row if self.budget == OWN else f"{self.row}, {self.budget}"
-
-    @property
-    def loss(self) -> float:
-        """Mean over the seeds, NaN when one diverged."""
-        return mean(self.runs.each("loss"))
-
-    @property
-    def uplink(self) -> float:
-        """Bytes of a reply, mean over seeds, clients and rounds made."""
-        return mean(run.uplink / (run.rounds * self.clients) for run in self.runs if run.rounds)
-
-    @property
-    def downlink(self) -> float:
-        """Bytes to a client in a round, mean likewise."""
-        return mean(run.downlink / (run.rounds * self.clients) for run in self.runs if run.rounds)
-
-    @property
-    def share(self) -> float:
-        """Bytes as a share of FedAvg's."""
-        return self.uplink / self.dense
-
-
-def front(places: Iterable[Result], by: Callable[[Result], float]) -> list[Result]:
+def front(places: Iterable[Record], by: str) -> list[Record]:
     """Return those that no other beats in both loss and ``by``, in ascending order of ``by``."""
-    found: list[Result] = []
-    for place in sorted(filter(_converged, places), key=lambda p: (by(p), p.loss)):
+    found: list[Record] = []
+    for place in sorted(filter(_converged, places), key=lambda p: (p[by], p.loss)):
         if not found or place.loss < found[-1].loss:
             found.append(place)
     return found
 
 
-def _converged(place: Result) -> bool:
+def _converged(place: Record) -> bool:
     return math.isfinite(place.loss)
-
-
-def _uplink(place: Result) -> float:
-    return place.uplink
-
-
-def _times(place: Result) -> float:
-    return place.times
 
 
 def study(found: Found) -> Studied:
     """Find settings by bytes and step sizes on a validation split, train every cell, and compare."""
+    from fedcomp.experiments.central import beside
+
     config, sweep = found.config, functools.partial(found.sweep, config=found.config)
     models = models_of(str(config.settings["models"]))
     budgets = BUDGETS if config.settings["full"] else DEFAULT_BUDGETS
@@ -528,41 +432,60 @@ def study(found: Found) -> Studied:
     groups: dict[Any, Records] = sweep(train, asked).groups("model", "row", "budget")
     # One after the other: what runs beside a measurement takes its caches.
     costs = Sweep(cost, made, "time", {"config": config})(found.say)
-    checks = sweep(check, {"model": models, "system": CHECKED}, "with messages")
+    checked, compared = beside(found.results, "For a few rounds: through Flower, on the engine chosen.")
+    differ = {system: [each for label, each in compared.items() if label.startswith(system)] for system in CHECKED}
     repeated = next(c for c in asked if c["row"] == TOPK)
     again = found.say.cell("a training again", lambda: train(**repeated, config=config))
     same = groups[repeated["model"], TOPK, repeated["budget"]].one(seed=repeated["seed"])
-    by_model: dict[str, list[Result]] = {model: [] for model in models}
+    by_model: dict[str, list[Record]] = {model: [] for model in models}
     for cell, chosen, taken in zip(made, tuned, costs, strict=True):
         model, row, budget = (str(cell[axis]) for axis in ("model", "row", "budget"))
-        whole = groups[model, FEDAVG, OWN]
-        dense = mean(run.uplink / (run.rounds * config.clients) for run in whole)
-        runs = groups[model, row, budget]
-        place = Result(model, row, budget, cell["setting"], chosen, taken.times, dense, config.clients, runs)
-        by_model[model].append(place)
+        runs, whole = groups[model, row, budget], groups[model, FEDAVG, OWN]
+        up, down = (_mean_known(runs.each(way)) for way in ("uplink", "downlink"))
+        figures = {"loss": mean(runs.each("loss")), "uplink": up, "downlink": down, "times": taken.times}
+        figures["share"] = up / mean(whole.each("uplink"))
+        by_model[model].append(Record({**cell, "lr": chosen.lr, "end": chosen.end, "runs": runs, **figures}))
+    fitted: dict[str, Any] = {"model": "model", "row": "row"}
+    fitted |= {at: lambda found, at=at: _fitted(found[at]) for at in ("least", *BUDGETS)}
     return Studied(
         quantities={
             "figures of a training that is made again that differ": sum(same[name] != again[name] for name in again),
             "the least of every model": _answer(by_model),
-            **_of_all(by_model, checks),
+            **{(system, f"model {DIFFER}"): sum(each.model for each in differ[system]) for system in CHECKED},
+            **{(system, f"frame {DIFFER}"): sum(each.frames for each in differ[system]) for system in CHECKED},
+            **_of_all(by_model),
             **_of_models(by_model),
         },
         tables=[
             _best(by_model, budgets),
             *(_table(model, places) for model, places in by_model.items()),
-            _fronts(by_model),
-            _missing(left_out(fits, made)),
+            table(
+                "Settings that keep a budget",
+                fitted,
+                fits,
+                "The largest setting within each budget and what it takes of FedAvg's uplink bytes; least: what the "
+                "cheapest one takes. A setting is trained at the smallest budget that it keeps.",
+            ),
+            checked,
         ],
         figures=[figure for model, places in by_model.items() for figure in _figures(model, places)],
         tasks=[task_of(model).record() for model in models],
     )
 
 
-def _at(places: Iterable[Result], row: str, budget: str) -> Result | None:
+def _mean_known(values: Iterable[float]) -> float:
+    return mean(value for value in values if not math.isnan(value))
+
+
+def _fitted(pair: Sequence[Any] | None) -> str:
+    return "" if pair is None else f"{pair[0]}: 1/{1 / pair[1]:.3g}".removeprefix(": ")
+
+
+def _at(places: Iterable[Record], row: str, budget: str) -> Record | None:
     return next((p for p in places if (p.row, p.budget) == (row, budget)), None)
 
 
-def _least(places: Iterable[Result], budget: str) -> list[Result]:
+def _least(places: Iterable[Record], budget: str) -> list[Record]:
     """Return what keeps a budget, the least loss first."""
     limit = float(Fraction(budget))
     # What indices take changes during a training: a cell that was fitted to a budget belongs to it.
@@ -570,13 +493,13 @@ def _least(places: Iterable[Result], budget: str) -> list[Result]:
     return sorted(kept, key=lambda p: p.loss)
 
 
-def _table(model: str, places: Sequence[Result]) -> Table:
-    fronts = {"bytes": front(places, _uplink), "time": front(places, _times)}
+def _table(model: str, places: Sequence[Record]) -> Table:
+    fronts = {"bytes": front(places, "uplink"), "time": front(places, "times")}
     columns: dict[str, Any] = {
-        "row": lambda p: p.row,
-        "budget": lambda p: p.budget,
+        "row": "row",
+        "budget": "budget",
         "setting": lambda p: str(p.setting),
-        "step size": lambda p: p.tuned.lr,
+        "step size": "lr",
         "test loss": lambda p: round(p.loss, 3),
         "±": lambda p: round(spread(p.runs.each("loss")), 3),
         "accuracy, %": lambda p: round(100 * mean(p.runs.each("accuracy")), 1),
@@ -593,7 +516,8 @@ def _table(model: str, places: Sequence[Result]) -> Table:
         places,
         f"Means over the last {LAST} rounds and all seeds, ± half the range over seeds; a cell without a loss "
         "diverged. Uplink: bytes of frames per client and round. Downlink: of the frames that would carry the mean to "
-        "a client. Time: processor time of encoding, decoding and adding up, in multiples of FedAvg's.",
+        "a client. Time: processor time of encoding, decoding and adding up, in multiples of FedAvg's. Pareto set: "
+        "no other cell has less of both, loss and bytes, or loss and time.",
     )
 
 
@@ -601,71 +525,52 @@ def _whole(value: float) -> int | None:
     return round(value) if math.isfinite(value) else None
 
 
-def _best(by_model: Mapping[str, Sequence[Result]], budgets: Sequence[str]) -> Table:
-    def loss(place: Result | None) -> float | None:
+def _best(by_model: Mapping[str, Sequence[Record]], budgets: Sequence[str]) -> Table:
+    def loss(place: Record | None) -> float | None:
         return None if place is None else round(place.loss, 3)
 
     rows = []
-    for model, places in by_model.items():
-        for budget in reversed(budgets):
-            kept = _least(places, budget)
-            names = [p.row for p in kept[:3]] + [""] * 3
-            first = kept[0] if kept else None
-            dense, faster = (_at(places, row, OWN) for row in (FEDAVG, MOMENTUM))
-            rival = _at(places, TOPK, budget)
-            rows.append([f"{model}, {budget}", loss(dense), loss(faster), loss(rival), loss(first), *names[:3]])
-    columns = ("model, budget", FEDAVG, MOMENTUM, TOPK, "least loss", "by", "second", "third")
+    for model, budget in product(by_model, reversed(budgets)):
+        places = by_model[model]
+        kept = _least(places, budget)
+        own = [_at(places, FEDAVG, OWN), _at(places, MOMENTUM, OWN), _at(places, TOPK, budget)]
+        names = [place.row for place in kept[:3]] + [""] * (3 - len(kept))
+        rows.append([f"{model}, {budget}", *map(loss, own), loss(kept[0] if kept else None), *names])
     return Table(
         "Least test loss within a budget",
-        columns,
+        ("model, budget", FEDAVG, MOMENTUM, TOPK, "least loss", "by", "second", "third"),
         rows,
         "Means over seeds. The least of many is lower than it will be again: differences below the ± of the tables "
         "below decide nothing.",
     )
 
 
-def _fronts(by_model: Mapping[str, Sequence[Result]]) -> Table:
-    rows = [
-        [f"{model}, by {name}", "; ".join(f"{p.name}: {p.loss:.3f}" for p in front(places, by))]
-        for name, by in (("uplink bytes", _uplink), ("time", _times))
-        for model, places in by_model.items()
-    ]
-    caption = "What no other cell beats in both, in ascending order of bytes or time, with its test loss."
-    return Table("Pareto sets of test loss and bytes, and of test loss and time", ("set", "cells"), rows, caption)
-
-
-def _missing(reasons: Sequence[Mapping[str, str]]) -> Table:
-    columns = {name: name for name in ("model", "row", *BUDGETS)}
-    caption = "Shares are of FedAvg's uplink bytes. A row with a cell at a budget has nothing in its column."
-    return table("Rows without a cell at a budget, and why", columns, reasons, caption)
-
-
-def _figures(model: str, places: Sequence[Result]) -> list[Curves]:
-    axes: tuple[tuple[str, Callable[[Result], float], str, bool], ...] = (
-        ("uplink bytes", _uplink, "uplink, bytes per reply", True),
-        ("time", _times, "encoding and decoding, in multiples of FedAvg's time", False),
-    )
+def _figures(model: str, places: Sequence[Record]) -> list[Curves]:
     made = []
-    for name, by, label, in_bytes in axes:
+    for name, by, label in (
+        ("uplink bytes", "uplink", "uplink, bytes per reply"),
+        ("time", "times", "encoding and decoding, in multiples of FedAvg's time"),
+    ):
         best = front(places, by)
-        rows = [row for row in ROWS if row in {*RIVALS, *(p.row for p in best)}]
         lines = [("Pareto set", best)]
-        lines += [(row, sorted((p for p in places if p.row == row), key=by)) for row in rows]
+        for row in ROWS:
+            if row in {*RIVALS, *(p.row for p in best)}:
+                lines.append((row, sorted((p for p in places if p.row == row), key=lambda p: float(p[by]))))
         made.append(
             Curves(
                 f"{model}: test loss against {name}",
                 label,
                 "test loss",
-                [Series(row, [by(p) for p in line], [p.loss for p in line]) for row, line in lines],
+                [Series(row, [p[by] for p in line], [p.loss for p in line]) for row, line in lines],
                 log_x=True,
-                x_bytes=in_bytes,
+                x_bytes=by == "uplink",
                 caption="One point per budget. Rows in the Pareto set, and simple rivals; all rows are in the table.",
             )
         )
     return made
 
 
-def _of_all(by_model: Mapping[str, Sequence[Result]], checks: Records) -> dict[Any, float]:
+def _of_all(by_model: Mapping[str, Sequence[Record]]) -> dict[Any, float]:
     """Return what is claimed of all models together."""
     every = [p for places in by_model.values() for p in places]
     # A training that diverged in its first round sent nothing.
@@ -685,18 +590,13 @@ def _of_all(by_model: Mapping[str, Sequence[Result]], checks: Records) -> dict[A
         f"{OVER}, codecs whose setting decides the length": over(True),
         f"{OVER}, codecs whose setting decides the length, as was aimed at": over(True),
         f"{OVER}, codecs whose data decide the length": over(False),
-        **{
-            (system, f"{kind} {DIFFER}"): sum(checks.where(system=system).each(f"{kind} bytes"))
-            for system in CHECKED
-            for kind in ("model", "frame")
-        },
         f"rows with less test loss than {TOPK} at {few} on every model": len(beaten),
-        "cells whose best step size is at an end of those tried": sum(p.tuned.end for p in every),
+        "cells whose best step size is at an end of those tried": sum(p.end for p in every),
         "cells of which a training diverged": sum(not _converged(p) for p in every),
     }
 
 
-def _of_models(by_model: Mapping[str, Sequence[Result]]) -> dict[Any, float]:
+def _of_models(by_model: Mapping[str, Sequence[Record]]) -> dict[Any, float]:
     """Return what is claimed of each model."""
     some, found = DEFAULT_BUDGETS[1], {}
     for model, places in by_model.items():
@@ -710,7 +610,7 @@ def _of_models(by_model: Mapping[str, Sequence[Result]]) -> dict[Any, float]:
     return found
 
 
-def _answer(by_model: Mapping[str, Sequence[Result]]) -> str:
+def _answer(by_model: Mapping[str, Sequence[Record]]) -> str:
     said = []
     for model, places in by_model.items():
         dense = _at(places, FEDAVG, OWN)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from fedcomp.privacy.accounting import (
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.votes import encode_rows, entropy_bits, longest_rows, pass_probability, topk_stochastic_sign
 from fedcomp.rng import Key
+from fedcomp.strategies.parts import TASK_PREFIX, below
 from fedcomp.tasks.teachers import MNIST_CLASSES, shared_records, wrapping_deal
 from fedcomp.wire import FILLED
 
@@ -56,22 +57,9 @@ FULL: Final[Mapping[str, Any]] = {
 """The published settings for MNIST that do not depend on epsilon; widths of the networks are ours."""
 
 
-@dataclass(frozen=True)
-class PublishedSettings:
-    """One command of the authors' published code (read).
-
-    Attributes
-    ----------
-    name : str
-    epsilon : float
-        What it stops at.
-    teachers, k : int
-    sigma, beta : float
-    images : int
-        B; where the data's size is not given, the teachers' share of it (assumed).
-    size : int
-        Pixels times channels.
-    """
+class PublishedSettings(NamedTuple):
+    """One command of the authors' published code (read): what epsilon it stops at, teachers, k, sigma, beta, images a
+    step (B; where the data's size is not given, the teachers' share of it, assumed), pixels times channels."""
 
     name: str
     epsilon: float
@@ -99,14 +87,7 @@ class PublishedSettings:
 
     def steps(self) -> int:
         """Return the largest number of steps that the code's own rule allows."""
-        low, high = 0, 1
-        while classical_epsilon(self.events(high), DELTA) <= self.epsilon:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = classical_epsilon(self.events(middle), DELTA) <= self.epsilon
-            low, high = (middle, high) if fits else (low, middle)
-        return low
+        return bisect_right(range(1, 10_000), self.epsilon, key=lambda n: classical_epsilon(self.events(n), DELTA))
 
     def exact(self, moved: float = 1.0) -> float:
         """Return the exact epsilon after all steps, of who moves a sum ``moved`` times as far as was paid for."""
@@ -208,9 +189,10 @@ def study(found: Found) -> Studied:
     twice, never = say.cell("held", lambda: held(first_spec))
     pictures = Findings.from_json(say.cell("pictures", lambda: Findings(figures=drawn(found)).to_json()))
     dealt = shared_records(wrapping_deal(np.repeat(np.arange(10), MNIST_CLASSES), 4000, 15), sum(MNIST_CLASSES))
+    records = len(_task(first_spec).train_split)
     doubled = [p.exact(moved=2.0) for p in PUBLISHED if p.name == "MNIST"]
     # The lowest seed, not the mean: a claim on a mean could hide a seed that learnt nothing.
-    lowest = {epsilon: min(results[label].accuracy for label in labels(config, epsilon)) for epsilon in budgets(config)}
+    lowest = {e: min(results[label].accuracy for label in labels(config, e)) for e in budgets(config)}
     quantities: dict[Any, float] = {
         **spending(results, results[stopped]),
         **{(named(e), "lowest accuracy of the seeds"): accuracy for e, accuracy in lowest.items()},
@@ -218,11 +200,11 @@ def study(found: Found) -> Studied:
         "packed votes over 1.05 times the entropy bound and the header": largest(sizes.each("over")),
         "records here that two teachers hold": twice,
         "records with two teachers under the published deal": dealt[0],
-        "PRV above the exact epsilon": largest(r.prv - r.exact for r in costs),
+        "PRV above the exact epsilon": largest(r["PRV"] - r["exact"] for r in costs),
         "violation of exact <= PRV <= RDP <= their rule": largest(
-            max(r.exact - r.prv, r.prv - r.rdp, r.rdp - r.rule) for r in costs
+            max(r["exact"] - r["PRV"], r["PRV"] - r["RDP"], r["RDP"] - r["their rule"]) for r in costs
         ),
-        "chance that a pixel without a vote passes at budget 1": max(costs.where(epsilon=1.0).each("noise")),
+        "chance that a pixel without a vote passes at budget 1": max(costs.where(budget=1.0).each("no vote, passes")),
     }
     return Studied(
         quantities,
@@ -230,48 +212,21 @@ def study(found: Found) -> Studied:
             _learnt(found),
             table(
                 "Bytes of one step and one client",
-                {
-                    "what goes down": "what",
-                    "votes up": "up",
-                    "entropy bound": "bound",
-                    "float32 gradients": "dense",
-                    "down": "down",
-                },
+                _columns(sent),
                 sent,
                 f"Payload of a client with {config.settings['teachers']} teachers. Votes of all of them are in one "
                 "frame, which is padded to a length that follows from the settings alone.",
             ),
             table(
                 "Votes on one image, in bytes",
-                {
-                    "pixels": "d",
-                    "k": "k",
-                    "packed": "packed",
-                    "entropy bound": "bound",
-                    "bitmap and signs": lambda r: (r.d + r.k) / 8,
-                    "fixed width and signs": lambda r: (r.k * math.ceil(math.log2(r.d)) + r.k) / 8,
-                    "float32": lambda r: 4 * r.d,
-                },
+                _columns(sizes),
                 sizes,
                 "Measured on 15 images of random directions, per image. The bound is log2 C(d, k) + k bits: a support "
                 "and signs of which nothing is known.",
             ),
             table(
                 "What the published settings cost and show",
-                {
-                    "data": lambda r: f"{r.name}, budget {r.epsilon:g}",
-                    "teachers": "teachers",
-                    "z": "z",
-                    "images a step": "images",
-                    "steps": "steps",
-                    "their rule": "rule",
-                    "RDP": "rdp",
-                    "PRV": "prv",
-                    "exact": "exact",
-                    "teachers / sigma": "signal",
-                    "no vote, passes": "noise",
-                    "all votes, passes rightly": "right",
-                },
+                _columns(costs),
                 costs,
                 f"Epsilon at delta {DELTA:g} after as many steps as their rule allows, for the exchange of one teacher "
                 "(sensitivity 2 sqrt(k)) and one release for each image; images a step are assumed for CelebA. Then "
@@ -283,7 +238,7 @@ def study(found: Found) -> Studied:
                 ("deal", "records", "two teachers", "no teacher", "epsilon 1 is", "epsilon 10 is"),
                 [
                     ["published: class by class in turn, MNIST", sum(MNIST_CLASSES), *dealt, *doubled],
-                    ["here: a keyed hash of each record, this run", records_of(first_spec), twice, never, None, None],
+                    ["here: a keyed hash of each record, this run", records, twice, never, None, None],
                 ],
                 "The last two columns: exact epsilon of a record in two teachers' hands, which moves a sum by "
                 "4 sqrt(k) where 2 sqrt(k) were paid for, at the published settings for MNIST of budget 1 and 10.",
@@ -291,6 +246,11 @@ def study(found: Found) -> Studied:
         ],
         figures=pictures.figures,
     )
+
+
+def _columns(records: Records) -> dict[str, Any]:
+    """Return all fields as columns but those that are for claims."""
+    return {name: name for name in records[0] if name not in ("beyond", "over", "budget")}
 
 
 def spending(results: Mapping[str, RunResult], stopped: RunResult) -> dict[str, float]:
@@ -325,10 +285,10 @@ def sent_by(result: RunResult) -> Record:
     length = longest_rows(votes, task.pixels, k) + FILLED
     return Record(
         {
-            "what": said.get("send", "generator"),
-            "up": round(result.uplink_payload_bytes / messages) if messages else None,
-            "bound": round(entropy_bits(task.pixels, k, votes) / 8),
-            "dense": 4 * votes * task.pixels,
+            "what goes down": said.get("send", "generator"),
+            "votes up": round(result.uplink_payload_bytes / messages) if messages else None,
+            "entropy bound": round(entropy_bits(task.pixels, k, votes) / 8),
+            "float32 gradients": 4 * votes * task.pixels,
             "down": round(result.downlink_payload_bytes / messages) if messages else None,
             "beyond": abs(result.uplink_payload_bytes - messages * length),
         }
@@ -336,42 +296,36 @@ def sent_by(result: RunResult) -> Record:
 
 
 def _learnt(found: Found) -> Table:
-    config = found.config
-
-    def each(epsilon: float) -> Any:
-        accuracies = [100 * found.results[label].accuracy for label in labels(config, epsilon)]
-        first = found.results[labels(config, epsilon)[0]]
-        return {
-            "noise": named(epsilon),
-            "z": first.spec.settings["noise_multiplier"],
-            "steps": first.final.round,
-            "accuracy, mean %": mean(accuracies),
-            "half the range": spread(accuracies),
-            "lowest": min(accuracies),
-            "highest": max(accuracies),
-        }
-
-    lines = [each(epsilon) for epsilon in (NOISELESS, *budgets(config))]
-    caption = (
+    config, results = found.config, found.results
+    epsilons = (NOISELESS, *budgets(config))
+    reached = {e: [100 * results[label].accuracy for label in labels(config, e)] for e in epsilons}
+    first = {e: results[labels(config, e)[0]] for e in epsilons}
+    columns: dict[str, Any] = {
+        "noise": named,
+        "z": lambda epsilon: first[epsilon].spec.settings["noise_multiplier"],
+        "steps": lambda epsilon: first[epsilon].final.round,
+        "accuracy, mean %": lambda epsilon: mean(reached[epsilon]),
+        "half the range": lambda epsilon: spread(reached[epsilon]),
+        "lowest": lambda epsilon: min(reached[epsilon]),
+        "highest": lambda epsilon: max(reached[epsilon]),
+    }
+    return table(
+        "What the generator is worth",
+        columns,
+        epsilons,
         "Accuracy on the real test images of a classifier that has seen generated ones only, after its last epoch, "
         f"over {config.settings['seeds']} seeds. Chance is 10 %. Budgets are at delta {DELTA:g}; what they promise is "
-        "stated below."
+        "stated below.",
     )
-    return table("What the generator is worth", {name: name for name in lines[0]}, lines, caption)
 
 
 def _task(spec: RunSpec) -> GeneratorTask:
     from fedcomp.tasks import get_task
     from fedcomp.tasks.generator import GeneratorTask
 
-    task = get_task(spec.task, **{k[5:]: v for k, v in spec.settings.items() if k.startswith("task.")})
+    task = get_task(spec.task, **below(spec.settings, TASK_PREFIX))
     assert isinstance(task, GeneratorTask)
     return task
-
-
-def records_of(spec: RunSpec) -> int:
-    """Return how many records a row's clients have."""
-    return len(_task(spec).train_split)
 
 
 def held(spec: RunSpec) -> tuple[int, int]:
@@ -395,8 +349,10 @@ def packed() -> list[dict[str, Any]]:
     for d, k in ((784, 200), (784, 300), (12288, 700)):
         directions = Key(1, "packed", layer=k).uniform(15 * d).reshape(15, d) - 0.5
         size = len(encode_rows(topk_stochastic_sign(directions, k, uniforms=Key(2, "packed", layer=k))))
-        over = size / (1.05 * entropy_bits(d, k, 15) / 8 + len(encode_rows(np.zeros((15, d), np.int8))))
-        found.append({"d": d, "k": k, "packed": size / 15, "bound": entropy_bits(d, k) / 8, "over": over})
+        sizes = {"pixels": d, "k": k, "packed": size / 15, "entropy bound": entropy_bits(d, k) / 8}
+        sizes |= {"bitmap and signs": (d + k) / 8, "fixed width and signs": (k * math.ceil(math.log2(d)) + k) / 8}
+        header = len(encode_rows(np.zeros((15, d), np.int8)))
+        found.append({**sizes, "float32": 4 * d, "over": size / (1.05 * entropy_bits(d, k, 15) / 8 + header)})
     return found
 
 
@@ -408,15 +364,19 @@ def published() -> list[dict[str, Any]]:
         noise, right, _ = p.passes
         found.append(
             {
-                **{name: getattr(p, name) for name in ("name", "epsilon", "teachers", "z", "images")},
+                "data": f"{p.name}, budget {p.epsilon:g}",
+                "teachers": p.teachers,
+                "z": p.z,
+                "images a step": p.images,
                 "steps": p.steps(),
-                "rule": classical_epsilon(events, DELTA),
-                "rdp": rdp_epsilon(events, DELTA),
-                "prv": prv_epsilon(events, DELTA),
+                "their rule": classical_epsilon(events, DELTA),
+                "RDP": rdp_epsilon(events, DELTA),
+                "PRV": prv_epsilon(events, DELTA),
                 "exact": p.exact(),
-                "signal": p.teachers / p.sigma,
-                "noise": noise,
-                "right": right,
+                "teachers / sigma": p.teachers / p.sigma,
+                "no vote, passes": noise,
+                "all votes, passes rightly": right,
+                "budget": p.epsilon,
             }
         )
     return found

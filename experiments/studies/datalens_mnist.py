@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from fedcomp.experiments.experiment import Studied
 from fedcomp.experiments.findings import Pictures, Table, largest, mean, spread
-from fedcomp.experiments.generator_training import HELD, PROXY, GeneratorCell, task_of
-from fedcomp.experiments.kit import Record, named, repetitions, table
+from fedcomp.experiments.generator_training import HELD, PROXY, Training, task_of
+from fedcomp.experiments.kit import Records, repetitions, table
 from fedcomp.experiments.options import Config
+from fedcomp.experiments.spec import parse_settings
 from fedcomp.experiments.tables import Found
 
 TOPAGG: Final = "TopAgg votes"
@@ -29,7 +30,7 @@ METHODS: Final[Mapping[str, str]] = {
     MEANS: "dp-sgd",
     DIRECT: "dp-fedavg",
 }
-"""What is compared, and what :class:`fedcomp.experiments.generator_training.GeneratorCell` calls it."""
+"""What is compared, and what :class:`fedcomp.experiments.generator_training.Training` calls it."""
 
 TARGETS: Final = (1.0, 10.0, math.inf)
 """Epsilons. Without noise the settings are those of the one before: there is nothing to weigh them against."""
@@ -42,35 +43,28 @@ TUNING_SEED: Final = 1000
 REPORTED: Final[Mapping[float, float]] = {1.0: 0.7123, 10.0: 0.8066}
 """Accuracy on MNIST that the paper reports for DataLens (recalled, not checked)."""
 
-Options = Mapping[str, Any]
-
 # Few or many steps, some or all pixels: each has four candidates, as every other row, so that none wins by being tried
 # more often.
-_VOTES: Final[tuple[Options, ...]] = (
-    {"lr": 0.02, "steps": 20, "k": 200, "beta": 0.0},
-    {"lr": 0.02, "steps": 20, "k": 784, "beta": 0.2},
-    {"lr": 0.01, "steps": 60, "k": 200, "beta": 0.2},
-    {"lr": 0.01, "steps": 60, "k": 784, "beta": 0.2},
+_VOTES: Final = (
+    "lr=0.02 steps=20 k=200 beta=0.0",
+    "lr=0.02 steps=20 k=784 beta=0.2",
+    "lr=0.01 steps=60 k=200 beta=0.2",
+    "lr=0.01 steps=60 k=784 beta=0.2",
 )
 
-GRIDS: Final[Mapping[str, tuple[Options, ...]]] = {
-    TOPAGG: tuple({**options, "stochastic": 1} for options in _VOTES),
-    PLAIN: tuple({**options, "stochastic": 0} for options in _VOTES),
+GRIDS: Final[Mapping[str, tuple[str, ...]]] = {
+    TOPAGG: tuple(f"{votes} stochastic=1" for votes in _VOTES),
+    PLAIN: tuple(f"{votes} stochastic=0" for votes in _VOTES),
     DP_SGD: tuple(
         # Releases and steps of the generator are apart: what was released once may be trained on at no cost.
-        {"lr": 0.01, "steps": 60, "releases": releases, "teacher_lr": rate, "clip": 1.0}
+        f"lr=0.01 steps=60 releases={releases} teacher_lr={rate} clip=1.0"
         for releases in (20, 60)
         for rate in (1.0, 4.0)
     ),
-    MEANS: tuple(
-        # A discriminator that takes no step (teacher_lr 0) stays at zero, where its gradient is the class means: the
-        # clip is all there is to choose.
-        {"lr": 0.01, "steps": 60, "releases": 1, "teacher_lr": 0.0, "clip": clip}
-        for clip in (0.5, 1.0, 2.0, 4.0)
-    ),
-    DIRECT: tuple(
-        {"lr": 1.0, "local": 3, "releases": releases, "clip": clip} for releases in (15, 40) for clip in (1.0, 3.0)
-    ),
+    # A discriminator that takes no step (teacher_lr 0) stays at zero, where its gradient is the class means: the clip
+    # is all there is to choose.
+    MEANS: tuple(f"lr=0.01 steps=60 releases=1 teacher_lr=0.0 clip={clip}" for clip in (0.5, 1.0, 2.0, 4.0)),
+    DIRECT: tuple(f"lr=1.0 local=3 releases={releases} clip={clip}" for releases in (15, 40) for clip in (1.0, 3.0)),
 }
 """What ``--set tune=true`` tries: as many settings for every row and epsilon."""
 
@@ -89,168 +83,120 @@ def label(method: str, target: float) -> str:
     return f"{method}, {'no noise' if target == math.inf else f'epsilon {target:g}'}"
 
 
-def _cell(
-    config: Config, method: str, target: float, options: Options, seed: int, *, validation: bool = False
-) -> GeneratorCell:
-    said = config.settings
-    # The number of steps is a field of the cell and no option of a method.
-    given = {name: value for name, value in options.items() if name != "steps"}
+def train(
+    method: str, target: float, given: str, seed: int, *, config: Config, validation: bool = False
+) -> dict[str, Any]:
+    """Train with some settings; on a part of the training records, judged on the rest, if ``validation``."""
+    said, options = config.settings, dict(parse_settings(given))
+    steps = min(config.rounds, int(options.pop("steps", config.rounds)))
     if METHODS[method] == "votes":
-        given["teacher_lr"] = float(said["teacher_lr"])
-    shown = " ".join(f"{name}={value:g}" for name, value in options.items())
-    return GeneratorCell(
-        name=f"{'held out: ' if validation else ''}{label(method, target)}, {shown}, seed {seed}",
-        method=METHODS[method],
-        options=given,
-        epsilon=target,
-        delta=DELTA,
+        options["teacher_lr"] = float(said["teacher_lr"])
+    evaluation = {
+        # A choice between settings needs no exact accuracy: fewer images and passes keep the tuning short.
+        "synthetic": 1500 if validation else int(said["synthetic"]),
+        "classifier_epochs": 4 if validation else int(said["classifier_epochs"]),
+        "classifier_lr": 0.05,
+    }
+    return Training(
+        METHODS[method],
+        options,
+        target,
+        seed,
         clients=config.clients,
-        steps=min(config.rounds, int(options.get("steps", config.rounds))),
+        steps=steps,
         images=int(said["images"]),
-        seed=seed,
-        evaluation={
-            # A choice between settings needs no exact accuracy: fewer images and passes keep the tuning short.
-            "synthetic": 1500 if validation else int(said["synthetic"]),
-            "classifier_epochs": 4 if validation else int(said["classifier_epochs"]),
-            "classifier_lr": 0.05,
-        },
+        delta=DELTA,
+        evaluation=evaluation,
         validation=validation,
         # Of the first seed only: a sheet for each row and epsilon fills the report already.
         pictures=seed == config.seed and not validation,
-    )
+    ).run()
 
 
 def study(found: Found) -> Studied:
     """Train everything, seed by seed, and choose before what is to be chosen."""
-    config, say = found.config, found.say
-    task = task_of(config.clients, {})
-    processes = int(config.settings["workers"])
+    config, task = found.config, task_of(found.config.clients, {})
+    # Infinity takes the settings of the last finite epsilon.
+    chosen = {(m, t): GRIDS[m][CHOSEN[m][min(i, 1)]] for m in METHODS for i, t in enumerate(TARGETS)}
     tables: list[Table] = []
-    chosen = {method: list(places) for method, places in CHOSEN.items()}
     if config.settings["tune"]:
-        tried = {
-            (method, i, place): _cell(config, method, target, options, TUNING_SEED, validation=True)
-            for i, target in enumerate(TARGETS[:-1])
+        cells = [
+            {"method": method, "target": target, "given": given, "seed": TUNING_SEED}
+            for target in TARGETS[:-1]
             for method in METHODS
-            for place, options in enumerate(GRIDS[method])
+            for given in GRIDS[method]
+        ]
+        tried = found.sweep(train, cells, "held out", config=config, validation=True)
+        best = {
+            at: max(group, key=lambda r: r.accuracy).given for at, group in tried.groups("method", "target").items()
         }
-        held_out = {record.name: record for record in named(tried.values())(say, processes)}
-        for method in METHODS:
-            for i in range(len(TARGETS) - 1):
-                held = [held_out[tried[method, i, place].name].accuracy for place in range(len(GRIDS[method]))]
-                chosen[method][i] = held.index(max(held))
-        tables.append(_tuning_table({cell.name: held_out[cell.name].accuracy for cell in tried.values()}))
-    settings = {
-        # Infinity takes the settings of the last finite epsilon.
-        label(method, target): GRIDS[method][chosen[method][min(i, len(TARGETS) - 2)]]
-        for method in METHODS
-        for i, target in enumerate(TARGETS)
-    }
-    seeds = repetitions(config)
+        chosen = {(method, target): best[method, min(target, TARGETS[-2])] for method, target in chosen}
+        columns: dict[str, Any] = {
+            "training": lambda r: f"{label(r.method, r.target)}, {r.given}",
+            "accuracy, %": lambda r: 100.0 * r.accuracy,
+            "right signs, %": lambda r: 100.0 * r.right,
+        }
+        caption = f"On one in {HELD} training images, with {PROXY} times fewer clients and as many times less noise."
+        tables = [table("What was tried", columns, tried, caption)]
     # Seed by seed: an interrupted run has all rows of its first seeds, and these can be compared.
-    cells = {
-        (label(method, target), seed): _cell(config, method, target, settings[label(method, target)], seed)
-        for seed in seeds
+    cells = [
+        {"method": method, "target": target, "given": chosen[method, target], "seed": seed}
+        for seed in repetitions(config)
         for target in TARGETS
         for method in METHODS
-    }
-    trained = {record.name: record for record in named(cells.values())(say, processes)}
-    outcomes = {name: [trained[cells[name, seed].name] for seed in seeds] for name in settings}
-    owed = {name: cells[name, config.seed].releases for name in settings}
+    ]
+    groups = found.sweep(train, cells, config=config).groups("method", "target")
+    outcomes: Outcomes = {at: groups[at] for at in chosen}
     # Said in the table's title: an accuracy on a substitute must not be read as one on MNIST.
     data = "MNIST" if not task.data.substitute else f"NOT MNIST ({task.data.note})"
-    return Studied(
-        quantities(outcomes, owed),
-        tables=[
-            _accuracy_table(outcomes, data),
-            _signal_table(outcomes),
-            _message_table(outcomes, settings, config),
-            *tables,
-        ],
-        figures=_sheets(config, task, outcomes),
-        tasks=[task.record()],
-        statements={name: runs[0].statement for name, runs in outcomes.items() if runs[0].statement},
-    )
-
-
-Outcomes = Mapping[str, Sequence[Record]]
-"""By :func:`label`: the trainings of all seeds."""
-
-
-def _accuracy(outcomes: Outcomes, method: str, target: float) -> float:
-    return mean(run.accuracy for run in outcomes[label(method, target)])
-
-
-def _accuracy_table(outcomes: Outcomes, data: str) -> Table:
-    def cells(method: str) -> list[Any]:
-        percent = ([100.0 * run.accuracy for run in outcomes[label(method, target)]] for target in TARGETS)
-        return [figure for found in percent for figure in (mean(found), spread(found))]
-
-    paper: list[Any] = [figure for t in TARGETS for figure in (100.0 * REPORTED[t] if t in REPORTED else None, None)]
-    count = len(next(iter(outcomes.values())))
-    again = [name for name, runs in outcomes.items() if any(run.retrained for run in runs)]
-    return Table(
-        f"Accuracy in % on the test images of {data}",
-        ("row", "epsilon 1", "± at 1", "epsilon 10", "± at 10", "no noise", "± without"),
-        [[method, *cells(method)] for method in METHODS] + [["the paper's DataLens (recalled)", *paper]],
-        f"Means over {count} seed(s), ± half the range. Accuracy of a convolutional network trained on generated "
-        "images alone, after its last epoch; in the row of the classifier, its own. The paper's figures come from "
-        "convolutional teachers and generator, the best of 600 epochs on 100 000 images, and a looser accountant. A "
-        "network that names one class for all images it learnt from is trained again with half the step size, which "
-        f"happened in {'; '.join(again) or 'no row'}.",
-    )
-
-
-def _signal_table(outcomes: Outcomes) -> Table:
-    columns: dict[str, Any] = {
-        "row": str,
-        "releases": lambda name: outcomes[name][0].releases,
-        "z": lambda name: outcomes[name][0].noise_multiplier,
-        "sigma": lambda name: outcomes[name][0].sigma,
-        "signal over noise": lambda name: mean(run.signal for run in outcomes[name]),
-        "right signs, %": lambda name: 100.0 * mean(run.right for run in outcomes[name]),
-        "epsilon": lambda name: outcomes[name][0].epsilon,
+    noisy = {at: runs for at, runs in outcomes.items() if at[1] != math.inf}
+    shown: dict[str, Any] = {
+        "row": lambda runs: label(runs[0].method, runs[0].target),
+        "settings": lambda runs: runs[0].given,
+        "releases": lambda runs: runs[0].releases,
+        "z": lambda runs: runs[0].z,
+        "sigma": lambda runs: runs[0].sigma,
+        "signal over noise": lambda runs: mean(runs.each("signal")),
+        "right signs, %": lambda runs: 100.0 * mean(runs.each("right")),
+        "epsilon": lambda runs: runs[0].epsilon,
     }
-    return table(
+    left = table(
         "How much of a sum is left in its noise",
-        columns,
-        # Without noise there is no ratio of signal to noise.
-        [name for name, runs in outcomes.items() if runs[0].noise_multiplier],
+        shown,
+        noisy.values(),
         "Sigma in votes, or in the units of what is clipped. Signal over noise: root mean square over the coordinates "
         "of a sum, over that of its noise. Right signs: of the coordinates that were used, those whose noisy sum has "
         "the sign of the sum; at 50 there is no information. Means over the releases.",
     )
-
-
-def _message_table(outcomes: Outcomes, settings: Mapping[str, Options], config: Config) -> Table:
-    def messages(name: str) -> int:
-        votes = METHODS[name.rpartition(", ")[0]] == "votes"
-        # Teachers vote on all images of a step in one message.
-        return int(outcomes[name][0].releases) // (int(config.settings["images"]) if votes else 1)
-
-    columns: dict[str, Any] = {
-        "row": str,
-        "settings": lambda name: ", ".join(f"{key} {value:g}" for key, value in settings[name].items()),
-        "messages": messages,
-        "up, bytes": lambda name: outcomes[name][0].uplink,
-        "down, bytes": lambda name: outcomes[name][0].downlink,
-        "up in all": lambda name: messages(name) * outcomes[name][0].uplink,
-    }
-    return table(
-        "Settings, and what one client's messages would be",
-        columns,
-        outcomes,
-        "Lengths of real frames, for one client and message; nothing is sent in these trainings. Teachers receive the "
-        "generator, the other clients the discriminator or the classifier.",
+    return Studied(
+        quantities(outcomes),
+        tables=[_accuracy_table(outcomes, data), left, *tables],
+        figures=_sheets(config, task, outcomes),
+        tasks=[task.record()],
+        statements={label(*at): runs[0].statement for at, runs in outcomes.items() if runs[0].statement},
     )
 
 
-def _tuning_table(tried: Mapping[str, float]) -> Table:
+Outcomes = Mapping[tuple[str, float], Records]
+"""By method and epsilon: the trainings of all seeds."""
+
+
+def _accuracy_table(outcomes: Outcomes, data: str) -> Table:
+    def cells(method: str) -> list[Any]:
+        percent = ([100.0 * run.accuracy for run in outcomes[method, target]] for target in TARGETS)
+        return [figure for found in percent for figure in (mean(found), spread(found))]
+
+    paper: list[Any] = [figure for t in TARGETS for figure in (100.0 * REPORTED[t] if t in REPORTED else None, None)]
+    again = [label(*at) for at, runs in outcomes.items() if any(run.retrained for run in runs)]
     return Table(
-        "What was tried",
-        ("training", "accuracy, %"),
-        [[name.removeprefix("held out: "), 100.0 * accuracy] for name, accuracy in tried.items()],
-        f"On held-out training images, one in {HELD}, with {PROXY} times fewer clients and as many times less noise.",
+        f"Accuracy in % on the test images of {data}",
+        ("row", "epsilon 1", "± at 1", "epsilon 10", "± at 10", "no noise", "± without"),
+        [[method, *cells(method)] for method in METHODS] + [["the paper's DataLens (recalled)", *paper]],
+        f"Means over {len(outcomes[TOPAGG, 1.0])} seed(s), ± half the range. Accuracy of a convolutional network "
+        "trained on generated images alone, after its last epoch; in the row of the classifier, its own. The paper's "
+        "figures come from convolutional teachers and generator, the best of 600 epochs on 100 000 images, and a "
+        "looser accountant. A network that names one class for all images it learnt from is trained again with half "
+        f"the step size, which happened in {'; '.join(again) or 'no row'}.",
     )
 
 
@@ -261,33 +207,24 @@ def _sheets(config: Config, task: Any, outcomes: Outcomes) -> list[Pictures]:
     real = np.stack([split.x[np.flatnonzero(split.y == c)[:columns]] for c in range(task.classes)])
     shape = (task.classes, columns, task.side, task.side)
     sheets = [Pictures.of("Records", real.reshape(shape), names, task.data.note)]
-    for name, runs in outcomes.items():
+    for at, runs in outcomes.items():
         if runs[0].pictures:
             grey = np.frombuffer(base64.b64decode(runs[0].pictures), np.uint8).reshape(shape)
-            sheets.append(Pictures.of(f"Generated: {name}, seed {config.seed}", grey / 255.0, names))
+            sheets.append(Pictures.of(f"Generated: {label(*at)}, seed {config.seed}", grey / 255.0, names))
     return sheets
 
 
-def quantities(outcomes: Outcomes, owed: Mapping[str, int]) -> dict[Any, float]:
-    """Return whether every epsilon is kept and every image paid for, and what is learnt, as accuracies.
-
-    ``owed``: the releases of a training, by label.
-    """
-    noisy = [(m, t, run) for m in METHODS for t in TARGETS[:-1] for run in outcomes[label(m, t)]]
-    smoke = label(TOPAGG, 10.0)
+def quantities(outcomes: Outcomes) -> dict[Any, float]:
+    """Return whether every epsilon is kept and every image paid for, and what is learnt, as accuracies."""
+    noisy = [run for (_, target), runs in outcomes.items() if target != math.inf for run in runs]
+    accuracy = {at: mean(runs.each("accuracy")) for at, runs in outcomes.items()}
     return {
-        "epsilon that was spent over the epsilon of its row, largest": largest(
-            run.epsilon / target for _, target, run in noisy
-        ),
+        "epsilon that was spent over the epsilon of its row, largest": largest(r.epsilon / r.target for r in noisy),
         "releases that are not in the ledger, or are there without one": largest(
-            float(abs(run.releases - owed[label(method, target)])) for method, target, run in noisy
+            float(abs(run.releases - run.owed)) for run in noisy
         ),
-        (smoke, "accuracy, lowest of the seeds"): min(run.accuracy for run in outcomes[smoke]),
-        **{(label(m, t), "accuracy"): _accuracy(outcomes, m, t) for m in METHODS for t in TARGETS},
-        **{(label(m, t), "accuracy, %"): 100.0 * _accuracy(outcomes, m, t) for m in METHODS for t in TARGETS},
-        **{
-            (label(TOPAGG, t), f"accuracy over {m}"): _accuracy(outcomes, TOPAGG, t) - _accuracy(outcomes, m, t)
-            for m in METHODS
-            for t in TARGETS
-        },
+        (label(TOPAGG, 10.0), "accuracy, lowest of the seeds"): min(outcomes[TOPAGG, 10.0].each("accuracy")),
+        **{(label(*at), "accuracy"): value for at, value in accuracy.items()},
+        **{(label(*at), "accuracy, %"): 100.0 * value for at, value in accuracy.items()},
+        **{(label(TOPAGG, t), f"accuracy over {m}"): accuracy[TOPAGG, t] - accuracy[m, t] for m, t in accuracy},
     }

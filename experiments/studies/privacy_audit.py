@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 # are wrong.
 POWERS: Final = (1.0, 1.1, 1.2, math.sqrt(2.0), 2.0)
 TRIALS: Final = (500, 2000, 5000, 20000)
-# Below, near and far above the right clip norm: a rule that works reaches 1 from each of them.
-STARTS: Final = (0.1, 0.9, 1.2, 5.0)
-"""First clip norms of clients whose updates have a median norm of 1."""
-
 TIERS: Final = ("A", "B", "C", "E", "F")
 
 RUNS: Final = ("votes", "clipped vectors", "no noise")
@@ -84,39 +80,9 @@ def last_bits(draws: int, seed: int) -> dict[str, list[float]]:
     return out
 
 
-def flower_findings(rounds: int) -> dict[str, Any]:
-    """Return what the wrappers of the installed Flower do, as plain data."""
-    import flwr
-
-    from fedcomp.experiments.audits import flower_flaws as flaws
-    from fedcomp.experiments.audits.mutants import tracked
-    from fedcomp.strategies.private.dp_fedavg import DpFedAvg
-
-    floats, integers, dtype = flaws.integer_buffers()
-    all_clipped, none_clipped = flaws.adaptive_noise()
-    return {
-        "version": flwr.__version__,
-        "clips": {f"{start:g}": flaws.clip_norms(start, rounds) for start in STARTS},
-        # From the same first clip norms as Flower's.
-        "ours": {f"{start:g}": tracked(DpFedAvg, start=start, rounds=rounds) for start in STARTS},
-        "zero": flaws.zero_update(),
-        "integer": flaws.integer_update(),
-        "nan": flaws.not_finite(math.nan),
-        "inf": flaws.not_finite(math.inf),
-        "moved": [floats, integers],
-        "dtype": dtype,
-        "missing": flaws.missing_replies(),
-        "heavy": flaws.heavy_client(),
-        "adaptive": [all_clipped, none_clipped],
-        "metric": flaws.leaked_metric(),
-        "bits": list(flaws.last_bits()),
-        "local": {f"{e:g}/{t}": flaws.local_epsilon(e, t) for e in (1.0, 10.0) for t in (1, 10)},
-    }
-
-
 def study(found: Found) -> Studied:
     """Audit every system, every mutant and the installed Flower."""
-    from fedcomp.experiments.audits import cases, mutants, systems
+    from fedcomp.experiments.audits import cases, flower_flaws, mutants, systems
 
     config, say = found.config, found.say
 
@@ -141,7 +107,7 @@ def study(found: Found) -> Studied:
         for name, one in mutants.MUTANTS.items()
     }
     floats = cell("last bits", partial(last_bits, draws, config.seed))
-    flower = cell("Flower", partial(flower_findings, int(config.settings["clip_rounds"])))
+    flower = cell("Flower", partial(flower_flaws.findings, int(config.settings["clip_rounds"])))
     return Studied(
         quantities(audits, runs, wrong, floats, flower),
         tables=[

@@ -113,7 +113,7 @@ def train(
         result = inprocess.run(spec)
         # The first rounds of a longer training are the same, and not every round of it has to be evaluated.
         short = result if tuning else inprocess.run(replace(spec, rounds=min(SHORT, spec.rounds)))
-    points = learning_line(result, wire=True)
+    points = [(number, accuracy, sent) for number, accuracy, _, _, sent in learning_line(result.rounds)]
     return {
         "short": 100 * short.accuracy,
         "middle": [accuracy for number, accuracy, _ in points if number <= MIDDLE][-1],

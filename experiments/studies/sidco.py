@@ -1,175 +1,342 @@
-"""How SIDCo's thresholds select: on known tails, on captured gradients, by the search for stages, and in time."""
+"""How SIDCo's thresholds select: on known tails, on captured gradients, by the search for stages, and in time.
+
+A figure is always selected over wanted: how many elements exceed an estimated threshold, over the k that were asked
+for. 1 is right.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from statistics import median
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fedcomp.experiments.estimates import (
-    CHANGING,
-    DENSITIES,
-    FITS,
-    LAYERED,
-    PERIODS,
-    SEARCHES,
-    SYNTHETIC,
-    Source,
-    fit_name,
-    on_gradients,
-    on_synthetic,
-    search,
-    timing,
-)
+import numpy as np
+
 from fedcomp.experiments.experiment import Studied
-from fedcomp.experiments.findings import Curves, HeatMap, Series, Table, mean
-from fedcomp.experiments.kit import Record, Records, Sweep, curves, running_mean, table, train_losses
+from fedcomp.experiments.findings import HeatMap, Table, mean
+from fedcomp.experiments.kit import Record, Records, table, train_losses
 from fedcomp.experiments.options import Config
-from fedcomp.experiments.spec import RunResult
 from fedcomp.experiments.tables import Found
 from fedcomp.rng import Key
+from fedcomp.strategies.parts import TASK_PREFIX, below
+
+if TYPE_CHECKING:
+    from fedcomp.layout import Vector
 
 DENSE: Final = "FedAvg"
-EXACT: Final = "exact top-k with feedback"
-EXPONENTIAL: Final = "SIDCo-E with feedback"
-PARETO: Final = "SIDCo-P with feedback"
 
-DEFAULT: Final = ("pareto", 2)
+DENSITIES: Final = (0.1, 0.01, 0.001)
+SHORT: Final = {"exponential": "E", "pareto": "P", "gamma-pareto": "GP"}
+FITS: Final = (
+    *(("exponential", stages) for stages in (1, 2, 3, 4)),
+    *(("pareto", stages) for stages in (1, 2, 4)),
+    *(("gamma-pareto", stages) for stages in (1, 2)),
+)
+"""Family and number of stages of every estimate that is judged."""
+
+SYNTHETIC: Final = (
+    ("Laplace", 0.01),
+    ("Laplace", 0.001),
+    ("normal", 0.01),
+    ("t(4)", 0.001),
+    ("t(2.5)", 0.001),
+    ("60 layers x t(4)", 0.001),
+    ("60 layers x Laplace", 0.001),
+)
+"""Distributions whose tails are known, and densities that tell the families apart."""
+LAYERS: Final = 60
+LAYERED: Final = f"{LAYERS} layers x "
+
+PERIODS: Final = 14
+"""Of five calls, each on a fresh draw; the first half of them is the search itself."""
+
+SEARCHES: Final = {
+    "published, E from 1": ("exponential", 1, "published"),
+    "fixed, E at 1": ("exponential", 1, "off"),
+    "reversing, E from 1": ("exponential", 1, "reversing"),
+    "reversing, P from 2": ("pareto", 2, "reversing"),
+    "fixed, P at 4": ("pareto", 4, "off"),
+}
+"""Family, first number of stages, rule."""
+REMEMBERED: Final = ", with memory"
+CHANGING: Final = ("t(4)", "t(2.5)", f"{LAYERED}t(4)", f"t(4){REMEMBERED}")
+"""Data the search for stages is watched on."""
+
+
+def fit_name(family: str, stages: int) -> str:
+    """Return a fit's short name, such as ``"P, M = 2"``."""
+    return f"{SHORT[family]}, M = {stages}"
+
+
+CHOSEN: Final = fit_name("pareto", 2)
 """What the codec does when it is given nothing but a density."""
+
+
+def achieved(values: Vector, density: float, family: str, stages: int) -> float:
+    """Return how many elements exceed the estimated threshold, over the k that are wanted."""
+    from fedcomp.codecs.sidco import estimate_threshold
+    from fedcomp.kernels import select_above
+
+    k = max(1, math.ceil(density * values.size))
+    threshold = estimate_threshold(values, k / values.size, family, stages).threshold
+    return select_above(values, threshold).size / k
+
+
+def judge(values: Vector, density: float) -> dict[str, float]:
+    """Return achieved over wanted for every fit."""
+    return {fit_name(*fit): achieved(values, density, *fit) for fit in FITS}
+
+
+def synthetic(name: str, size: int, key: Key, scales: Key) -> Vector:
+    """Return ``size`` values of the distribution ``name``, float32.
+
+    Layers, equal stretches of the vector, have log-normal scales of sigma 2 that are drawn by the key ``scales``.
+    """
+    rng = key.generator()
+    base = name.rpartition(" x ")[2]
+    if base == "Laplace":
+        values = rng.laplace(size=size)
+    elif base == "normal":
+        values = rng.normal(size=size)
+    else:
+        values = rng.standard_t(float(base[2:-1]), size)
+    if name.startswith(LAYERED):
+        values *= np.exp(scales.generator().normal(0.0, 2.0, LAYERS)).repeat(-(-size // LAYERS))[:size]
+    return np.asarray(values, np.float32)
+
+
+def on_synthetic(size: int, key: Key) -> list[dict[str, float]]:
+    """Return achieved over wanted of every fit, and of eight exponential stages, for each of :data:`SYNTHETIC`."""
+    out = []
+    for i, (name, density) in enumerate(SYNTHETIC):
+        values = synthetic(name, size, key.at(layer=i), key.at(purpose="scales"))
+        out.append(judge(values, density) | {"E, M = 8": achieved(values, density, "exponential", 8)})
+    return out
+
+
+class Source(NamedTuple):
+    """A training whose gradients are captured."""
+
+    name: str
+    task: str
+    options: Mapping[str, Any]
+    steps: int
+    batch_size: int
+    lr: float
+
+
+def sources(config: Config) -> tuple[Source, ...]:
+    """Return the fully connected and the convolutional network."""
+    said = config.settings
+    return (
+        Source("MLP", "digits", {}, int(said["mlp_steps"]), 16, 0.2),
+        Source("CNN", "mnist", {"train_examples": said["cnn_examples"]}, int(said["cnn_steps"]), 32, 0.1),
+    )
+
+
+def on_gradients(source: Source, density: float, scope: str, seed: int) -> list[dict[str, Any]]:
+    """Train with exact top-k and memory, and return the fits to the first client's gradient, alone and with memory.
+
+    They are looked at in the first step, early in training, and in the last step. The memory is that of exact selection
+    at the same density and scope, so that no estimate judges what another one left behind. Gradients are scaled by the
+    step size, as updates are.
+    """
+    from fedcomp.codecs import ErrorFeedback, TopK
+    from fedcomp.codecs.positional import stretches
+    from fedcomp.experiments.central import Plan, Seen, simulate
+    from fedcomp.layout import SmallDense
+    from fedcomp.systems.pair import Pair
+    from fedcomp.tasks import get_task
+
+    out: list[dict[str, Any]] = []
+
+    def look(seen: Seen) -> None:
+        if seen.number not in (1, max(1, source.steps // 10), source.steps):
+            return
+        layout, gradient = seen.updates[0].layout, seen.updates[0].vector
+        parts = [p for p in stretches(layout, scope) if p.stop <= layout.compressed_size]
+        total = seen.memories[0]["memory"] + gradient
+        for part, (what, values) in product(parts, (("alone", gradient), ("with memory", total))):
+            name = "all layers" if scope == "global" else part.name.removesuffix(".weight")
+            row = {"place": f"{source.name} {name}", "what": what, "step": seen.number, "density": density}
+            out.append(row | {"fits": judge(values[part.slice], density)})
+
+    training = {"lr": source.lr, "batch_size": source.batch_size, "max_steps": 1}
+    # Layers of a few hundred values are left out: no quantile of theirs is as fine as the densities asked for.
+    task, policy = get_task(source.task, **source.options), SmallDense(share=1.0)
+    plan = Plan(task, 2, source.steps, seed, training, policy=policy, held_out=True)
+    simulate(plan, Pair(ErrorFeedback(TopK(density, scope=scope))), look=look)
+    return out
+
+
+def search(data: str, size: int, key: Key) -> dict[str, dict[str, list[float]]]:
+    """Return by rule the stages and the mean of achieved over wanted of every period, on fresh draws of ``data``."""
+    from fedcomp.codecs import SIDCo
+    from fedcomp.codecs.feedback import ErrorFeedback
+    from fedcomp.codecs.sidco import PERIOD
+    from fedcomp.layout import Layout, Update
+
+    density, layout, scales = 0.001, Layout.flat(size), key.at(purpose="scales")
+    out: dict[str, dict[str, list[float]]] = {}
+    for rule, (family, stages, adapt) in SEARCHES.items():
+        sidco = SIDCo(density, family=family, stages=stages, adapt=adapt)
+        codec = ErrorFeedback(sidco) if data.endswith(REMEMBERED) else sidco
+        state = codec.init(layout)
+        counts: list[float] = []
+        ratios: list[float] = []
+        for call in range(PERIODS * PERIOD):
+            now = key.at(round=call + 1)
+            update = Update(synthetic(data.removesuffix(REMEMBERED), size, now, scales), layout)
+            (count,) = SIDCo.stages_of(state).values()
+            # What a frame holds is cut to 2 k; the estimate is judged as it is.
+            fitted = update.vector + state["memory"] if codec.remembers else update.vector
+            counts.append(count)
+            ratios.append(achieved(fitted, density, family, count))
+            _, state = codec.encode(update, state, now)
+        periods = [ratios[i : i + PERIOD] for i in range(0, len(ratios), PERIOD)]
+        out[rule] = {"stages": counts[::PERIOD], "achieved": [mean(period) for period in periods]}
+    return out
+
+
+def timing(size: int, repetitions: int, key: Key) -> dict[str, float]:
+    """Return median milliseconds of processor time by density and method, one thread, repetitions interleaved."""
+    import torch
+
+    from fedcomp.codecs.sidco import estimate_threshold
+    from fedcomp.kernels import select_above, select_topk, warm
+    from fedcomp.measuring import Times
+    from fedcomp.tasks.base import single_thread
+
+    warm()
+    values = synthetic("60 layers x t(4)", size, key, key.at(purpose="scales"))
+
+    def guessed(density: float, family: str, stages: int) -> object:
+        return select_above(values, estimate_threshold(values, density, family, stages).threshold)
+
+    def usual(k: int) -> object:
+        return torch.topk(torch.from_numpy(values).abs(), k, sorted=False)
+
+    out: dict[str, float] = {}
+    for density in DENSITIES:
+        k = max(1, math.ceil(density * size))
+        calls: dict[str, Callable[[], object]] = {"exact": partial(select_topk, values, k)}
+        for fit in (*FITS[:2], FITS[3], *FITS[5:7]):
+            calls[fit_name(*fit)] = partial(guessed, density, *fit)
+        calls["torch.topk"] = partial(usual, k)
+        with single_thread():
+            times = Times(calls, repetitions)
+        out |= {f"{name}/{density:g}": 1000 * times.median(name) for name in calls}
+    return out
 
 
 def study(found: Found) -> Studied:
     """Estimates on known tails and on captured gradients, the search for stages, time, and train losses."""
     from fedcomp.tasks import get_task
 
-    config, results, say = found.config, found.results, found.say
+    config, say = found.config, found.say
     settings, seed = config.settings, config.seed
-    size, timed = int(settings["size"]), int(settings["timing_size"])
-
-    def draw_of(draw: int) -> dict[str, Any]:
-        # By draw: distributions, and the scales of the layers, are new in each.
-        return {"cases": on_synthetic(size, Key(seed, "draws", draw))}
-
-    def capture(source: str, density: float, scope: str) -> dict[str, Any]:
-        return {"vectors": on_gradients(by_name[source], density, scope, seed)}
-
     by_name = {source.name: source for source in sources(config)}
-    draws = Sweep(draw_of, {"draw": range(int(settings["draws"]))}, "estimates on synthetic vectors")(say)
+    task = get_task(found.experiment.task, **below(settings, TASK_PREFIX))
+    losses = train_losses(task, found.results, say)
+    # By draw: distributions, and the scales of the layers, are new in each.
+    draws = found.sweep(
+        lambda draw: {"cases": on_synthetic(int(settings["size"]), Key(seed, "draws", draw))},
+        {"draw": range(int(settings["draws"]))},
+        "estimates on synthetic vectors",
+    )
+    known = [record.cases for record in draws]
     # The whole model as one vector, whose layers have unlike scales, and each layer by itself.
-    axes = {"source": list(by_name), "density": DENSITIES, "scope": ("global", "layer")}
-    vectors = [v for r in Sweep(capture, axes, "captured gradients")(say) for v in r.vectors]
-    measured = Measurements(
-        losses=train_losses(get_task(found.experiment.task, hidden=settings["task.hidden"]), results, say),
-        known=[[dict(case) for case in r.cases] for r in draws],
-        captured=Records(Record({**v, "place": _place(v)}) for v in vectors),
-        searches=Sweep(
-            # A fifth of the elements: every call of every rule draws a vector afresh.
-            lambda data: {"rules": search(data, max(10_000, size // 5), Key(seed, "calls"))},
-            {"data": CHANGING},
-            f"search for the number of stages over {PERIODS} periods",
-        )(say),
-        times=say.cell("times", partial(timing, timed, int(settings["repetitions"]), Key(seed, "timing"))),
+    captures = found.sweep(
+        lambda source, density, scope: {"vectors": on_gradients(by_name[source], density, scope, seed)},
+        {"source": list(by_name), "density": DENSITIES, "scope": ("global", "layer")},
+        "captured gradients",
     )
+    captured = Records(Record(vector) for record in captures for vector in record.vectors)
+    searches = found.sweep(
+        # A fifth of the elements: every call of every rule draws a vector afresh.
+        lambda data: {"rules": search(data, max(10_000, int(settings["size"]) // 5), Key(seed, "calls"))},
+        {"data": CHANGING},
+        f"search for the number of stages over {PERIODS} periods",
+    )
+    repeats = int(settings["repetitions"])
+    times = say.cell("times", partial(timing, int(settings["timing_size"]), repeats, Key(seed, "timing")))
     return Studied(
-        quantities(measured),
+        {
+            **{(row, "train loss, nats"): loss for row, loss in losses.items()},
+            **{(row, "train loss over dense"): loss / losses[DENSE] for row, loss in losses.items()},
+            **_on_known(known),
+            **{
+                (f"{kind}, {fit_name(*fit)}", "share within 2x"): within(
+                    fits[fit_name(*fit)] for fits in captured.where(what=what).each("fits")
+                )
+                for kind, what in (("gradients", "alone"), ("with memory", "with memory"))
+                for fit in FITS
+            },
+            **_of_searches(searches),
+            **{
+                (f"density {density:g}", f"time of exact top-k over that of {CHOSEN}"): (
+                    times[f"exact/{density:g}"] / (times[f"{CHOSEN}/{density:g}"] or math.nan)
+                )
+                for density in DENSITIES
+            },
+        },
         tables=[
-            _loss_table(results, measured.losses),
-            _synthetic_table(measured.known),
-            *_captured_tables(measured.captured),
-            _search_table(measured.searches),
-            _time_table(measured.times),
+            _synthetic_table(known),
+            _captured_table(captured),
+            _search_table(searches),
+            _time_table(times),
         ],
-        figures=[_heat_map(measured.captured), *_search_figures(measured.searches), _bytes_figure(results)],
-        tasks=[source.task().record() for source in by_name.values()],
+        figures=[_heat_map(captured)],
+        tasks=[get_task(source.task, **source.options).record() for source in by_name.values()],
     )
 
 
-@dataclass(frozen=True)
-class Measurements:
-    """What the claims are made of. All ratios are selected over wanted.
-
-    Attributes
-    ----------
-    losses : mapping
-        Train loss of the final model by row.
-    known : sequence
-        By draw and by entry of :data:`~fedcomp.experiments.estimates.SYNTHETIC`, the ratio of every fit.
-    captured : Records
-        One vector each: where it is from (``place``, ``what``, ``step``, ``density``) and the ratio of every fit.
-    searches : Records
-        By data, the stages and ratios of every rule's periods.
-    times : mapping
-        Milliseconds by method and density.
-    """
-
-    losses: Mapping[str, float]
-    known: Sequence[Sequence[Mapping[str, float]]]
-    captured: Records
-    searches: Records
-    times: Mapping[str, float]
-
-    def extremes(self, *fits: str, layered: bool | None = None, data: str = "") -> tuple[float, float]:
-        """Return the lowest and the highest ratio of some fits, by default the codec's own, over all draws.
-
-        Of the data named, of layers of unlike scale, or of all other data.
-        """
-        ratios = [
-            case[fit]
-            for draw in self.known
-            for at, case in zip(SYNTHETIC, draw, strict=True)
-            for fit in fits or (fit_name(*DEFAULT),)
-            if (at == (data, 0.01) if data else at[0].startswith(LAYERED) == layered)
-        ]
-        return min(ratios), max(ratios)
-
-    def within(self, fit: str, what: str) -> float:
-        """Return the share of captured vectors of which a fit selects between half and twice what is wanted."""
-        return within(r.fits[fit] for r in self.captured.where(what=what))
-
-    def late(self, data: str, rule: str) -> float:
-        """Return the median ratio over the later periods of a search."""
-        return median(_late(self.searches.one(data=data).rules[rule]["achieved"]))
+Known = Sequence[Sequence[Mapping[str, float]]]
+"""By draw and by entry of :data:`SYNTHETIC`, the ratio of every fit."""
 
 
-def sources(config: Config) -> tuple[Source, ...]:
-    """Return the fully connected and the convolutional network."""
-    settings = config.settings
-    cnn = {"train_examples": settings["cnn_examples"]}
-    return (
-        Source("MLP", "digits", {}, int(settings["mlp_steps"]), 16, 0.2),
-        Source("CNN", "mnist", cnn, int(settings["cnn_steps"]), 32, 0.1),
-    )
+def _on_known(known: Known) -> dict[Any, float]:
+    one = fit_name("exponential", 1)
+    # On Laplace values the exponential fit is exact, so that stages change nothing and all must be right.
+    right = [fit_name("exponential", stages) for stages in (1, 2, 3, 4)]
+    found: dict[Any, float] = {}
+    for title, fits, of in (
+        ("Laplace at 0.01, E, M = 1 to 4", right, SYNTHETIC[:1]),
+        (f"data of one scale, {CHOSEN}", [CHOSEN], [at for at in SYNTHETIC if not at[0].startswith(LAYERED)]),
+        (f"layers of unlike scale, {CHOSEN}", [CHOSEN], [at for at in SYNTHETIC if at[0].startswith(LAYERED)]),
+        (f"layers of unlike scale, {one}", [one], [at for at in SYNTHETIC if at[0].startswith(LAYERED)]),
+    ):
+        ratios = [cases[SYNTHETIC.index(at)][fit] for cases in known for at in of for fit in fits]
+        found[title, "selected over wanted, lowest"] = min(ratios)
+        found[title, "selected over wanted, highest"] = max(ratios)
+    return found
 
 
-def _loss_table(results: Mapping[str, RunResult], losses: Mapping[str, float]) -> Table:
-    exact = results[EXACT].uplink_payload_bytes
-    columns: dict[str, Any] = {
-        "row": lambda label: label,
-        "train loss, nats": lambda label: losses[label],
-        "times dense": lambda label: losses[label] / losses[DENSE],
-        "test accuracy, %": lambda label: 100 * results[label].accuracy,
-        "uplink, times exact top-k's": lambda label: (
-            None if label == DENSE else results[label].uplink_payload_bytes / exact
+def _of_searches(searches: Records) -> dict[Any, float]:
+    late = {
+        (found.data, rule): median(_late(series["achieved"]))
+        for found in searches
+        for rule, series in found.rules.items()
+    }
+    wandering = [late[data, "reversing, E from 1"] for data in CHANGING]
+    return {
+        **{(f"search on {data}, {rule}", "median of the later periods"): value for (data, rule), value in late.items()},
+        # Alike for twice too many and twice too few.
+        ("search, reversing, E from 1", "median of the later periods, largest factor off"): max(
+            max(ratio, 1.0 / ratio) if ratio > 0.0 else math.inf for ratio in wandering
         ),
     }
-    return table(
-        "Training on digits",
-        columns,
-        results,
-        "Loss of the final model on all training examples. SIDCo never sends more than twice what is wanted: such "
-        "estimates are cut to the exact top k.",
-    )
 
 
-def _synthetic_table(known: Sequence[Sequence[Mapping[str, float]]]) -> Table:
-    names, chosen = [*(fit_name(*fit) for fit in FITS), "E, M = 8"], fit_name(*DEFAULT)
+def _synthetic_table(known: Known) -> Table:
+    names = [*(fit_name(*fit) for fit in FITS), "E, M = 8"]
     rows: list[list[Any]] = [[name, *(case[name] for case in known[0])] for name in names]
     for which, of in (("lowest", min), ("highest", max)):
-        found = [of(case[chosen] for case in cases) for cases in zip(*known, strict=True)]
-        rows.append([f"{chosen}, {which} of {len(known)} draws", *found])
+        found = [of(case[CHOSEN] for case in cases) for cases in zip(*known, strict=True)]
+        rows.append([f"{CHOSEN}, {which} of {len(known)} draws", *found])
     return Table(
         "Selected over wanted, known tails",
         ("fit", *(f"{data}, {density:g}" for data, density in SYNTHETIC)),
@@ -180,7 +347,7 @@ def _synthetic_table(known: Sequence[Sequence[Mapping[str, float]]]) -> Table:
     )
 
 
-def _captured_tables(captured: Records) -> list[Table]:
+def _captured_table(captured: Records) -> Table:
     names = [fit_name(*fit) for fit in FITS]
     summary: dict[str, Any] = {"fit": lambda name: name}
     for what, kind in (("alone", "gradient"), ("with memory", "with memory")):
@@ -189,29 +356,14 @@ def _captured_tables(captured: Records) -> list[Table]:
             # Bound as defaults: closures would see the last gradients and the last function of the loops only.
             summary[f"{kind} {column}"] = lambda name, fits=fits, of=of: of(fit[name] for fit in fits)
         summary[f"{kind} % within 2x"] = lambda name, fits=fits: 100 * within(fit[name] for fit in fits)
-    full: dict[str, Any] = {"network, layer": "place", "gradient": "what", "step": "step", "density": "density"}
-    full |= {name: (lambda row, name=name: row.fits[name]) for name in names}
-    return [
-        table(
-            "Selected over wanted, captured gradients",
-            summary,
-            names,
-            f"Over both networks, three steps, densities {', '.join(f'{d:g}' for d in DENSITIES)}, all layers as one "
-            f"vector and each by itself: {len(captured) // 2} vectors each. Within 2x: between half and twice what is "
-            "wanted.",
-        ),
-        table(
-            "Every captured vector",
-            full,
-            captured,
-            "Selected over wanted. The memory is what exact top-k of the same density left, of the whole model or by "
-            "layer as the vector.",
-        ),
-    ]
-
-
-def _place(row: Mapping[str, Any]) -> str:
-    return f"{row['source']} {row['part'].removesuffix('.weight')}"
+    return table(
+        "Selected over wanted, captured gradients",
+        summary,
+        names,
+        f"Over both networks, three steps, densities {', '.join(f'{d:g}' for d in DENSITIES)}, all layers as one "
+        f"vector and each by itself: {len(captured) // 2} vectors each. Within 2x: between half and twice what is "
+        "wanted. The memory is what exact top-k of the same density left, of the whole model or by layer.",
+    )
 
 
 def _heat_map(captured: Records) -> HeatMap:
@@ -257,22 +409,6 @@ def _late(series: Sequence[float]) -> Sequence[float]:
     return series[len(series) // 2 :]
 
 
-def _search_figures(searches: Records) -> list[Curves]:
-    return [
-        curves(
-            f"Search for the number of stages, {found.data}",
-            found.rules.items(),
-            lambda line: range(1, PERIODS + 1),
-            lambda line: line[1]["achieved"],
-            lambda line: line[0],
-            x_label="period of five calls",
-            y_label="selected over wanted",
-            log_y=True,
-        )
-        for found in searches
-    ]
-
-
 def _time_table(times: Mapping[str, float]) -> Table:
     rows: list[list[Any]] = []
     for name in dict.fromkeys(name.rpartition("/")[0] for name in times):
@@ -287,68 +423,6 @@ def _time_table(times: Mapping[str, float]) -> Table:
     )
 
 
-def _bytes_figure(results: Mapping[str, RunResult]) -> Curves:
-    # Rounds without an upload (the evaluation of the initial model) have nothing to divide by.
-    exact = {r.round: r.uplink_payload_bytes for r in results[EXACT].rounds if r.uplink_payload_bytes}
-    series = []
-    for label in (EXPONENTIAL, PARETO):
-        sizes = {r.round: r.uplink_payload_bytes / exact[r.round] for r in results[label].rounds if r.round in exact}
-        # What is sent varies by round: about forty points show the trend.
-        series.append(Series(label, *running_mean(list(sizes), list(sizes.values()), max(1, len(sizes) // 40))))
-    return Curves(
-        "Uplink payload over exact top-k's",
-        "round",
-        "times, running mean",
-        series,
-        caption="Whole frames, biases included. How many coordinates exceed the guess differs by client and round.",
-    )
-
-
 def within(ratios: Iterable[float]) -> float:
     """Return the share of ``ratios`` between one half and two."""
     return mean(float(0.5 <= ratio <= 2.0) for ratio in ratios)
-
-
-def quantities(found: Measurements) -> dict[Any, float]:
-    """Return what training loses, where a fit suffices, what memory does to it, what the search finds, and the time."""
-    chosen, single = fit_name(*DEFAULT), fit_name("exponential", 1)
-    # On Laplace values the exponential fit is exact, so that stages change nothing and all must be right.
-    laplace = found.extremes(*(fit_name("exponential", stages) for stages in (1, 2, 3, 4)), data="Laplace")
-    ranges = {
-        "Laplace at 0.01, E, M = 1 to 4": laplace,
-        f"data of one scale, {chosen}": found.extremes(layered=False),
-        f"layers of unlike scale, {chosen}": found.extremes(layered=True),
-        f"layers of unlike scale, {single}": found.extremes(single, layered=True),
-    }
-    reversing = "reversing, E from 1"
-    return {
-        **{(row, "train loss over dense"): found.losses[row] / found.losses[DENSE] for row in (EXPONENTIAL, PARETO)},
-        **{(data, "selected over wanted, lowest"): lowest for data, (lowest, _) in ranges.items()},
-        **{(data, "selected over wanted, highest"): highest for data, (_, highest) in ranges.items()},
-        **{
-            (f"{kind}, {fit_name(*fit)}", "share within 2x"): found.within(fit_name(*fit), what)
-            for kind, what in (("gradients", "alone"), ("with memory", "with memory"))
-            for fit in FITS
-        },
-        **{
-            (f"search on {data}, {rule}", "median of the later periods"): found.late(data, rule)
-            for data in CHANGING
-            for rule in SEARCHES
-        },
-        (f"search, {reversing}", "median of the later periods, largest factor off"): max(
-            _factor(found.late(data, reversing)) for data in CHANGING
-        ),
-        **{
-            (f"density {density:g}", f"time of exact top-k over that of {chosen}"): (
-                found.times[f"exact/{density:g}"] / found.times[f"{chosen}/{density:g}"]
-                if found.times[f"{chosen}/{density:g}"]
-                else math.nan
-            )
-            for density in DENSITIES
-        },
-    }
-
-
-def _factor(ratio: float) -> float:
-    """Return how far off a ratio is, alike for twice too many and twice too few."""
-    return max(ratio, 1.0 / ratio) if ratio > 0.0 else math.inf

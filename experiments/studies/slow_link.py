@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, Final
 
 from fedcomp.clients.edge.links import Link
-from fedcomp.experiments.kit import Record, Records, Sweep, curves, table
+from fedcomp.experiments.kit import Record, Records, Sweep, table
 from fedcomp.experiments.links import HEADERS, pace, unavailable
 from fedcomp.experiments.options import Config, numbers
 from fedcomp.experiments.tables import TUNING_SEED, Found, Studied
@@ -28,6 +28,9 @@ LARGE: Final = 8e6
 LARGE_KBIT: Final = 200.0
 LARGE_DOWN: Final = 2000.0
 """kbit/s of that cell; down it is ten times faster, as many such links are, or the first model alone took 5 minutes."""
+
+PER_UNIT: Final = 75
+"""Parameters per hidden unit: 64 pixels in, a bias, ten classes out; the ten biases of these come once."""
 
 EMPTY: Final = 1
 """Hidden units of a model of 340 bytes: what messages of a row cost beside their content."""
@@ -75,13 +78,6 @@ def unexplained(cost: Mapping[str, Any]) -> float:
     return abs(1.0 - cost["named"] / cost["interfaces"]) if cost["interfaces"] else math.nan
 
 
-def quiet_rate(record: Mapping[str, Any], seconds: float) -> float:
-    """Return bytes per second of idle nodes, without headers of packets, which are counted by packet."""
-    seen = record["quiet"]
-    bodies = seen["up_bytes"] + seen["down_bytes"] - HEADERS * (seen["up_packets"] + seen["down_packets"])
-    return float(bodies) / seconds
-
-
 def seconds_to(record: Mapping[str, Any], target: float, needed: float) -> tuple[float, bool]:
     """Return the seconds to the target, and whether they were measured.
 
@@ -112,12 +108,11 @@ def over_link(
     row: str, kbit: float, hidden: int, rate: float, *, config: Config, needed: Mapping[tuple[str, int], float]
 ) -> dict[str, Any]:
     """Train over real links; ``needed`` rounds by row and size, where they are known."""
-    from fedcomp.experiments.slow import Training, linked
+    from fedcomp.experiments.slow import linked
 
-    large = kbit == LARGE_KBIT and hidden == _hidden(LARGE)
-    training = Training(**_asked(config, row if row != STOCK else FEDAVG, hidden, rate, config.seed))
+    large = kbit == LARGE_KBIT and hidden == hidden_of(LARGE)
     return linked(
-        training,
+        _asked(config, row if row != STOCK else FEDAVG, hidden, rate, config.seed),
         rate=1e3 * kbit,
         down=1e3 * LARGE_DOWN if large else None,
         limit=float(config.settings["stock_limit" if large else "limit"]),
@@ -131,21 +126,20 @@ def _asked(config: Config, row: str, hidden: int, rate: float, seed: int) -> dic
     s = config.settings
     # An empty model reaches nothing; a few rounds of it will do.
     rounds, target = (8, 101.0) if hidden == EMPTY else (config.rounds, float(s["target"]))
-    common = {"row": row, "hidden": hidden, "rate": rate, "seed": seed}
-    return {**common, "rounds": rounds, "steps": int(s["local"]), "target": target}
+    what = {"row": row, "hidden": hidden, "rate": rate, "seed": seed}
+    return {**what, "rounds": rounds, "steps": int(s["local"]), "target": target}
 
 
-def _hidden(size: float) -> int:
-    from fedcomp.experiments.slow import hidden_of
-
-    return hidden_of(size)
+def hidden_of(size: float) -> int:
+    """Return how many hidden units make a model of ``size`` bytes."""
+    return max(1, round((size / 4 - 10) / PER_UNIT))
 
 
 def study(found: Found) -> Studied:
     """Choose step sizes in this process, train over links, then account for every byte."""
     config, say, s = found.config, found.say, found.config.settings
     rates, grid = numbers(str(s["rates"])), numbers(str(s["steps"]))
-    sizes = {kbit: _hidden(min(4e6, 125.0 * kbit * float(s["dense"]))) for kbit in rates}
+    sizes = {kbit: hidden_of(min(4e6, 125.0 * kbit * float(s["dense"]))) for kbit in rates}
     seeds = [config.seed + TUNING_SEED + i for i in range(TRIALS)]
     axes = {"row": TRAINED, "hidden": sorted(set(sizes.values())), "rate": grid, "seed": seeds, "tuning": [True]}
     tuned = found.sweep(known, axes, "step size", config=config)
@@ -157,7 +151,7 @@ def study(found: Found) -> Studied:
         say(skipped)
         return studied(config, here, Records([]), skipped)
     # The slowest first: they end last. Step sizes of the large model are those of the largest that was tuned.
-    large, size = {"kbit": LARGE_KBIT, "hidden": _hidden(LARGE)}, max(sizes.values())
+    large, size = {"kbit": LARGE_KBIT, "hidden": hidden_of(LARGE)}, max(sizes.values())
     cells = [{"row": row, **large, "rate": best[TRAINS_AS[row], size]} for row in ((STOCK, BOTH) if s["stock"] else ())]
     cells += [
         {"row": row, "kbit": kbit, "hidden": sizes[kbit], "rate": best[TRAINS_AS[row], sizes[kbit]]}
@@ -179,7 +173,7 @@ def _needed(here: Records) -> dict[tuple[str, int], float]:
 
 def _bytes(hidden: int) -> float:
     """Return the bytes of a model."""
-    return 4.0 * (75 * hidden + 10)
+    return 4.0 * (PER_UNIT * hidden + 10)
 
 
 def _soonest(group: Records) -> float:
@@ -200,7 +194,7 @@ def _finite(line: Sequence[float]) -> list[float]:
 def studied(config: Config, here: Records, found: Records, skipped: str) -> Studied:
     """Return seconds, bytes and accuracies; what was not measured, and why."""
     target, longest = (float(config.settings[name]) for name in ("target", "stock_limit"))
-    large = _hidden(LARGE)
+    large = hidden_of(LARGE)
     small = Records(r for r in found if r.hidden not in (EMPTY, large))
     beside = found.where(hidden=large)
     needed = _needed(here)
@@ -220,7 +214,12 @@ def studied(config: Config, here: Records, found: Records, skipped: str) -> Stud
 
     empty = found.where(hidden=EMPTY)
     idle = min(IDLE, float(config.settings["limit"]))
-    quiet = median(quiet_rate(r, idle) for r in empty) if empty else 0.0
+
+    def bodies(seen: Mapping[str, Any]) -> float:
+        # Headers are counted by packet.
+        return float(seen["up_bytes"] + seen["down_bytes"] - HEADERS * (seen["up_packets"] + seen["down_packets"]))
+
+    quiet = median(bodies(r.quiet) / idle for r in empty) if empty else 0.0
     # Bytes a message that have no other name.
     alone = {r.row: (cost(r, quiet), max(1, r.messages)) for r in empty}
     each = {row: max(0.0, (c.interfaces - c.named) / messages) for row, (c, messages) in alone.items()}
@@ -297,7 +296,7 @@ def studied(config: Config, here: Records, found: Records, skipped: str) -> Stud
                 {
                     "kbit/s": lambda c: f"{c.kbit:g}",
                     "row": "row",
-                    **{part: partial(_kb, part) for part in PARTS},
+                    **{part: partial(lambda name, c: round(c[name] / 1e3, 1), part) for part in PARTS},
                     "without a name, %": lambda c: round(100 * unexplained(c), 1),
                 },
                 costs,
@@ -306,25 +305,8 @@ def studied(config: Config, here: Records, found: Records, skipped: str) -> Stud
                 f"same row with an empty model showed, bytes a message: {listed}.",
             ),
         ],
-        figures=[
-            curves(
-                f"Accuracy at {kbit:g} kbit/s",
-                small.where(kbit=kbit),
-                lambda r: [point[0] for point in r.line],
-                lambda r: [point[1] for point in r.line],
-                "row",
-                x_label="seconds",
-                y_label="test accuracy, %",
-                log_x=True,
-            )
-            for kbit in sorted({r.kbit for r in small})
-        ],
         skipped=reasons,
     )
-
-
-def _kb(part: str, cost: Mapping[str, Any]) -> float:
-    return round(float(cost[part]) / 1e3, 1)
 
 
 def _outcome(record: Record, target: float) -> str:

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fedcomp.codecs import State
+from fedcomp.codecs import ErrorFeedback, ScaleCom, State, TopK
 from fedcomp.codecs.scalecom import support_frame
-from fedcomp.experiments.experiment import Studied
+from fedcomp.experiments.experiment import Rows, Studied
 from fedcomp.experiments.findings import Table, mean
-from fedcomp.experiments.kit import Records, curves, over_seeds, repetitions, table
-from fedcomp.experiments.options import Config
-from fedcomp.experiments.tables import TUNING_SEED, Found
+from fedcomp.experiments.kit import Records, repetitions, table
+from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.tables import Found, Training, of_codec, planned, trained
 from fedcomp.layout import Vector
 from fedcomp.program import Answer, Ask, Me, Now, Round, Said
 from fedcomp.rng import Key
+from fedcomp.systems.pair import Pair
 from fedcomp.systems.shared_support import Lead, SharedSupport
 
 if TYPE_CHECKING:
-    # Listing the experiments needs no Flower and no torch: they are imported when one is run.
+    # Listing the experiments needs no Flower: it is imported when one is run.
     from flwr.app import Context, Message
-
-    from fedcomp.tasks.base import Task
 
 DENSE: Final = "dense"
 TOPK: Final = "top-k + EF"
@@ -43,70 +42,48 @@ BETTER: Final = "train loss over dense, the better partition"
 FEWER: Final = "times fewer uplink bytes, the worse partition"
 LOST: Final = "points of accuracy lost against dense"
 
-Configuration = dict[str, Any]
+_EF: Final = "codec codec.feedback=true codec.id="
+_CLT: Final = "codec codec.id=scalecom codec.density={density}"
+_DGC: Final = "codec codec.id=dgc codec.density={density} codec.warmup=0"
 
-
-def _ef(codec_id: str, **options: Any) -> Configuration:
-    """Error feedback around a codec."""
-    return {"id": "feedback", "codec": {"id": codec_id, **options}}
-
-
-def _scalecom(density: float, **options: Any) -> Configuration:
-    return {"id": "scalecom", "density": density, **options}
-
-
-def _dgc(density: float, lr: float) -> Configuration:
-    return {"id": "dgc", "density": density, "warmup": 0}
-
-
-SCHEMES: Final[Mapping[str, Callable[[float, float], Configuration]]] = {
-    DENSE: lambda d, lr: {"id": "identity"},
+SCHEMES: Final[Rows] = {
+    DENSE: "codec codec.id=identity",
     # A reference that no client could send: nobody knows the mean before it was sent.
-    ORACLE: lambda d, lr: _scalecom(d, scope="global"),
-    TOPK: lambda d, lr: _ef("topk", density=d),
-    "CLT-k": lambda d, lr: _scalecom(d, scope="global"),
-    "CLT-k, chunks": lambda d, lr: _scalecom(d, selector="chunk"),
-    "CLT-k, beta 0.3": lambda d, lr: _scalecom(d, scope="global", beta=0.3),
-    "CLT-k, beta 0.1": lambda d, lr: _scalecom(d, scope="global", beta=0.1),
-    "CLT-k, no memory": lambda d, lr: _scalecom(d, scope="global", memory=False),
-    "random-k + EF, shared": lambda d, lr: _ef("randomk", density=d, shared=True),
+    ORACLE: "oracle codec.density={density} codec.scope=global",
+    TOPK: _EF + "topk codec.density={density}",
+    "CLT-k": f"{_CLT} codec.scope=global",
+    "CLT-k, chunks": f"{_CLT} codec.selector=chunk",
+    "CLT-k, beta 0.3": f"{_CLT} codec.scope=global codec.beta=0.3",
+    "CLT-k, beta 0.1": f"{_CLT} codec.scope=global codec.beta=0.1",
+    "CLT-k, no memory": f"{_CLT} codec.scope=global codec.memory=false",
+    "random-k + EF, shared": _EF + "randomk codec.density={density} codec.shared=true",
     # Stages fixed: what is judged is the estimate and not the search for their number.
-    "SIDCo-E, 3 stages + EF": lambda d, lr: _ef("sidco", density=d, family="exponential", stages=3, adapt="off"),
-    "AdaComp, bins of 50": lambda d, lr: {"id": "adacomp", "bin": 50},
-    "AdaComp, bins of 500": lambda d, lr: {"id": "adacomp", "bin": 500},
-    "AdaComp, bins of 50, factor 1": lambda d, lr: {"id": "adacomp", "bin": 50, "factor": 1.0},
+    "SIDCo-E, 3 stages + EF": _EF
+    + "sidco codec.density={density} codec.family=exponential codec.stages=3 codec.adapt=off",
+    "AdaComp, bins of 50": "codec codec.id=adacomp codec.bin=50",
+    "AdaComp, bins of 500": "codec codec.id=adacomp codec.bin=500",
+    "AdaComp, bins of 50, factor 1": "codec codec.id=adacomp codec.bin=50 codec.factor=1.0",
 }
-"""By label, from the density and the step size to a codec's configuration."""
 
-BASELINES: Final[Mapping[str, Callable[[float, float], Configuration]]] = {
-    "DGC": _dgc,
-    "DGC, a tenth of the step": _dgc,
-    "random-block + EF, shared": lambda d, lr: _ef("randomblock", density=d, shared=True),
-    # A threshold is in units of the update, which are the step size's.
-    "threshold + EF": lambda d, lr: _ef("threshold", level=0.1 * lr),
-    "STC + EF": lambda d, lr: _ef("stc", density=d),
-    "key-region + EF": lambda d, lr: _ef("keyregion"),
-    "EF-signSGD": lambda d, lr: _ef("scaledsign"),
-    # Every coordinate moves by this much in every round, whatever its gradient: the clients' step size itself would be
-    # far too long.
-    "signSGD, majority vote": lambda d, lr: {"id": "signsgd", "step": 0.01 * lr},
-    "TernGrad": lambda d, lr: {"id": "terngrad"},
-    "natural compression": lambda d, lr: {"id": "natural"},
-    "QSGD": lambda d, lr: {"id": "qsgd"},
-}
-"""The lower part of the table, with seeds of its own."""
 
-CURVES: Final = (
-    DENSE,
-    TOPK,
-    "CLT-k",
-    "CLT-k, beta 0.1",
-    "CLT-k, no memory",
-    "random-k + EF, shared",
-    "AdaComp, bins of 50",
-    "EF-signSGD",
-)
-"""What is drawn."""
+def baselines(lr: float) -> Rows:
+    """Return the lower part of the table, which has seeds of its own; some of it depends on the step size."""
+    return {
+        "DGC": _DGC,
+        "DGC, a tenth of the step": f"{_DGC} lr={0.1 * lr}",
+        "random-block + EF, shared": _EF + "randomblock codec.density={density} codec.shared=true",
+        # A threshold is in units of the update, which are the step size's.
+        "threshold + EF": f"{_EF}threshold codec.level={0.1 * lr}",
+        "STC + EF": _EF + "stc codec.density={density}",
+        "key-region + EF": f"{_EF}keyregion",
+        "EF-signSGD": f"{_EF}scaledsign",
+        # Every coordinate moves by this much in every round, whatever its gradient: the clients' step size itself would
+        # be far too long.
+        "signSGD, majority vote": f"codec codec.id=signsgd codec.step={0.01 * lr}",
+        "TernGrad": "codec codec.id=terngrad",
+        "natural compression": "codec codec.id=natural",
+        "QSGD": "codec codec.id=qsgd",
+    }
 
 
 class Totals(Said):
@@ -145,40 +122,40 @@ class Oracle(SharedSupport, id="oracle"):
         return memory, answer._replace(frames={**ask.blobs, **answer.frames}) if leads else answer
 
 
+def oracle(**options: Any) -> Oracle:
+    """Return the program of that reference."""
+    return Oracle(ScaleCom(**options))
+
+
+def corrected(density: float, momentum: float) -> Pair:
+    """Return the program of top-k with momentum correction."""
+    return Pair(ErrorFeedback(TopK(density), momentum=momentum))
+
+
 def partition_of(name: str, clients: int) -> str:
     """Return the task's partition for a name of :data:`PARTITIONS`."""
     # With fewer than five clients two digits each would leave some digits to nobody.
     return "iid" if name == PARTITIONS[0] else f"shards:{max(2, math.ceil(10 / clients))}"
 
 
-def _task(partition: str, config: Config) -> Task:
-    from fedcomp.tasks import get_task
+def train(spec: RunSpec, training: Training) -> dict[str, Any]:
+    """Train a row without messages; where its label says so, moments are left to themselves as Flower does it."""
+    from fedcomp.experiments import central
 
-    return get_task(
-        "digits", hidden=str(config.settings["task.hidden"]), partition=partition_of(partition, config.clients)
+    plan, system = planned(spec, training)
+    return central.measured(replace(plan, everywhere=spec.label.endswith(EVERYWHERE)), system)
+
+
+def trained_rows(
+    found: Found, rows: Rows, each: str, seeds: str = "seeds", grids: Mapping[str, Any] = {}
+) -> tuple[dict[str, Records], dict[str, Records]]:
+    """Train rows that are not sent as messages: see :func:`fedcomp.experiments.tables.trained`."""
+    rivals = {"codec": of_codec, "oracle": oracle, "corrected": corrected}
+    # What is tuned has to be trained alike, so by :func:`train` as well.
+    made: dict[str, Any] = {"rows": rows, "each": each, "train": train, "rivals": rivals}
+    return trained(
+        found, replace(found.experiment, tunes_without_messages=False, **made), repetitions(found.config, seeds), grids
     )
-
-
-def train(partition: str, label: str, seed: int, *, config: Config) -> dict[str, Any]:
-    """Train with one scheme on one partition."""
-    from fedcomp.codecs import ScaleCom
-    from fedcomp.experiments.central import Plan, measured
-
-    settings = config.settings
-    lr = float(settings["lr"]) * (0.1 if label == "DGC, a tenth of the step" else 1.0)
-    plan = Plan(
-        _task(partition, config),
-        config.clients,
-        config.rounds,
-        seed,
-        {"lr": lr, "batch_size": int(settings["batch_size"]), "max_steps": 1},
-        max(1, config.rounds // LOOKS),
-    )
-    codec = {**SCHEMES, **BASELINES}[label](float(settings["density"]), lr)
-    if label != ORACLE:
-        return measured(plan, codec)
-    del codec["id"]
-    return measured(plan, Oracle(ScaleCom(**codec)))
 
 
 def study(found: Found) -> Studied:
@@ -191,138 +168,96 @@ def study(found: Found) -> Studied:
     for label, each in differ.items():
         quantities[label, "bytes of the final model that differ from the run with messages"] = each.model
         quantities[label, "bytes of frames that differ from the ledger's"] = each.frames
-    tasks = [_task(partition, found.config).record() for partition in PARTITIONS]
-    return Studied(quantities, [t for part in parts for t in part.tables] + [checked], parts[0].figures, tasks)
+    return Studied(quantities, [t for part in parts for t in part.tables] + [checked])
 
 
 def schemes(found: Found) -> Studied:
     """Train every scheme on both partitions and compare it with dense averaging."""
-    config = found.config
-    # No product of axes: baselines have fewer seeds.
-    cells = [
-        {"partition": partition, "label": label, "seed": seed}
-        for partition in PARTITIONS
-        for labels, seeds in ((SCHEMES, "seeds"), (BASELINES, "baseline_seeds"))
-        for label in labels
-        for seed in repetitions(config, seeds)
-    ]
-    groups: dict[tuple[str, str], Records] = found.sweep(train, cells, config=config).groups("partition", "label")
+    config, groups = found.config, dict[str, Records]()
+    labels = [*SCHEMES, *(lower := baselines(float(config.settings["lr"])))]
+    every = f"max_steps=1 evaluate_every={max(1, config.rounds // LOOKS)}"
+    for rows, seeds in ((SCHEMES, "seeds"), (lower, "baseline_seeds")):
+        spread = {
+            f"{label}, {where}": f"{text} task.partition={partition_of(where, config.clients)}"
+            for where in PARTITIONS
+            for label, text in rows.items()
+        }
+        groups |= trained_rows(found, spread, every, seeds)[0]
 
-    def relative(partition: str, label: str) -> float:
-        group = groups[partition, label]
+    def relative(label: str, where: str) -> float:
+        group = groups[f"{label}, {where}"]
         # Over the same seeds only: the loss of dense averaging varies with the seed as well.
-        return mean(group.each("loss")) / mean(groups[partition, DENSE][: len(group)].each("loss"))
+        return mean(group.each("loss")) / mean(groups[f"{DENSE}, {where}"][: len(group)].each("loss"))
 
-    def ratio(partition: str, label: str) -> float:
-        return mean(groups[partition, DENSE].each("uplink")) / mean(groups[partition, label].each("uplink"))
+    def ratio(label: str, where: str) -> float:
+        return mean(groups[f"{DENSE}, {where}"].each("uplink")) / mean(groups[f"{label}, {where}"].each("uplink"))
 
-    def shown(partition: str) -> Table:
+    def shown(where: str) -> Table:
+        def of(label: str, name: str) -> float:
+            return mean(groups[f"{label}, {where}"].each(name))
+
         columns: dict[str, Any] = {
             "scheme": str,
-            "test, %": lambda label: round(100 * mean(groups[partition, label].each("accuracy")), 1),
-            "train loss": lambda label: round(mean(groups[partition, label].each("loss")), 4),
-            "loss / dense": lambda label: round(relative(partition, label), 3),
-            "uplink ratio": lambda label: round(ratio(partition, label), 1),
-            "q/k": lambda label: (
-                None if label == ORACLE else round(1 - mean(groups[partition, label].each("overlap")), 3)
-            ),
+            "test, %": lambda label: round(100 * of(label, "accuracy"), 1),
+            "train loss": lambda label: round(of(label, "loss"), 4),
+            "loss / dense": lambda label: round(relative(label, where), 3),
+            "uplink ratio": lambda label: round(ratio(label, where), 1),
+            "q/k": lambda label: None if label == ORACLE else round(1 - of(label, "overlap"), 3),
         }
         return table(
-            f"Schemes on {partition} data",
+            f"Schemes on {where} data",
             columns,
-            (*SCHEMES, *BASELINES),
+            labels,
             "Means over seeds. Test: accuracy on held-out images. The ratio compares real bytes of frames with dense. "
             "q/k: share of the true top k of the mean that the shared support misses, in the rounds that were looked "
             "at.",
         )
 
-    def drawn(partition: str) -> Any:
-        return curves(
-            f"Train loss against uplink bytes, {partition}",
-            [groups[partition, label] for label in CURVES],
-            lambda group: over_seeds(group, 2),
-            lambda group: over_seeds(group, 1),
-            lambda group: group[0].label,
-            x_label="uplink so far, all clients",
-            y_label="train loss",
-            log_x=True,
-            log_y=True,
-            x_bytes=True,
-        )
-
     quantities: dict[Any, Any] = {}
-    for label in (*SCHEMES, *BASELINES):
-        both = [relative(partition, label) for partition in PARTITIONS]
+    for label in labels:
+        both = [relative(label, where) for where in PARTITIONS]
         # A scheme has to cope with data that are alike and with data that are not.
         quantities |= {(label, WORSE): max(both), (label, BETTER): min(both)}
-        quantities[label, FEWER] = min(ratio(partition, label) for partition in PARTITIONS)
-    return Studied(quantities, [shown(p) for p in PARTITIONS], [drawn(p) for p in PARTITIONS])
+        quantities[label, FEWER] = min(ratio(label, where) for where in PARTITIONS)
+    return Studied(quantities, [shown(where) for where in PARTITIONS])
 
 
-SERVERS: Final = {"FedAvg": "fedavg", "FedAdam": "fedadam", "FedYogi": "fedyogi", "FedAdagrad": "fedadagrad"}
+SERVERS: Final = ("FedAvg", "FedAdam", "FedYogi", "FedAdagrad")
 EVERYWHERE: Final = "top-k + EF, moments everywhere"
-WAYS: Final = (DENSE, TOPK, EVERYWHERE)
 
 # FedAvg has no moments; FedAdagrad's do not move where nothing arrived.
-SERVER_ROWS: Final = tuple(
-    (server, way) for server, way in product(SERVERS, WAYS) if way != EVERYWHERE or server in ("FedAdam", "FedYogi")
-)
-GRID: Final = tuple(product((0.01, 0.03, 0.1, 0.3, 1.0), (1e-3, 1e-2)))
-"""Pairs of the server's step size and tau that every row with moments is tuned over."""
-
-
-def train_server(
-    server: str, way: str, eta: float, tau: float, seed: int, *, config: Config, tuning: bool = False
-) -> dict[str, Any]:
-    """Train with a server of a step size and tau, one pass over the images a round; on the validation split if
-    ``tuning``."""
-    from fedcomp.experiments.central import Plan, measured
-    from fedcomp.tasks import get_task
-
-    plan = Plan(
-        get_task("digits", hidden=str(config.settings["task.hidden"]), validation=tuning),
-        config.clients,
-        int(config.settings["server_rounds"]),
-        seed + tuning * TUNING_SEED,
-        {"lr": 0.1, "batch_size": 32, "epochs": 1},
-        1,
-        {} if server == "FedAvg" else {"inner": SERVERS[server], "inner.eta": eta, "inner.tau": tau},
-        way == EVERYWHERE,
-    )
-    return measured(plan, SCHEMES[DENSE if way == DENSE else TOPK](float(config.settings["density"]), 0.1))
+SERVER_ROWS: Final[Rows] = {
+    f"{server}, {way}": f"{SCHEMES[DENSE if way == DENSE else TOPK]} inner={server.lower()}"
+    for server, way in product(SERVERS, (DENSE, TOPK, EVERYWHERE))
+    if way != EVERYWHERE or server in ("FedAdam", "FedYogi")
+}
+GRID: Final[Mapping[str, tuple[float, ...]]] = {"inner.eta": (0.01, 0.03, 0.1, 0.3, 1.0), "inner.tau": (1e-3, 1e-2)}
+"""The server's step size and tau that every row with moments is tuned over."""
 
 
 def adaptive_servers(found: Found) -> Studied:
-    """Tune every server and train it with the experiment's seeds.
+    """Tune every server, whose clients make one pass over the images a round, and train it with the experiment's seeds.
 
     What the drop-in pair does with a sparse mean (:mod:`fedcomp.strategies.adaptive`) stands beside Flower's own rule,
     which takes a coordinate of which nothing arrived for one without a gradient.
     """
-    config = found.config
-
-    def cells(row: tuple[str, str], settings: Sequence[tuple[float, float]], seeds: Sequence[int]) -> list[Any]:
-        (server, way), pairs = row, product(settings, seeds)
-        return [{"server": server, "way": way, "eta": eta, "tau": tau, "seed": seed} for (eta, tau), seed in pairs]
-
-    asked = [cell for row in SERVER_ROWS if row[0] != "FedAvg" for cell in cells(row, GRID, [config.seed])]
-    tried = found.sweep(train_server, asked, "tuning servers", config=config, tuning=True).groups("server", "way")
+    each = f"rounds={found.config.settings['server_rounds']} lr=0.1 batch_size=32 epochs=1 evaluate_every=1"
+    moved = {label: text for label, text in SERVER_ROWS.items() if not label.startswith("FedAvg")}
+    still = {label: text for label, text in SERVER_ROWS.items() if label not in moved}
     # Each server and way by itself: one step size for all would favour the one that it fits.
-    best = {row: max(group, key=lambda r: r.settled) for row, group in tried.items()}
-    chosen = {row: (best[row].eta, best[row].tau) if row in best else (1.0, 0.0) for row in SERVER_ROWS}
-    made = [cell for row in SERVER_ROWS for cell in cells(row, [chosen[row]], repetitions(config))]
-    groups = found.sweep(train_server, made, "servers", config=config).groups("server", "way")
+    groups = {**trained_rows(found, still, each)[0], **trained_rows(found, moved, each, grids=GRID)[0]}
 
-    def lost(row: tuple[str, str]) -> float:
-        return 100 * (mean(groups[row[0], DENSE].each("settled")) - mean(groups[row].each("settled")))
+    def lost(row: str) -> float:
+        return mean(groups[f"{row.partition(',')[0]}, {DENSE}"].each("score")) - mean(groups[row].each("score"))
 
     columns: dict[str, Any] = {
-        "server": ", ".join,
-        "eta": lambda row: chosen[row][0] if row in best else None,
-        "tau": lambda row: chosen[row][1] if row in best else None,
-        "test, %": lambda row: round(100 * mean(groups[row].each("settled")), 1),
+        "server": str,
+        "eta": lambda row: groups[row][0].get("inner.eta"),
+        "tau": lambda row: groups[row][0].get("inner.tau"),
+        "test, %": lambda row: round(mean(groups[row].each("score")), 1),
         "points lost": lambda row: round(lost(row), 1),
         "stale step, %": lambda row: (
-            round(100 * mean(groups[row].each("stale"))) if row in best and row[1] != DENSE else None
+            round(100 * mean(groups[row].each("stale"))) if row in moved and not row.endswith(DENSE) else None
         ),
     }
     shown = table(
@@ -334,84 +269,56 @@ def adaptive_servers(found: Found) -> Studied:
         "lost: against the same server with dense updates. Stale step: share of the server's step, squared, on "
         "coordinates of which nothing arrived in that round.",
     )
-    return Studied({(", ".join(row), LOST): lost(row) for row in SERVER_ROWS}, [shown])
+    return Studied({(row, LOST): lost(row) for row in SERVER_ROWS}, [shown])
 
 
 HALVED: Final = "top-k 2 % in bf16 + EF"
-CNN: Final[Mapping[str, tuple[Configuration, float]]] = {
-    DENSE: ({"id": "identity"}, 0.06),
-    "top-k 1 % + EF": (_ef("topk", density=0.01), 0.1),
-    HALVED: (_ef("topk", density=0.02, values="bf16"), 0.06),
-    "top-k 1 % + EF, momentum correction": ({**_ef("topk", density=0.01), "momentum": 0.9}, 0.03),
+CNN: Final[Rows] = {
+    DENSE: "codec codec.id=identity lr=0.06",
+    "top-k 1 % + EF": f"{_EF}topk codec.density=0.01 lr=0.1",
+    HALVED: f"{_EF}topk codec.density=0.02 codec.values=bf16 lr=0.06",
+    "top-k 1 % + EF, momentum correction": "corrected codec.density=0.01 codec.momentum=0.9 lr=0.03",
 }
-"""Codec and step size by label; with ``cnn_tune=true`` the step size is chosen again, of :data:`RATES`."""
+"""With ``cnn_tune=true`` the step size is chosen again, of :data:`RATES`."""
 
 RATES: Final = (0.01, 0.03, 0.06, 0.1, 0.15)
 CNN_CLIENTS: Final = 10
 CNN_MOMENTUM: Final = 0.9
 """Of the clients' SGD, as in Flower's quickstart."""
 
-EXAMPLES: Final[int | None] = None
-"""Training images; None for all."""
-
-
-def train_cnn(label: str, lr: float, seed: int, *, config: Config, tuning: bool = False) -> dict[str, Any]:
-    """Train the CNN of Flower's quickstart with a codec and a step size; on the validation split if ``tuning``."""
-    from fedcomp.experiments.central import Plan, measured
-    from fedcomp.tasks import get_task
-
-    plan = Plan(
-        get_task("digits", model="quickstart", validation=tuning, train_examples=EXAMPLES),
-        CNN_CLIENTS,
-        int(config.settings["cnn_rounds"]),
-        seed + tuning * TUNING_SEED,
-        {"lr": lr, "momentum": CNN_MOMENTUM, "batch_size": 16, "epochs": 1},
-        1,
-    )
-    return measured(plan, CNN[label][0])
-
 
 def small_cnn(found: Found) -> Studied:
-    """Train a CNN of 62,006 parameters whose clients make a pass a round with momentum."""
-    config = found.config
-    rates = {label: lr for label, (_, lr) in CNN.items()}
-    if config.settings["cnn_tune"]:
-        axes = {"label": list(rates), "lr": RATES, "seed": [config.seed]}
-        tried = found.sweep(train_cnn, axes, "tuning the CNN", config=config, tuning=True)
-        # By the mean of the last five rounds, since one test image decides a single one.
-        rates = {label: max(group, key=lambda r: r.settled).lr for label, group in tried.groups("label").items()}
-    cells = [
-        {"label": label, "lr": lr, "seed": seed}
-        for label, lr in rates.items()
-        for seed in repetitions(config, "cnn_seeds")
-    ]
-    groups = found.sweep(train_cnn, cells, "CNN", config=config).groups("label")
+    """Train the CNN of Flower's quickstart, 62,006 parameters, whose clients make a pass a round with momentum."""
+    said = found.config.settings
+    each = (
+        f"task.model=quickstart clients={CNN_CLIENTS} rounds={said['cnn_rounds']} evaluate_every=1 "
+        f"momentum={CNN_MOMENTUM} batch_size=16 epochs=1"
+    )
+    groups, _ = trained_rows(found, CNN, each, "cnn_seeds", {"lr": RATES} if said["cnn_tune"] else {})
 
-    def reached(label: str) -> float:
-        return 100 * mean(groups[label].each("settled"))
+    def lost(label: str) -> float:
+        return mean(groups[DENSE].each("score")) - mean(groups[label].each("score"))
 
     def ratio(label: str) -> float:
         return mean(groups[DENSE].each("uplink")) / mean(groups[label].each("uplink"))
 
     columns: dict[str, Any] = {
         "scheme": str,
-        "lr": lambda label: rates[label],
-        "test, %": lambda label: round(reached(label), 1),
-        "points lost": lambda label: round(reached(DENSE) - reached(label), 1),
+        "lr": lambda label: groups[label][0].get("lr", float(CNN[label].rpartition("=")[2])),
+        "test, %": lambda label: round(mean(groups[label].each("score")), 1),
+        "points lost": lambda label: round(lost(label), 1),
         "uplink ratio": lambda label: round(ratio(label), 1),
     }
     shown = table(
         "A CNN whose clients train with momentum",
         columns,
-        groups,
+        CNN,
         f"{CNN_CLIENTS} clients, one pass a round in steps of 16 images, momentum {CNN_MOMENTUM:g}. Step sizes are the "
         f"best of {', '.join(f'{lr:g}' for lr in RATES)} on a validation split. Test: the mean over the last five "
         "rounds and all seeds.",
     )
     name = f"CNN, {HALVED}"
-    return Studied(
-        {(name, "times fewer uplink bytes"): ratio(HALVED), (name, LOST): reached(DENSE) - reached(HALVED)}, [shown]
-    )
+    return Studied({(name, "times fewer uplink bytes"): ratio(HALVED), (name, LOST): lost(HALVED)}, [shown])
 
 
 MEAN: Final = "FedAvg"
@@ -426,7 +333,7 @@ RULES: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 SHARED: Final = "random-k, shared"
 OWN: Final = "random-k, own"
-RULE_CODECS: Final[Mapping[str, Configuration]] = {
+RULE_CODECS: Final[Mapping[str, Mapping[str, Any]]] = {
     DENSE: {"id": "identity"},
     "QSGD": {"id": "qsgd", "levels": 7},
     "signs": {"id": "scaledsign"},

@@ -21,19 +21,16 @@ as much. An audit can refute a claim; it never proves one.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, optional
-from fedcomp.privacy.events import Adjacency, check_adjacency
 from fedcomp.rng import Key
 
 Floats = NDArray[np.float64]
@@ -51,36 +48,31 @@ SLACK: Final = 1e-9
 _NORMAL: Final = NormalDist()
 
 
-@dataclass(frozen=True, slots=True)
-class Distance:
-    """Largest L2 distance of the sums of two neighbouring data sets that a search found, and what was claimed.
-
-    Attributes
-    ----------
-    found, claimed : float
-        In the same units.
-    pairs : int
-        How many pairs were tried.
-    """
+class Distance(NamedTuple):
+    """Largest L2 distance of the sums of two neighbouring data sets that a search found, what was claimed, in the same
+    units, and how many pairs were tried."""
 
     found: float
     claimed: float
     pairs: int
 
     @property
-    def sound(self) -> bool:
-        """Whether no pair is farther apart than claimed. NaN and infinity never are sound."""
-        return self.found <= self.claimed * (1.0 + SLACK)
+    def ok(self) -> bool:
+        """Whether no pair is farther apart than claimed, which NaN and infinity never are, and some pair comes as far
+        as 99 % of the claim."""
+        return TIGHT * self.claimed <= self.found <= self.claimed * (1.0 + SLACK)
 
-    @property
-    def tight(self) -> bool:
-        """Whether some pair comes as far as 99 % of the claim."""
-        return self.found >= TIGHT * self.claimed
+
+class Tested(NamedTuple):
+    """What noise is, and the two-sided p-value of that under what was claimed of it."""
+
+    value: float
+    p: float
 
     @property
     def ok(self) -> bool:
-        """Sound and tight."""
-        return self.sound and self.tight
+        """Whether right noise would look like this once in 10^6 times or more often."""
+        return self.p >= CHANCE
 
 
 def farthest(
@@ -95,7 +87,7 @@ def farthest(
     release : callable
         From a data set (a sequence of units) to the sum without noise: the code path with noise multiplier 0.
     pairs : iterable of pairs of data sets
-        :func:`neighbours` makes them.
+        Each of two data sets that differ by one unit.
     claimed : float
         Sensitivity that the noise was drawn for, in the units of ``release``.
 
@@ -116,30 +108,6 @@ def farthest(
     if count == 0:
         raise ConfigError("a search over no pairs finds nothing; give at least one pair of data sets")
     return Distance(worst, float(claimed), count)
-
-
-def neighbours(
-    base: Sequence[Unit], units: Sequence[Unit], adjacency: Adjacency, *, most: int = 100_000
-) -> Iterator[tuple[list[Unit], list[Unit]]]:
-    """Yield neighbouring data sets made of ``base`` and one of ``units``.
-
-    Parameters
-    ----------
-    base : sequence of units
-        What both data sets hold.
-    units : sequence of units
-        Each of them in turn is the one that is there or not; with ``"replace"``, every pair of them.
-    most : int
-        Largest number of pairs.
-    """
-    check_adjacency(adjacency)
-    held = list(base)
-    pairs: Iterable[tuple[list[Unit], list[Unit]]]
-    if adjacency == "replace":
-        pairs = (([*held, a], [*held, b]) for a, b in itertools.combinations(units, 2))
-    else:
-        pairs = ((held, [*held, unit]) for unit in units)
-    yield from itertools.islice(pairs, most)
 
 
 def adversarial(size: int, clip: float, key: Key, *, count: int = 32) -> list[Floats]:
@@ -182,32 +150,9 @@ def adversarial(size: int, clip: float, key: Key, *, count: int = 32) -> list[Fl
     return [sign * vector for vector in made for sign in (1.0, -1.0)]
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Whether residuals have the standard deviation that was claimed.
-
-    Attributes
-    ----------
-    count : int
-        Residuals.
-    ratio : float
-        Their root mean square over the claimed standard deviation.
-    p : float
-        Two-sided p-value of the chi-square test.
-    """
-
-    count: int
-    ratio: float
-    p: float
-
-    @property
-    def ok(self) -> bool:
-        """Whether a correct mechanism would look like this once in 10^6 times or more often."""
-        return self.p >= CHANCE
-
-
-def noise_scale(residuals: NDArray[Any], sigma: float) -> Scale:
-    """Test that ``residuals`` (outputs minus the sum without noise) are independent draws of standard deviation sigma.
+def noise_scale(residuals: NDArray[Any], sigma: float) -> Tested:
+    """Test that ``residuals`` (outputs minus the sum without noise) are independent draws of standard deviation sigma;
+    the value is their root mean square over sigma, the test chi-square.
 
     Parameters
     ----------
@@ -230,35 +175,11 @@ def noise_scale(residuals: NDArray[Any], sigma: float) -> Scale:
     scaled = values / sigma
     statistic = float(scaled @ scaled)
     if not math.isfinite(statistic):
-        return Scale(values.size, math.inf, 0.0)
+        return Tested(math.inf, 0.0)
     half = values.size / 2.0
     # Two-sided: too much noise is a wrong formula, too.
     p = 2.0 * min(float(gammainc(half, statistic / 2.0)), float(gammaincc(half, statistic / 2.0)))
-    return Scale(values.size, math.sqrt(statistic / values.size), min(p, 1.0))
-
-
-@dataclass(frozen=True, slots=True)
-class Canary:
-    """What an attacker achieved who knows everything but whether the canary is in.
-
-    Attributes
-    ----------
-    trials : int
-        Runs with the canary, and as many without.
-    false_alarms, misses : int
-        Runs without the canary that looked as if it was in, and the reverse.
-    mu_low : float
-        Lower bound on mu at the confidence that was asked for; never negative.
-    """
-
-    trials: int
-    false_alarms: int
-    misses: int
-    mu_low: float
-
-    def refutes(self, mu: float) -> bool:
-        """Whether the claim ``mu`` cannot be true (but for the error probability of the bound)."""
-        return self.mu_low > mu
+    return Tested(math.sqrt(statistic / values.size), min(p, 1.0))
 
 
 def most_errors(errors: NDArray[Any] | int, trials: int, confidence: float) -> NDArray[np.float64]:
@@ -289,8 +210,9 @@ def _distance(errors: NDArray[Any] | int, trials: int, confidence: float) -> Flo
     return -np.asarray(ndtri(bound), np.float64)
 
 
-def audit_canary(absent: NDArray[Any], present: NDArray[Any], threshold: float, *, confidence: float = 0.99) -> Canary:
-    """Return a lower bound on mu from what an attacker sees in two neighbouring worlds.
+def audit_canary(absent: NDArray[Any], present: NDArray[Any], threshold: float, *, confidence: float = 0.99) -> float:
+    """Return a lower bound on mu, never negative, from what an attacker sees in two neighbouring worlds who knows
+    everything but whether the canary is in. A claim below it is refuted, but for the error probability of the bound.
 
     Parameters
     ----------
@@ -316,11 +238,7 @@ def audit_canary(absent: NDArray[Any], present: NDArray[Any], threshold: float, 
         raise ConfigError("a score is NaN or infinite: what the mechanism released can be told apart by that alone")
     false_alarms = int(np.count_nonzero(without > threshold))
     misses = int(np.count_nonzero(within <= threshold))
-    return Canary(without.size, false_alarms, misses, _bound(false_alarms, misses, without.size, confidence))
-
-
-def _bound(false_alarms: int, misses: int, trials: int, confidence: float) -> float:
-    found = _distance(np.array([false_alarms, misses]), trials, confidence)
+    found = _distance(np.array([false_alarms, misses]), without.size, confidence)
     # When one world was always taken for the other, its bound is minus infinity: nothing was shown.
     return max(0.0, float(found.sum())) if np.isfinite(found).all() else 0.0
 
@@ -356,14 +274,6 @@ def project(outputs: NDArray[Any], without: NDArray[Any], within: NDArray[Any]) 
     return (rows - start) @ (gap / length), length / 2.0
 
 
-def quantiles(mu: float, count: int) -> Floats:
-    """Return ``count`` evenly spaced quantiles of N(mu, 1), shape ``(count,)``: scores without randomness."""
-    with optional("an audit"):
-        from scipy.special import ndtri
-
-    return mu + np.asarray(ndtri((np.arange(count) + 0.5) / count), np.float64)
-
-
 @lru_cache(maxsize=8)
 def _reach(trials: int, confidence: float) -> Floats:
     """Return :func:`_distance` of 0 to ``trials`` errors, shape (trials + 1,); what is infinitely low is -40."""
@@ -389,30 +299,6 @@ def power(mu: float, claimed: float, trials: int, *, confidence: float = 0.99) -
     fewest = np.searchsorted(-reach, reach - claimed, side="left")
     refuted = np.where(fewest > 0, below[np.maximum(fewest, 1) - 1], 0.0)
     return float(mass @ refuted), 2.0 * float(mass @ reach)
-
-
-@dataclass(frozen=True, slots=True)
-class OneRun:
-    """What one training run with many canaries shows.
-
-    Attributes
-    ----------
-    canaries, guesses, correct : int
-    epsilon_low : float
-        Lower bound on epsilon at the delta and the confidence that were asked for.
-    ceiling : float
-        The bound that as many correct guesses as there were guesses would give: nothing larger can be certified.
-    """
-
-    canaries: int
-    guesses: int
-    correct: int
-    epsilon_low: float
-    ceiling: float
-
-    def refutes(self, epsilon: float) -> bool:
-        """Whether the claim ``epsilon`` cannot be true (but for the error probability of the bound)."""
-        return self.epsilon_low > epsilon
 
 
 def guess_p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
@@ -458,8 +344,9 @@ def audit_run(
     guesses: int,
     delta: float,
     confidence: float = 0.95,
-) -> OneRun:
-    """Guess which canaries were in a run, and return the lower bound on epsilon that the guesses give.
+) -> tuple[int, float]:
+    """Guess which canaries were in a run; return how many guesses are right, and the lower bound on epsilon that they
+    give. A claim below it is refuted, but for the error probability of the bound.
 
     Parameters
     ----------
@@ -476,7 +363,7 @@ def audit_run(
 
     Notes
     -----
-    A smoke alarm for gross mistakes: r guesses, all of them right, certify no more than ``ceiling``, and canaries that
+    A smoke alarm for gross mistakes: a hundred guesses, all of them right, certify no more than 3.5, and canaries that
     are weaker than the worst case certify less.
     """
     values, inside = np.asarray(scores, np.float64).ravel(), np.asarray(included, bool).ravel()
@@ -488,13 +375,7 @@ def audit_run(
     # The least certain are left out: a wrong guess costs more than one that was not made.
     lowest, highest = order[: guesses // 2], order[values.size - (guesses - guesses // 2) :]
     correct = int(np.count_nonzero(~inside[lowest]) + np.count_nonzero(inside[highest]))
-    return OneRun(
-        values.size,
-        guesses,
-        correct,
-        _epsilon_low(correct, guesses, values.size, delta, confidence),
-        _epsilon_low(guesses, guesses, values.size, delta, confidence),
-    )
+    return correct, _epsilon_low(correct, guesses, values.size, delta, confidence)
 
 
 def off_grid(outputs: NDArray[Any], step: float) -> float:
@@ -509,28 +390,8 @@ def off_grid(outputs: NDArray[Any], step: float) -> float:
     return float(np.count_nonzero(np.rint(values / step) * step != values)) / values.size
 
 
-@dataclass(frozen=True, slots=True)
-class Likeness:
-    """How alike the noise of two releases is.
-
-    Attributes
-    ----------
-    correlation : float
-    p : float
-        Two-sided p-value under independence.
-    """
-
-    correlation: float
-    p: float
-
-    @property
-    def ok(self) -> bool:
-        """Whether independent noise would look like this once in 10^6 times or more often."""
-        return self.p >= CHANCE
-
-
-def likeness(first: NDArray[Any], second: NDArray[Any]) -> Likeness:
-    """Compare the noise of two releases; at least 30 draws each.
+def likeness(first: NDArray[Any], second: NDArray[Any]) -> Tested:
+    """Test that the noise of two releases, at least 30 draws each, is independent; the value is their correlation.
 
     Raises
     ------
@@ -544,6 +405,6 @@ def likeness(first: NDArray[Any], second: NDArray[Any]) -> Likeness:
     lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
     if lengths == 0.0:
         # Constant "noise" is no noise; two of them say nothing else.
-        return Likeness(1.0, 0.0)
+        return Tested(1.0, 0.0)
     correlation = float(a @ b) / lengths
-    return Likeness(correlation, 2.0 * _NORMAL.cdf(-abs(correlation) * math.sqrt(a.size)))
+    return Tested(correlation, 2.0 * _NORMAL.cdf(-abs(correlation) * math.sqrt(a.size)))

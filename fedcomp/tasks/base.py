@@ -231,14 +231,19 @@ class Task(ABC):
         held = round(share * len(split))
         if not 0 < held < len(split):
             raise ConfigError(f"share={share!r} of {len(split)} training examples leaves one part empty")
-        order = Key(0, "tasks/validation").uniform(len(split)).argsort()
-        last, rest = np.sort(order[:held]), np.sort(order[held:])
+        out = np.zeros(len(split), np.bool_)
+        out[Key(0, "tasks/validation").uniform(len(split)).argsort()[:held]] = True
         other = copy.copy(self)
-        other.train_split, other.test = Split(split.x[rest], split.y[rest]), Split(split.x[last], split.y[last])
-        other._ids = None if self._ids is None else self._ids[rest]
-        # The shallow copy shares the caches, whose entries are positions in the longer training split.
-        other._assignments, other._clients = {}, {}
+        other._test_on(out)
         return other
+
+    def _test_on(self, out: NDArray[np.bool_]) -> None:
+        """Put these training examples in place of the test split, so that what is chosen by them has not seen that."""
+        x, y = self.train_split.x, self.train_split.y
+        self.train_split, self.test = Split(x[~out], y[~out]), Split(x[out], y[out])
+        self._ids = None if self._ids is None else self._ids[~out]
+        # A shallow copy shares the caches, whose entries are positions in the longer training split.
+        self._assignments, self._clients = {}, {}
 
     @abstractmethod
     def _make_model(self) -> nn.Module:

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -135,12 +135,10 @@ class GraphTask(Classification):
             self._shared[parts] = SharedGraph(self, parts)
         return self._shared[parts]
 
-    def validating(self, share: float = 0.2) -> Self:
-        """Return this task with some of its training nodes in place of the test nodes; see the base class."""
-        other = super().validating(share)
-        # Parts name the nodes to learn from, which are fewer there.
-        other._shared = {}
-        return other
+    def _test_on(self, out: NDArray[np.bool_]) -> None:
+        super()._test_on(out)
+        # Parts name the nodes to learn from, which are fewer then.
+        self._shared = {}
 
     def assignment(self, num_partitions: int) -> Assignment:
         """Return the owner of every training node, int64, in the order of ``train_split``."""

@@ -35,12 +35,9 @@ class _Images(Classification):
         assert isinstance(table, LabelledExamples)
         stop = options["train_examples"]
         train, test = (table.x_train[:stop], table.y_train[:stop]), (table.x_test, table.y_test)
-        # In place of the test rows, so that settings chosen by them have not seen those.
-        if options["validation"]:
-            x, y = train
-            out = held_out(y)
-            train, test = (x[~out], y[~out]), (x[out], y[out])
         super().__init__(options, source, train, test, classes=table.classes)
+        if options["validation"]:
+            self._test_on(held_out(self.train_split.y))
 
     def _make_model(self) -> nn.Module:
         if self.options["model"] == "mlp":

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from fedcomp.rng import Key
 from fedcomp.wire.backends import available_backends
-from fedcomp.wire.bits import put_varint
 from fedcomp.wire.codebook import Codebook
 from fedcomp.wire.decode import decode
 from fedcomp.wire.entropy import CODED_FROM
@@ -33,7 +32,6 @@ from fedcomp.wire.modelled import DITHERED, PART, ROUNDED, Head, Levels, Terms, 
 from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
 from fedcomp.wire.rangefloat import RangeFloat
 from fedcomp.wire.residues import Residues
-from fedcomp.wire.section import Section
 from fedcomp.wire.support import BLOCK, SCATTERED, SharedSupport, seeded_support
 from fedcomp.wire.tensor import Tensor, dense, seeded
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
@@ -79,29 +77,6 @@ class Specimen:
     def _expected(self, mutant: Frame) -> Schema:
         """Return the schema with as many tensors as the frame claims, so that not every second mutant ends there."""
         return self.schema if mutant[8:9] == b"\x02" else self.schema[:1]
-
-
-@dataclass(frozen=True)
-class SectionSpecimen(Specimen):
-    """Honest sections: neither fields of a table nor a checksum, and the first bytes decide what the others mean."""
-
-    section: Section
-    known: Indices | None = None
-
-    def open(self, mutant: Frame, with_schema: bool) -> tuple[Tensor, ...]:
-        """Return the tensor of a section."""
-        return (self.section.read(mutant, self.known),)
-
-    def body(self, frame: Frame) -> tuple[bytearray, int, int]:
-        """Return the section and its first bytes."""
-        return bytearray(frame), 0, min(4, len(frame))
-
-    def lengthen(self, body: bytearray, head: int, more: int) -> None:
-        """Do nothing: no length is written anywhere."""
-
-    def seal(self, body: bytes, checksum: bytes | None) -> Frame:
-        """Return the section."""
-        return body
 
 
 @dataclass(frozen=True)
@@ -189,7 +164,7 @@ def specimens(size: int = 300) -> list[Specimen]:
         if index.startswith("one in "):
             support = np.arange(k) * 12 + key.at(purpose=index).bits(k).astype(np.int64) % 12
         x = (key.at(purpose=name).uniform(k) - 0.5).astype(np.float32)
-        values = _values(value, x, key)
+        values = values_of(value, x, key)
         main = _tensor(index, n, support, values, backend)
         rest = dense(np.arange(24, dtype=np.int64), backend=backend)
         frames = (
@@ -221,53 +196,11 @@ def _levels_specimens(size: int, key: Key) -> list[LevelsSpecimen]:
     return found
 
 
-def section_specimens(size: int = 300) -> list[SectionSpecimen]:
-    """Return honest sections of every way to write a support, and of value codecs of every kind of length.
-
-    Parameters
-    ----------
-    size : int
-        Elements of the tensor; at most a tenth of them is sent where there is a support.
-    """
-    key = Key(2024, "fuzz sections")
-    most = size // 10
-    sign, levels = b"\x00", b"\x00" + put_varint(8) + put_varint(16)
-    out = []
-    for index, value, params in (
-        ("none", "raw", b""),
-        ("none", "sign", put_varint(16)),
-        ("none", "fixed qsgd", levels),
-        ("none", "qsgd", None),
-        ("none", "ternary", None),
-        ("none", "range-float", None),
-        ("known", "fp16", b""),
-        ("fixed", "raw", b""),
-        ("fixed", "ones", b""),
-        ("bitmap", "bf16", b""),
-        ("bitmap", "one sign", sign),
-        ("rice", "natural", b""),
-        ("rice", "codebook", b"\x02"),
-        ("auto", "raw", b""),
-        ("auto", "unit-sign", b""),
-    ):
-        frames = []
-        support: Indices | None = None
-        name = f"{index}+{value}{'' if params is not None else ' and parameters'}"
-        for k in (most, most // 3) if index not in ("none", "known") else (size if index == "none" else most,):
-            support = None if index == "none" else seeded_support(key.at(round=k).u64(), size, k)
-            values = _values(value, (key.at(purpose=name).uniform(k) - 0.5).astype(np.float32), key)
-            section = Section(size, type(values), index, None if index == "none" else most, params=params)
-            frames.append(section.write(values, None if index == "known" else support))
-        schema = (Expected("w", (size,), max_k=section.most_values),)
-        known = support if index == "known" else None
-        out.append(SectionSpecimen(name, tuple(frames), schema, {}, section, known))
-    return out
-
-
-def _values(name: str, x: NDArray[np.float32], key: Key) -> Values:
+def values_of(name: str, x: NDArray[np.float32], key: Key) -> Values:
+    """Return float32 values of shape (k,) by the name that they have in a specimen's."""
     if name.startswith("entropy-coded "):
         # Small ones are more frequent, so that there is something to gain.
-        return _values(name.removeprefix("entropy-coded "), x**5, key)
+        return values_of(name.removeprefix("entropy-coded "), x**5, key)
     uniforms = key.uniform(x.size)
     qsgd = QsgdLevels.quantise(x, 8, 16, uniforms)
     made: dict[str, Values] = {

@@ -510,7 +510,7 @@ def test_declarations_hold_for_structured_updates(codec: Codec, layouts: list[La
     for layout in layouts:
         contraction, variance = codec.contraction(layout), codec.variance(layout)
         bound = 1.0 - contraction if contraction is not None else variance
-        draws = 30 if variance or any(word in repr(codec).lower().replace("-", "") for word in _DRAWS) else 2
+        draws = 16 if variance or any(word in repr(codec).lower().replace("-", "") for word in _DRAWS) else 2
         for kind, vector in structured(layout).items():
             given, length = Update(vector, layout), math.sqrt(_energy(vector))
             if not length:
@@ -538,7 +538,7 @@ def _inputs(layout: Layout) -> list[Update]:
 
 def _draws(layout: Layout) -> int:
     """Return how often to draw: what is declared is one formula for all layouts, which many draws test on one."""
-    return 200 if layout is LAYOUTS["flat"] else 40
+    return 100 if layout is LAYOUTS["flat"] else 24
 
 
 @pytest.mark.slow
@@ -596,7 +596,7 @@ def test_declared_unbiasedness_holds(codec: Codec) -> None:
 def test_declared_unbiasedness_holds_for_structured_updates(codec: Codec) -> None:
     """The mean of R draws is within four times √(ω/R) of the vector; EDEN's rotation leaves what its page says."""
     layout = Layout.flat(192)
-    variance, draws = codec.variance(layout), 100
+    variance, draws = codec.variance(layout), 60
     assert variance is not None
     bias = {1: 0.4, 2: 0.3, 3: 0.15, 4: 0.1}[codec.bits] if isinstance(codec, EDEN) else 0.0
     for kind, vector in structured(layout).items():

@@ -4,8 +4,7 @@ A check is a function of the implementation: the same lines judge ours and the w
 is declared is worked out a second time by ``naive_codecs``. Where the tests of a number are (tests/, tests/codecs/):
 
 =====  ===============================================================================================================
-7.1.1  here. Over messages with faults: strategies/test_sparsifiers_drop_in.py::test_nothing_is_lost and
-       ::test_nothing_is_lost_but_roundings, systems/test_contract.py with systems/test_over_messages.py. With
+7.1.1  here. With faults: systems/test_every_codec_conserves.py, over messages with systems/test_over_messages.py. With
        momentum: test_feedback.py::test_conservation_with_momentum
 7.1.2  here. Other k, any vector, guesses that mislead: kernels/test_select_topk.py. Bins, tails: kernels/test_bins.py,
        kernels/test_tails.py

@@ -94,14 +94,11 @@ def test_the_wheel_holds_one_package_and_every_module(wheel: Path) -> None:
     assert {"fedcomp/py.typed", "fedcomp/experiments/app/pyproject.toml"} <= names
 
 
-OTHERS = (("node", "--help"), ("certificates", "--help"), ("link", "--help"))
-
-
 @pytest.mark.slow
 def test_the_commands_of_an_installation(programs: Path, tmp_path: Path) -> None:
     usage = fresh(programs, "fedcomp", "--help", cwd=tmp_path)
     assert usage.returncode == 0
-    for words in (("run", "--list"), ("bench", "--list"), ("bench", "coding", "--help"), *OTHERS):
+    for words in (("run", "--list"), ("bench", "coding", "--help"), ("link", "--help")):
         done = fresh(programs, "fedcomp", *words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert words[0] in usage.stdout

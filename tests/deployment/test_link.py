@@ -21,7 +21,7 @@ from other_users import NOBODY, as_nobody
 from quick_nodes import quicken
 
 from fedcomp.experiments import engines
-from fedcomp.experiments.engines.processes import processes_with, wait_for_port
+from fedcomp.experiments.engines.processes import processes_with
 from fedcomp.experiments.engines.superlink import APP
 from fedcomp.experiments.program import main as fedcomp
 from fedcomp.experiments.security.certificates import create
@@ -36,7 +36,8 @@ SPEC = RunSpec("topk", task="digits", rounds=2, clients=2, seed=4, settings={"co
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    quicken(monkeypatch)
+    # The bundle holds the two apps only.
+    quicken(monkeypatch, "fedcomp.clients.app", "torch")
     with contextlib.closing(Site(tmp_path)) as made:
         yield made
 
@@ -176,7 +177,7 @@ def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere
     superexec = processes_with("FLWR_HOME", str(folder.home("superexec"))).keys()
     os.kill(superlink, signal.SIGKILL)
     site.until(link, "superlink is started again")
-    wait_for_port(site.port, link, 60.0)
+    link.wait_for_port(site.port, 60.0)
     # The one below which server apps run has not noticed.
     assert superexec <= processes_with("FLWR_HOME", str(folder.home("superexec"))).keys()
 

@@ -8,11 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from running_listener import wait_until
 
 from fedcomp.experiments.engines.processes import free_ports, processes_with
 from fedcomp.experiments.engines.superlink import TASK_POLL, Deployment
@@ -21,13 +21,6 @@ from fedcomp.experiments.spec import RunSpec
 pytestmark = [pytest.mark.engines, pytest.mark.long]
 
 SPEC = RunSpec("topk", task="digits", engine="superlink", rounds=1, clients=2, settings={"codec.density": 0.05})
-
-
-def wait_until(true: Callable[[], object], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @contextlib.contextmanager
@@ -49,14 +42,20 @@ def node(deployment: Deployment, folder: Path, port: int | None = None) -> Itera
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_a_supernode_that_is_killed_comes_back_and_trains(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[Deployment]:
+    with Deployment(1) as made:
+        yield made
+
+
+def test_a_supernode_that_is_killed_comes_back_and_trains(deployment: Deployment, tmp_path: Path) -> None:
     home, beat = str(tmp_path / "home"), tmp_path / "beat"
 
     def said(superlink: str, restarts: int) -> bool:
         document = json.loads(beat.read_text()) if beat.exists() else {}
         return (document.get("superlink"), document.get("restarts")) == (superlink, restarts)
 
-    with Deployment(1) as deployment, node(deployment, tmp_path) as process:
+    with node(deployment, tmp_path) as process:
         wait_until(lambda: said("connected", 0), 300)
         (victim,) = [pid for pid, line in processes_with("FLWR_HOME", home).items() if "flower-supernode " in line]
         os.kill(victim, signal.SIGKILL)
@@ -79,17 +78,18 @@ def test_a_supernode_that_is_killed_comes_back_and_trains(tmp_path: Path) -> Non
         assert processes_with("FLWR_HOME", home) == {}
 
 
-def test_no_process_is_left_when_the_supervisor_is_killed_and_the_next_start_has_its_own_secret(tmp_path: Path) -> None:
+def test_no_process_is_left_when_the_supervisor_is_killed_and_the_next_start_has_its_own_secret(
+    deployment: Deployment, tmp_path: Path
+) -> None:
     home, port, made = str(tmp_path / "home"), free_ports(1)[0], set[bytes]()
-    with Deployment(1) as deployment:
-        for _ in range(2):
-            with node(deployment, tmp_path, port) as process:
-                wait_until(lambda: b'"joined"' in (tmp_path / "log").read_bytes(), 300)
-                assert len(processes_with("FLWR_HOME", home)) >= 2
-                (secret,) = (tmp_path / "home").glob("secret-*")
-                assert secret.stat().st_mode & 0o777 == 0o600
-                made.add(secret.read_bytes())
-                process.kill()
-                process.wait()
-                wait_until(lambda: processes_with("FLWR_HOME", home) == {}, 300)
+    for _ in range(2):
+        with node(deployment, tmp_path, port) as process:
+            wait_until(lambda: b'"joined"' in (tmp_path / "log").read_bytes(), 300)
+            assert len(processes_with("FLWR_HOME", home)) >= 2
+            (secret,) = (tmp_path / "home").glob("secret-*")
+            assert secret.stat().st_mode & 0o777 == 0o600
+            made.add(secret.read_bytes())
+            process.kill()
+            process.wait()
+            wait_until(lambda: processes_with("FLWR_HOME", home) == {}, 300)
     assert len(made) == 2

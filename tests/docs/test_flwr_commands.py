@@ -109,11 +109,11 @@ def test_e1_the_pages_name_runs() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("command", "folder"), RUNS, ids=lambda value: value.at if isinstance(value, Command) else "")
 def test_e1_a_documented_run_finishes_on_the_nodes_it_gets(
-    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     start = parsed(command, folder, monkeypatch)
     if start.app == APP:
-        result = run_project(start)
+        result = run_project(start, tmp_path)
         assert result.spec.clients == start.nodes
         assert result.final.round == 1
         assert not any(record.failures for record in result.rounds)
@@ -121,13 +121,13 @@ def test_e1_a_documented_run_finishes_on_the_nodes_it_gets(
         run_example(start)
 
 
-def run_project(start: Start) -> RunResult:
+def run_project(start: Start, out: Path) -> RunResult:
     client_app = importlib.import_module("fedcomp.clients.app").app
     config = {**start.config, "rounds": 1, "settings": f"{start.config['settings']} start_timeout=1"}
-    results: list[RunResult] = []
+    config["out"] = str(out)
     with InProcessGrid(client_app, start.nodes) as grid:
-        server_app.build(deliver=results.append)(grid, Context(grid.run.run_id, 0, {}, RecordDict(), config))
-    return results[0]
+        server_app.app(grid, Context(grid.run.run_id, 0, {}, RecordDict(), config))
+    return RunResult.load(out)
 
 
 def run_example(start: Start) -> None:

@@ -6,10 +6,10 @@ through the function its program starts with. Tiny means, and every rule stands 
 - ``experiments.run``: the arguments are checked as they are written. To run, ``--quick`` is added; the sizes that a
   command gives itself (``--rounds``, ``--clients``, ``seeds``) and settings that change no figure (``workers``) are
   left out, and no other processes are started; the engine is ``inprocess`` (Ray and the SuperLink have their own tests
-  of the same rows); and lists that no setting shortens are cut as in :data:`FEWER`. A command whose options are all
-  among another's is run with that one. ``full=true`` and ``tune=true``, which take long at any size, and what is for
-  the files of ``FEDCOMP_DATA``, which are not there, are checked but not run: tests of their experiments do so with
-  fewer parts.
+  of the same rows); a training makes three steps at most; and lists that no setting shortens are cut as in
+  :data:`FEWER`. A command whose options are all among another's is run with that one. ``full=true`` and ``tune=true``,
+  which take long at any size, and what is for the files of ``FEDCOMP_DATA``, which are not there, are checked but not
+  run: tests of their experiments do so with fewer parts.
 - ``fedcomp.tasks``: one epoch, and one task where the command has none. ``fedcomp.coding.plan --measure``: 20 draws.
 - ``make``: ``make -n``. ``pytest``: there are tests that it would select.
 - ``pip``: what it names is declared. ``fedcomp.clients.edge``, its executor and ``fedcomp.coding.listener``: what they
@@ -47,6 +47,7 @@ from fedcomp.experiments.options import Config
 from fedcomp.experiments.run import Request, app
 from fedcomp.experiments.run import main as run_experiment
 from fedcomp.experiments.tables import specs_of
+from fedcomp.tasks.base import Task
 
 ALL = [command for page in PAGES for command in commands(page)]
 PLACEHOLDERS = {
@@ -62,23 +63,28 @@ PLACEHOLDERS = {
 RUN_BY = {
     "coding.bench": "tests/coding/test_coding_bench.py",
     "experiments.run chaos": "tests/deployment/test_faulted.py",
+    "experiments.run datalens_mnist": "tests/experiments/test_datalens_mnist_study.py",
     "experiments.run slow_link": "tests/experiments/test_slow_link_study.py",
+    "experiments.run sparsifiers": "tests/experiments/test_sparse_experiments.py",
+    "experiments.run topagg_dpsgd": "tests/experiments/test_topagg_dpsgd_study.py",
     "experiments.bench gossip": "tests/experiments/test_quick_benches.py",
     "experiments.bench graphs": "tests/experiments/test_quick_benches.py",
     "experiments.bench node": "tests/experiments/test_node_bench.py",
     "experiments.bench fleet": "tests/experiments/test_fleet_bench.py",
     "experiments.bench state": "tests/experiments/test_quick_benches.py",
+    "experiments.bench server": "tests/experiments/test_quick_benches.py",
+    "experiments.bench upkeep": "tests/experiments/test_quick_benches.py",
     "experiments.bench peers": "tests/experiments/test_peers_bench.py",
     "experiments.bench graph_rows": "tests/experiments/test_quick_benches.py",
     "examples/quickstart_pytorch/compare.py": "tests/examples/test_quickstart_pytorch.py",
     "examples/gossip_pytorch/run.py": "tests/examples/test_gossip_pytorch.py",
 }
-"""Programs that a test of their own runs at tiny sizes; of the experiments those whose every cell is a deployment."""
+"""Programs that a test of their own runs at tiny sizes."""
 
 FEWER: dict[str, dict[str, Any]] = {
     "fedcomp.experiments.catalog.scalecom": {"FEDERATIONS": (2, 8)},
     "fedcomp.experiments.studies.coded_dropout": {"LIVES": (12.0, 40.0), "SIZES": (2_000, 5_000)},
-    "fedcomp.experiments.studies.compressors": {"LOOKED": 2, "REPETITIONS": 1},
+    "fedcomp.experiments.studies.compressors": {"LOOKED": 1, "REPETITIONS": 1, "POWERS": (0,), "REACH": 0},
     "fedcomp.experiments.studies.gradiveq": {"EARLY": 3, "LATE": 6, "WIDTH": 64},
     "fedcomp.experiments.studies.lgc": {"HELD_OUT": 3},
 }
@@ -189,6 +195,7 @@ def test_e1_an_experiment_runs_at_its_smallest_size(
         for name, value in fewer.items():
             monkeypatch.setattr(f"{module}.{name}", value)
     monkeypatch.setattr("fedcomp.experiments.kit._in_processes", one_by_one)
+    leave_few_steps(monkeypatch)
     if asked(command)[0] == "privacy_audit":
         leave_few_subjects(monkeypatch)
     unshortened = {"--set full=true", "--set tune=true"} & asked(command)[1]
@@ -222,12 +229,22 @@ def one_by_one(calls: Mapping[str, Callable[[], Any]], workers: int) -> Iterator
     return ((name, pickle.loads(pickle.dumps(call))()) for name, call in calls.items())
 
 
+def leave_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a training of a task make three steps at most: a quick run checks no claim."""
+    whole = Task.train
+
+    def train(self: Task, *args: Any, max_steps: int | None = None, **options: Any) -> dict[str, float]:
+        return whole(self, *args, max_steps=min(max_steps or 3, 3), **options)
+
+    monkeypatch.setattr(Task, "train", train)
+
+
 def leave_few_subjects(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the audit have two systems and two mutants: all of them are tests of their own (``-m audit``)."""
     from fedcomp.experiments.audits import cases, mutants, systems
 
     monkeypatch.setattr(cases, "SUBJECTS", {"votes": cases.votes_sum})
-    monkeypatch.setattr(systems, "SUBJECTS", {"message": systems.PrivateMessages})
+    monkeypatch.setattr(systems, "SUBJECTS", {"message": systems.message})
     monkeypatch.setattr(mutants, "MUTANTS", {name: mutants.MUTANTS[name] for name in ("no clip", "no root of k")})
 
 

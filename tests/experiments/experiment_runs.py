@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -77,6 +78,7 @@ def ran(
     assert (
         Findings.from_json(json.loads(json.dumps(findings.to_json(), allow_nan=False))).to_json() == findings.to_json()
     )
+    assert re.search(r"\d", findings.answer), "the answer is made of figures"
     return Ran(config, results, findings, kept, judged[-1])
 
 

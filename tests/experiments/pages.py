@@ -93,14 +93,12 @@ def facts(experiment: Experiment = TINY, **changed: Any) -> dict[str, Any]:
     return {"run": "/somewhere/private/runs/x-tiny", "began": "", "seconds": 47.2, "command": command} | changed
 
 
-def make(
-    rounds: int = 5, claims: list[Claim] | None = None, findings: Findings | None = None
-) -> tuple[dict[str, Any], Rounds]:
+def make(claims: list[Claim] | None = None, findings: Findings | None = None) -> tuple[dict[str, Any], Rounds]:
     """Return summary and rounds of a finished run of ``TINY``."""
-    config = TINY.configure(rounds=rounds)
+    config = TINY.configure()
     specs = specs_of(TINY, config)
     found = results(specs)
-    told = find(TINY, config, found, Say()) if rounds else Findings()
+    told = find(TINY, config, found, Say())
     measured = replace(findings or Findings(), claims=told.claims if claims is None else claims, answer=told.answer)
     summary = summarise(TINY, config, specs, found, measured, facts())
     return summary, {label: result.rounds for label, result in found.items()}

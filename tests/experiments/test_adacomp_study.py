@@ -111,14 +111,13 @@ def test_the_look_ahead_of_a_watched_round_is_counted() -> None:
     gradient[np.arange(4000) % 500 < 20] = 2.0
     for factor, expected in ((2.0, 20.0), (1.0, 1.0)):
         codec = AdaComp(factor=factor)
-        watched = adacomp.Watched(codec)
         rounds = Sending(Pair(codec), layout, 1, 0)
         rounds.local.client(0).memory = {**codec.init(layout), "memory": total - gradient}
         _, cost = rounds.send(1, [gradient])
-        watched(rounds.seen(1))
-        assert watched.per_bin == {"w": [expected]}
+        per_bin, cosine = adacomp.watched(codec, rounds.seen(1))["w"]
+        assert per_bin == expected
         assert cost.kept == [8 * expected]
-        assert watched.cosine["w"][0] == pytest.approx(adacomp.cosine(total - gradient, gradient))
+        assert cosine == pytest.approx(adacomp.cosine(total - gradient, gradient))
 
 
 def test_cosine() -> None:

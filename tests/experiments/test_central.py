@@ -255,7 +255,7 @@ def test_systems_that_are_not_written_here_name_an_engine(system: str) -> None:
 def test_a_run_as_plain_data_says_what_it_came_to() -> None:
     def found(codec: dict[str, Any] | System, rounds: int = 3, lr: float = 0.1) -> dict[str, Any]:
         plan = Plan(get_task("digits", hidden="32"), 2, rounds, 0, {"lr": lr, "max_steps": 1}, every=2)
-        return measured(plan, codec)
+        return measured(plan, program_of(get_codec(codec)) if isinstance(codec, dict) else codec)
 
     top, led = {"id": "feedback", "codec": {"id": "topk", "density": 0.05}}, {"id": "scalecom", "density": 0.05}
     dense, sparse, clt, best = found({"id": "identity"}), found(top), found(led), found(Oracle(ScaleCom(0.05)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,6 @@ from fedcomp.experiments.chaos import (
     MAX_EXCUSED,
     NODE_FAULTS,
     SERVER_FAULTS,
-    Evidence,
-    Made,
     judge,
     projected,
     schedule,
@@ -72,7 +70,7 @@ class Node:
     wrong: str = ""
     memory: Any = field(default_factory=lambda: np.zeros(SIZE, np.float32))
     pending: Any = None
-    journal: list[Made] = field(default_factory=list)
+    journal: list[dict[str, Any]] = field(default_factory=list)
 
     def train(self, sequence: int, acknowledged: int, fault: str = "") -> bool:
         """Handle a message; return whether a reply left."""
@@ -81,7 +79,8 @@ class Node:
         update = drawn.standard_normal(SIZE).astype(np.float32)
         whole = self.memory + update
         frame = np.where(np.abs(whole) >= np.sort(np.abs(whole))[-5], whole, 0).astype(np.float32)
-        self.journal.append(Made(self.number, sequence, projected(update, SEED), projected(frame, SEED)))
+        made = {"update": projected(update, SEED), "frame": projected(frame, SEED)}
+        self.journal.append({"node": self.number, "sequence": sequence, **made})
         if fault == "before":
             # The disk has the state from before: the update is gone, nothing else.
             return False
@@ -108,65 +107,70 @@ def run(rounds: int = 12, nodes: int = 3, *, wrong: str = "", faults: dict[tuple
                 acknowledged[node.number] = sequence
     for node in each:
         node.settle(acknowledged[node.number])
-    return Evidence(
-        made=[line for node in each for line in node.journal],
-        used=used,
-        owed={node.number: projected(node.memory, SEED) for node in each},
-        hit=[(node, sequence) for (sequence, node), kind in given.items() if kind in ("before", "after")],
-        rounds=rounds,
-        finished=rounds,
-    )
+    return {
+        "made": [line for node in each for line in node.journal],
+        "used": used,
+        "owed": {node.number: projected(node.memory, SEED) for node in each},
+        "hit": [(node, sequence) for (sequence, node), kind in given.items() if kind in ("before", "after")],
+        "rounds": rounds,
+        "finished": rounds,
+    }
+
+
+def wrong(seen: Any, **changes: Any) -> list[str]:
+    """Return all that the judge says is wrong."""
+    verdict = judge(**{**seen, **changes})
+    return [said for name in ("twice", "mass", "unfinished", "left") for said in verdict[name]]
 
 
 def test_a_run_that_keeps_all_is_innocent_and_what_was_abandoned_is_named() -> None:
-    verdict = judge(run())
-    assert verdict.wrong == ()
-    assert verdict.abandoned == ((0, 4), (0, 8))
-    assert judge(run(faults={})).abandoned == ()
+    assert wrong(run()) == []
+    assert judge(**run())["abandoned"] == [(0, 4), (0, 8)]
+    assert judge(**run(faults={}))["abandoned"] == []
 
 
 def test_a_reply_that_was_lost_excuses_nothing_and_needs_no_excuse() -> None:
     """A pulled link: the mass is in the memory, and a node that forgets it is found without any fault of its own."""
     lost = {(5, 1): "after"}
-    assert judge(replace(run(faults=lost), hit=())).wrong == ()
-    assert len(judge(replace(run(faults=lost, wrong="forgets"), hit=())).mass) == 1
+    assert wrong(run(faults=lost), hit=()) == []
+    assert len(wrong(run(faults=lost, wrong="forgets"), hit=())) == 1
 
 
 def test_a_node_that_forgets_what_was_not_delivered_is_found_though_it_was_hit() -> None:
     """Mass of a frame is no update: being killed excuses the one, not the other."""
-    verdict = judge(run(wrong="forgets"))
-    assert [line.split(":")[0] for line in verdict.mass] == ["node 1", "node 2"]
+    assert [line.split(":")[0] for line in wrong(run(wrong="forgets"))] == ["node 1", "node 2"]
 
 
 def test_an_update_that_vanishes_without_a_fault_is_found() -> None:
     seen = run(faults={(4, 0): "before"})
-    assert judge(seen).wrong == ()
-    assert judge(replace(seen, hit=())).mass[0].startswith("node 0: ")
-    assert judge(replace(seen, hit=[(0, 5), (1, 4)])).mass
+    assert wrong(seen) == []
+    assert wrong(seen, hit=())[0].startswith("node 0: ")
+    assert wrong(seen, hit=[(0, 5), (1, 4)])
 
 
 def test_a_double_count_is_found_twice_over() -> None:
     """By its number, and by the mass: also where the server's own list does not show it."""
     seen = run()
-    twice = judge(replace(seen, used=[*seen.used, seen.used[3]]))
-    assert twice.twice == (f"update {seen.used[3][1]} of node {seen.used[3][0]} is in the model 2 times",)
-    assert len(twice.mass) == 1
+    node, sequence = seen["used"][3]
+    found = wrong(seen, used=[*seen["used"], (node, sequence)])
+    assert found[0] == f"update {sequence} of node {node} is in the model 2 times"
+    assert len(found) == 2
     # The reply of the killed process had left after all, and the server has it, but not in its list.
-    silent = judge(replace(seen, used=[pair for pair in seen.used if pair != (2, 5)]))
-    assert [line.split(":")[0] for line in silent.mass] == ["node 2"]
+    silent = wrong(seen, used=[pair for pair in seen["used"] if pair != (2, 5)])
+    assert [line.split(":")[0] for line in silent] == ["node 2"]
 
 
 def test_what_nobody_made_runs_without_an_end_and_processes_that_stay_are_found() -> None:
     seen = run()
-    wrong = replace(seen, used=[*seen.used, (1, 99)], finished=7, processes=("flower-supernode --superlink",))
-    assert judge(wrong).wrong == (
+    more = {"used": [*seen["used"], (1, 99)], "finished": 7, "processes": ("flower-supernode --superlink",)}
+    assert wrong(seen, **more) == [
         "update 99 of node 1 is in the model, and the node never made it",
         "7 of 12 rounds are in the model",
         "still running: flower-supernode --superlink",
-    )
+    ]
 
 
 def test_too_many_excuses_prove_nothing() -> None:
     hits = {(sequence, 0): "after" for sequence in range(1, MAX_EXCUSED + 2)}
     with pytest.raises(ConfigError, match="prove nothing"):
-        judge(run(rounds=20, faults=hits))
+        judge(**run(rounds=20, faults=hits))

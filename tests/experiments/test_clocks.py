@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedcomp.experiments.clocks import WrongClock
+from fedcomp.experiments.clocks import environment, set_clock
 
 TELLS = """
 import datetime, sys, time
@@ -25,14 +25,14 @@ for _ in sys.stdin:
 
 
 def test_a_process_believes_its_clock_and_notices_when_it_is_set(tmp_path: Path) -> None:
-    clock = WrongClock(tmp_path / "clock")
-    clock.set(-400.0)
+    clock = tmp_path / "clock"
+    set_clock(clock, -400.0)
     with subprocess.Popen(
         [sys.executable, "-c", TELLS],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, **clock.environment},
+        env={**os.environ, **environment(clock)},
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -44,5 +44,5 @@ def test_a_process_believes_its_clock_and_notices_when_it_is_set(tmp_path: Path)
             return [*(each - time.time() for each in wall), monotonic - time.monotonic()]
 
         for wrong in (-400.0, 7.5, 0.0):
-            clock.set(wrong)
+            set_clock(clock, wrong)
             assert apart() == pytest.approx([wrong, wrong, wrong, 0.0], abs=2.0)

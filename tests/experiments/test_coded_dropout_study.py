@@ -16,7 +16,7 @@ from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.studies import coded_dropout
 from fedcomp.experiments.studies.coded_dropout import COPIES, MDS, PLAIN, RESUME, RLNC, Sizes, spec_of, world
 from fedcomp.experiments.tables import Training
-from fedcomp.experiments.vanishing import Life, PeerShards, live, relive
+from fedcomp.experiments.vanishing import Life, live, relive, share
 from fedcomp.flower import asks
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.timing import Link
@@ -82,7 +82,7 @@ def test_shards_that_did_not_land_are_taken_from_the_spools(tmp_path: Path) -> N
             content = RecordDict()
             asks.put(content, asks.AskHead(number=1, seed=0, session=run, sequence=1))
             asked[client] = (1.0, Message(content, grid.node_id_of(client), "train"))
-        left = PeerShards(tmp_path)(situation, asked)
+        left = share(tmp_path, situation, asked)
     # Client 0 dies in its second shard. Client 2 is gone before its first has left, and is not there for client 1's.
     assert left == {0: math.inf, 1: pytest.approx(1.2), 2: math.inf}
     held = {holder: [p.source for p in root.spool(holder).list(run, 1)] for holder in range(3)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -13,12 +12,15 @@ import pytest
 
 import fedcomp.experiments.studies.compressors as module
 from fedcomp.codecs import get_codec, known
+from fedcomp.experiments import central, engines
 from fedcomp.experiments.catalog.compressors import EXPERIMENT
-from fedcomp.experiments.findings import Say
+from fedcomp.experiments.central import Beside, beside
+from fedcomp.experiments.findings import Say, Table
 from fedcomp.experiments.kit import Record
 from fedcomp.experiments.studies.compressors import (
     BLOCKS,
     BUDGETS,
+    CHECKED,
     DEFAULT_BUDGETS,
     ELSEWHERE,
     FEDAVG,
@@ -31,7 +33,6 @@ from fedcomp.experiments.studies.compressors import (
     cells,
     fit,
     front,
-    left_out,
     plan_of,
     step_size,
     system_for,
@@ -41,6 +42,7 @@ from fedcomp.experiments.studies.compressors import (
 )
 from fedcomp.experiments.systems import SYSTEMS
 from fedcomp.experiments.tables import findings as measure
+from fedcomp.experiments.tables import specs_of
 
 RANDOM = "random-k + EF"
 NATURAL = "natural compression"
@@ -135,13 +137,6 @@ def test_a_setting_stands_at_the_smallest_budget_that_it_keeps_and_no_row_is_wit
         ("larger", OWN, "small"),
     ]
     assert [c["budget"] for c in cells(fits, BUDGETS)] == [*BUDGETS, "1/100", "1/7", "1/7", OWN]
-    why = {r["row"]: [r[budget] for budget in BUDGETS] for r in left_out(fits, made)}
-    assert why == {
-        "knob": ["", "", "only with full=true", "only with full=true"],
-        "coarse": ["", "no setting beyond 1/111", "no setting beyond 1/111", "only with full=true"],
-        "large": ["takes 1/10 at least"] * 3 + [""],
-        "larger": ["takes 1/2 at least"] * 4,
-    }
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -206,60 +201,26 @@ def test_a_cell_is_reproducible_and_depends_on_its_seed() -> None:
     first = made(0)
     assert made(0) == first
     assert made(1)["loss"] != first["loss"]
-    assert set(first) == {"loss", "accuracy", "uplink", "downlink", "rounds"}
+    assert set(first) == {"loss", "accuracy", "uplink", "downlink"}
 
 
-def test_the_row_of_fedavg_is_fedavg() -> None:
-    for system in ("fedavg", "topk", "power-sgd"):
-        assert module.check("MLP", system, config=config()) == {"model bytes": 0, "frame bytes": 0}
+@pytest.mark.long
+def test_what_is_run_with_messages_is_what_is_trained_without() -> None:
+    asked = config()
+    results = {spec.label: engines.run(spec) for spec in specs_of(EXPERIMENT, asked)}
+    assert list(results) == ["fedavg, MLP", "topk, MLP", "power-sgd, MLP"]
+    _, compared = beside(results, "")
+    assert [each.model for each in compared.values()] == [0, 0, 0]
+    assert [each.frames for each in compared.values()][1:] == [0, 0]
 
 
 def test_the_front_is_what_nothing_beats_in_both() -> None:
-    @dataclasses.dataclass
-    class Point:
-        loss: float
-        cost: float
-
-    points = [Point(3.0, 1.0), Point(2.0, 2.0), Point(2.0, 1.5), Point(1.0, 9.0), Point(1.5, 9.5), Point(math.nan, 0.0)]
-    found = front(points, lambda p: p.cost)  # type: ignore[arg-type, type-var]
+    pairs = [(3.0, 1.0), (2.0, 2.0), (2.0, 1.5), (1.0, 9.0), (1.5, 9.5), (math.nan, 0.0)]
+    found = front([Record({"loss": loss, "cost": cost}) for loss, cost in pairs], "cost")
     assert [(p.loss, p.cost) for p in found] == [(3.0, 1.0), (2.0, 1.5), (1.0, 9.0)]
 
 
 FEW_ROWS = {name: ROWS[name] for name in (FEDAVG, TOPK, THRESHOLD, POWER, NATURAL)}
-
-
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the table have few rows, and let times be counted, not measured."""
-    monkeypatch.setattr(module, "ROWS", FEW_ROWS)
-    monkeypatch.setattr(module, "cost", lambda model, row, budget, setting, config: {"times": 1.0 + len(row)})
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("few")
-def test_a_run_that_was_interrupted_ends_as_one_that_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: dict[str, Any] = {}
-    findings = measure(EXPERIMENT, config(), {}, Say(keep=whole.__setitem__))
-    kept: dict[str, Any] = {}
-    count = 0
-
-    def dying(*args: Any, **options: Any) -> dict[str, Any]:
-        nonlocal count
-        count += 1
-        if count > 15:
-            raise KeyboardInterrupt
-        return train(*args, **options)
-
-    monkeypatch.setattr(module, "train", dying)
-    with pytest.raises(KeyboardInterrupt):
-        measure(EXPERIMENT, config(), {}, Say(keep=kept.__setitem__))
-    assert 0 < len(kept) < len(whole)
-    monkeypatch.setattr(module, "train", train)
-    before = dict(kept)
-    resumed = measure(EXPERIMENT, config(), {}, Say(kept=kept, keep=kept.__setitem__))
-    assert kept == whole
-    assert all(kept[name] is before[name] for name in before)
-    assert resumed.to_json() == findings.to_json()
 
 
 UPLINK = {FEDAVG: 340_000.0, TOPK: 14_000.0, THRESHOLD: 12_000.0, POWER: 13_000.0, NATURAL: 46_000.0}
@@ -275,7 +236,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, Mapping[str,
     def made(
         model: str, row: str, budget: str, setting: Any, lr: float, seed: int, *, config: Any, tuning: bool = False
     ) -> dict[str, Any]:
-        sent = {"uplink": 2 * UPLINK[row], "downlink": 2.0, "rounds": 1}
+        sent = {"uplink": UPLINK[row], "downlink": 1.0}
         return {"loss": 1.0 + len(row) / 1000, "accuracy": 0.9, **sent, **changes.get(row, {})}
 
     monkeypatch.setattr(module, "ROWS", FEW_ROWS)
@@ -283,9 +244,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, Mapping[str,
     monkeypatch.setattr(module, "train", more.get("train", made))
     monkeypatch.setattr(module, "tune", lambda *a, **o: {"lr": 0.1, "end": more.get("end", False), "tried": []})
     monkeypatch.setattr(module, "cost", lambda *a, **o: {"times": 2.0})
-    wrong = {"model bytes": more.get("differ", 0), "frame bytes": 0}
-    monkeypatch.setattr(module, "check", lambda *a, **o: wrong)
-    return measure(EXPERIMENT, config(), {}, Say())
+    beside_them = {system: Beside(more.get("differ", 0), 0, 0.0) for system in CHECKED}
+    monkeypatch.setattr(central, "beside", lambda results, caption: (Table("checked", (), ()), beside_them))
+    return measure(EXPERIMENT, config(), {}, more.get("say", Say()))
 
 
 def failed(findings: Any, *, gate: bool) -> list[str]:
@@ -295,17 +256,17 @@ def failed(findings: Any, *, gate: bool) -> list[str]:
 def test_claims_are_about_budgets_bits_and_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
     good = measured(monkeypatch)
     assert not failed(good, gate=True)
-    (over,) = failed(measured(monkeypatch, {POWER: {"uplink": 35_000.0}}), gate=True)
+    (over,) = failed(measured(monkeypatch, {POWER: {"uplink": 17_500.0}}), gate=True)
     assert over == "largest uplink over its budget, codecs whose setting decides the length"
     # The lengths of others are not theirs to choose: that is a goal.
-    loose = measured(monkeypatch, {THRESHOLD: {"uplink": 50_000.0}})
+    loose = measured(monkeypatch, {THRESHOLD: {"uplink": 25_000.0}})
     assert not failed(loose, gate=True)
     assert "largest uplink over its budget, codecs whose data decide the length" in failed(loose, gate=False)
     assert len(failed(measured(monkeypatch, differ=1), gate=True)) == 3
     calls = iter(range(1000))
 
     def drifting(row: str, **others: Any) -> dict[str, Any]:
-        sent = {"uplink": 2 * UPLINK[row], "downlink": 2.0, "rounds": 1}
+        sent = {"uplink": UPLINK[row], "downlink": 1.0}
         return {"loss": 1.0 + next(calls), "accuracy": 0.9, **sent}
 
     assert failed(measured(monkeypatch, train=drifting), gate=True) == [
@@ -323,7 +284,7 @@ def test_goals_are_shown_as_missed_and_fail_nothing(monkeypatch: pytest.MonkeyPa
     assert "cells whose best step size is at an end of those tried" in failed(
         measured(monkeypatch, end=True), gate=False
     )
-    lost = measured(monkeypatch, {NATURAL: {"loss": math.inf, "accuracy": math.nan, "rounds": 0, "uplink": 0}})
+    lost = measured(monkeypatch, {NATURAL: {"loss": math.inf, "accuracy": math.nan, "uplink": math.nan}})
     assert "cells of which a training diverged" in failed(lost, gate=False)
     assert not failed(lost, gate=True)
     row = next(row for row in lost.tables[1].rows if row[0] == NATURAL)
@@ -333,17 +294,13 @@ def test_goals_are_shown_as_missed_and_fail_nothing(monkeypatch: pytest.MonkeyPa
     assert over in failed(both, gate=False)
 
 
-def test_the_tables_name_the_front_and_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tables_name_the_front_and_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = measured(monkeypatch, {POWER: {"loss": 0.5}})
-    best, whole, fronts, missing = findings.tables
+    best, whole, fitted, _ = findings.tables
     assert best.rows[0][:6] == ("MLP, 1/24", 1.006, None, 1.014, 0.5, POWER)
-    assert [row[0] for row in whole.rows] == list(FEW_ROWS)
-    power = next(row for row in whole.rows if row[0] == POWER)
-    assert power[1] == "1/24"
-    assert power[-1] == "bytes, time"
-    assert fronts.rows[0] == ("MLP, by uplink bytes", f"{THRESHOLD}, 1/24: 1.014; {POWER}, 1/24: 0.500")
-    assert [row[1] for row in missing.rows] == list(FEW_ROWS)
-    assert "takes 1/1 at least" in missing.rows[0]
+    assert [row[0] for row in whole.rows] == [row[1] for row in fitted.rows] == list(FEW_ROWS)
+    assert {row[0]: row[-1] for row in whole.rows if row[-1]} == {THRESHOLD: "bytes", POWER: "bytes, time"}
+    assert fitted.rows[0][2:] == ("x: 1/1", "", "", "", "")
     assert {figure.title for figure in findings.figures} == {
         "MLP: test loss against uplink bytes",
         "MLP: test loss against time",
@@ -352,24 +309,25 @@ def test_the_tables_name_the_front_and_what_was_left_out(monkeypatch: pytest.Mon
     assert "MLP 0.50 at 1/24 (PowerSGD)" in findings.answer
 
 
-@pytest.mark.long
-def test_a_short_run_on_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ROWS", FEW_ROWS)
-    monkeypatch.setattr(module, "REPETITIONS", 1)
-    monkeypatch.setattr(module, "LOOKED", 2)
-    asked = EXPERIMENT.configure(assignments=("seeds=1", "workers=1"), rounds=1, clients=2)
-    findings = measure(EXPERIMENT, asked, {}, Say())
-    exact = [claim for claim in findings.claims if claim.op == "<=" and claim.bound == 0.0 and claim.gate]
-    assert len(exact) == 7
-    assert [(claim.name, claim.value) for claim in exact if not claim.ok] == []
-    assert len(findings.tables) == 3 + len(MODELS)
-    assert len(findings.figures) == 2 * len(MODELS)
-    for table in findings.tables[1 : 1 + len(MODELS)]:
-        assert {row[0] for row in table.rows} == set(FEW_ROWS)
-        times = table.columns.index("time, FedAvg's")
-        assert table.rows[0][times] == pytest.approx(1.0, rel=0.9)
-        assert all(row[times] > 0 for row in table.rows)
-    assert {record["task"] for record in findings.tasks} == {"digits", "mnist", "tiny-shakespeare"}
+def test_a_run_that_was_interrupted_ends_as_one_that_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: dict[str, Any] = {}
+    findings = measured(monkeypatch, say=Say(keep=whole.__setitem__))
+    kept: dict[str, Any] = {}
+    count = iter(range(100))
+
+    def dying(row: str, **others: Any) -> dict[str, Any]:
+        if next(count) > 3:
+            raise KeyboardInterrupt
+        return {"loss": 1.0 + len(row) / 1000, "accuracy": 0.9, "uplink": UPLINK[row], "downlink": 1.0}
+
+    with pytest.raises(KeyboardInterrupt):
+        measured(monkeypatch, train=dying, say=Say(keep=kept.__setitem__))
+    assert 0 < len(kept) < len(whole)
+    before = dict(kept)
+    resumed = measured(monkeypatch, say=Say(kept=kept, keep=kept.__setitem__))
+    assert kept == whole
+    assert all(kept[name] is before[name] for name in before)
+    assert resumed.to_json() == findings.to_json()
 
 
 def test_wrong_models_are_refused_with_the_nearest() -> None:

@@ -87,9 +87,9 @@ def test_a_relay_counts_both_ways() -> None:
 
 def test_readings_belong_to_the_line_that_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([[0.0, 0.0], [1.0, 10.0], [3.0, 20.0]])
-    monkeypatch.setattr(node._Meter, "_read", lambda self: next(readings))
+    monkeypatch.setattr(node.Meter, "read", lambda self: next(readings))
     file = tmp_path / "lines"
-    meter = node._Meter(None, file)  # type: ignore[arg-type]
+    meter = node.Meter([], file)
     meter()
     for line in ("plain 0\n", "torch 0\n"):
         with file.open("a") as out:

@@ -82,12 +82,6 @@ def test_the_simulated_link_to_the_server_carries_none_of_them() -> None:
         assert [row["wire"] for row in serve._rows(grid.ledger, 1)] == [20]
 
 
-def test_a_stored_round_from_before_there_were_any_can_be_read() -> None:
-    document = RoundRecord(3, 0.5, 1.0, 10, 20, 30, 40).to_json()
-    del document["peer_payload_bytes"], document["peer_wire_bytes"]
-    assert RoundRecord.from_json(document) == RoundRecord(3, 0.5, 1.0, 10, 20, 30, 40)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", [0, 2_500_000])
 def test_reports_show_the_column_where_there_is_something_in_it(wire: int) -> None:
@@ -104,7 +98,3 @@ def test_reports_show_the_column_where_there_is_something_in_it(wire: int) -> No
     with console.capture() as capture:
         console.print(table_of(result_sheet(summary)))
     assert ("between" in capture.get()) == ("2.5 MB" in capture.get()) == bool(wire)
-    # A summary that was written before the column existed.
-    for row in summary["rows"]:
-        del row["peer_wire_bytes"], row["peer_payload_bytes"]
-    assert "between clients" not in render_report(summary, {"dense": records, "sparse": []})

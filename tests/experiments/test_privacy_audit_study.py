@@ -7,7 +7,8 @@ import math
 import flwr
 import pytest
 
-from fedcomp.experiments.studies.privacy_audit import TIERS, flower_findings, quantities
+from fedcomp.experiments.audits.flower_flaws import findings
+from fedcomp.experiments.studies.privacy_audit import TIERS, quantities
 
 
 def verdict(tier: str, ok: bool = True) -> dict:
@@ -36,7 +37,7 @@ def test_refuted_systems_and_missed_mutants_are_counted() -> None:
 @pytest.mark.long
 def test_flowers_defects_are_those_of_the_installed_version() -> None:
     """Where a later version mends one, the page on privacy has to be told."""
-    kept = flower_findings(8)
+    kept = findings(8)
     assert kept["version"] == flwr.__version__
     assert kept["zero"] == "ZeroDivisionError"
     assert kept["integer"] == "UFuncTypeError"

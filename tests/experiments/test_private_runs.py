@@ -287,7 +287,7 @@ def test_the_server_app_keeps_the_ledger_in_its_folder_and_logs_the_promise(tmp_
 
     def run(**config):
         with InProcessGrid(client_app, spec.clients, seed=spec.seed) as grid:
-            server_app.build()(grid, Context(grid.run.run_id, 0, {}, RecordDict(), {**spec.to_run_config(), **config}))
+            server_app.app(grid, Context(grid.run.run_id, 0, {}, RecordDict(), {**spec.to_run_config(), **config}))
 
     run(out=str(tmp_path / "out"))
     assert len(entries(tmp_path / "out" / "privacy.jsonl")) == 1

@@ -20,7 +20,6 @@ from fedcomp.experiments.engines.processes import (
     processes_with,
     sigterm_raises,
     tail,
-    wait_for_port,
 )
 from fedcomp.experiments.engines.superlink import Deployment
 
@@ -129,7 +128,7 @@ def test_a_port_that_never_opens_is_an_error(tmp_path):
     try:
         wait_until(lambda: "starting" in child.tail())
         with pytest.raises(DeploymentError, match=r"(?s)did not open port.*starting"):
-            wait_for_port(port, child, 0.3)
+            child.wait_for_port(port, 0.3)
     finally:
         child.stop()
 

@@ -43,28 +43,31 @@ def test_nothing_is_estimated_before_anything_was_measured(clock: Clock) -> None
     assert str(remaining) == "0 of 1 systems, 0 of 10 rounds"
 
 
-def test_rows_go_on_at_their_own_pace_and_others_at_the_mean(clock: Clock) -> None:
+def test_rounds_that_are_left_take_the_mean_of_those_made(clock: Clock) -> None:
     remaining = Remaining({"fast": 10, "slow": 10, "waiting": 10}, clock=clock)
     run_row(remaining, clock, "fast", 10, 1.0)
     assert remaining.left == pytest.approx(20.0)
     remaining.begin("slow", 0)
-    clock.now += 6.0
+    clock.now += 8.0
     remaining.round("slow", 2)
-    assert remaining.left == pytest.approx(8 * 3.0 + 10 * 2.0)
+    assert remaining.left == pytest.approx(18 * 1.5)
     clock.now += 4.0
-    assert remaining.left == pytest.approx(40.0), "it runs down between rounds"
-    assert str(remaining) == "1 of 3 systems, 12 of 30 rounds, 40.0 s left for the systems"
+    assert remaining.left == pytest.approx(23.0), "it runs down between rounds"
+    assert str(remaining) == "1 of 3 systems, 12 of 30 rounds, 23.0 s left for the systems"
 
 
 def test_a_resumed_row_is_judged_by_this_session_and_one_that_ends_early_is_done(clock: Clock) -> None:
-    remaining = Remaining({"a": 10, "b": 10}, clock=clock)
+    remaining = Remaining({"kept": 10, "a": 10, "b": 10}, clock=clock)
+    remaining.begin("kept", 10)
+    remaining.finish("kept")
+    assert remaining.left is None
     remaining.begin("a", 6)
     clock.now += 2.0
     remaining.round("a", 7)
     assert remaining.left == pytest.approx(3 * 2.0 + 10 * 2.0)
     remaining.finish("a")  # its budget was spent
     assert remaining.left == pytest.approx(20.0)
-    assert str(remaining).startswith("1 of 2 systems, 7 of 17 rounds")
+    assert str(remaining).startswith("2 of 3 systems, 17 of 27 rounds")
 
 
 def test_parts_of_the_measurement_count_by_the_finished_ones(clock: Clock) -> None:
@@ -79,14 +82,6 @@ def test_parts_of_the_measurement_count_by_the_finished_ones(clock: Clock) -> No
     assert str(remaining).endswith("5 of 10 parts, 20.0 s left")
     remaining.cells(10, 10)
     assert remaining.left is None, "all that were announced are done, others may come"
-
-
-def test_while_rows_run_the_measurement_is_not_forgotten(clock: Clock) -> None:
-    remaining = Remaining({"a": 4}, clock=clock)
-    remaining.begin("a", 0)
-    clock.now += 2.0
-    remaining.round("a", 1)
-    assert str(remaining).endswith("6.0 s left for the systems")
 
 
 def test_what_a_run_is_known_to_take_stands_for_what_has_not_begun(clock: Clock) -> None:
@@ -106,8 +101,7 @@ def test_what_a_run_is_known_to_take_stands_for_what_has_not_begun(clock: Clock)
 def test_without_a_terminal_every_row_and_every_part_is_one_line(clock: Clock) -> None:
     shown = io.StringIO()
     specs = specs_of(TINY, TINY.configure(rounds=2))
-    remaining = Remaining({spec.label: spec.rounds for spec in specs}, clock=clock)
-    with Watch(make_console(shown), specs, remaining) as watch:
+    with Watch(make_console(shown), specs, clock=clock) as watch:
 
         def note(spec: RunSpec, record: RoundRecord) -> None:
             clock.now += 1.0
@@ -116,7 +110,7 @@ def test_without_a_terminal_every_row_and_every_part_is_one_line(clock: Clock) -
         for spec in specs:
             watch.start(spec, 0)
             result = FakeEngine()(spec, on_round=partial(note, spec), checkpoint=None)
-            watch.done(spec, result.accuracy, kept=False)
+            watch.done(spec, result.accuracy, 2, kept=False)
         watch.remaining.cells(1, 3)
         watch.say("one part")
     first, second, part = shown.getvalue().splitlines()
@@ -134,6 +128,6 @@ def test_a_terminal_shows_a_bar_for_each_row_and_one_line_for_the_run() -> None:
     specs = specs_of(TINY, TINY.configure(rounds=2))
     with Watch(console, specs) as watch:
         watch.start(specs[0], 0)
-        watch.done(specs[0], 0.5, kept=True)
+        watch.done(specs[0], 0.5, 2, kept=True)
     assert "1 of 2 systems, 2 of 4 rounds" in shown.getvalue()
     assert "sparse" in shown.getvalue()

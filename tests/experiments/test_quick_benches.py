@@ -16,8 +16,6 @@ from fedcomp.experiments.bench import BENCHMARKS, gossip, graphs, server, state
 from fedcomp.experiments.bench import round as rounds
 from fedcomp.experiments.bench.graph_rows import id_table, row_table
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.topology import topology_of
-from fedcomp.gossip_simulation import SimulationSettings, simulate
 from fedcomp.graphs.ids import encode_ids
 from fedcomp.graphs.rowcodecs import ROW_CODECS
 from fedcomp.layout import Layout
@@ -150,12 +148,10 @@ def test_the_reference_draws_the_columns_of_its_rows_and_weighs_them_as_publishe
 
 
 def test_the_time_of_an_iteration_leaves_out_the_first_and_no_other() -> None:
-    clock, sgp = gossip.RoundClock(), get_algorithm({"name": "sgp"})
-    options: dict[str, Any] = {"layout": Layout.flat(4), "seed": 0, "settings": SimulationSettings(before=clock)}
-    simulate(sgp, topology_of("ring", 3), None, np.zeros(4), 3, **options)
-    assert len(clock.ticks) == 4, "one before each iteration, and one before the round that only delivers"
-    clock.ticks[:] = [0.0, 50.0, 51.0, 54.0]
-    assert clock.median == 2.0
+    sgp = get_algorithm({"name": "sgp"})
+    ticks, _ = gossip.clocked("ring", 3, 3, sgp, np.zeros(4), Layout.flat(4), None)
+    assert len(ticks) == 4, "one before each iteration, and one before the round that only delivers"
+    assert gossip.iteration([0.0, 50.0, 51.0, 54.0]) == 2.0
 
 
 IDS = np.arange(2, 200, 9)

@@ -81,15 +81,15 @@ def test_a_dead_node_is_missed_for_one_round_and_asked_again_after_a_heartbeat()
     assert world.round(1) == [0, 1, 2]
     world.dead = {2}
     assert (world.round(2), world.asked) == ([0, 1], nodes)
-    assert world.view.roll.skipped == []
+    assert world.view.skipped == []
     for number in (3, 4):
         assert (world.round(number), world.asked) == ([0, 1], nodes[:2])
-        assert world.view.roll.skipped == [2]
+        assert world.view.skipped == [2]
         assert world.view.failures == 0
     world.dead = set()
     world.grid.beat(nodes[2])  # type: ignore[union-attr]
     assert world.round(5) == [0, 1, 2]
-    assert world.view.roll.skipped == []
+    assert world.view.skipped == []
 
 
 def test_a_node_that_is_slow_and_beats_is_asked_in_every_round() -> None:
@@ -129,7 +129,7 @@ def test_a_node_that_comes_back_under_another_id_takes_its_name_while_the_dead_i
     newcomer = world.engine.add_node(CLIENTS)
     assert world.round(3) == [0, 1, CLIENTS]
     assert world.asked == names
-    assert world.view.roll.returned == [2]
+    assert world.view.returned == [2]
     assert newcomer not in world.view.get_node_ids()
     assert world.view.known == list(zip(names, range(CLIENTS), strict=True))
     # The dead one wakes up: its partition has a holder, and it is not let in beside it.
@@ -150,7 +150,7 @@ def test_a_newcomer_does_not_drive_out_a_node_that_is_there() -> None:
     world.round(1)
     world.engine.add_node(CLIENTS)
     assert (world.round(2), world.asked) == ([0, 1, 2], names)
-    assert world.view.roll.returned == []
+    assert world.view.returned == []
 
 
 def test_of_a_round_whose_participants_are_secret_nobody_is_noted() -> None:

@@ -68,15 +68,13 @@ def python(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.Compl
         (["tiny", "--set", "codec.density"], ["key=value", "'codec.density'"]),
         (["tiny", "--set", "=3"], ["no setting ''"]),
         (["tiny", "--set", "codec.density=much"], ["codec.density", "a number in (0, 1]", "'much'"]),
-        (["tiny", "--set", "codec.density=0"], ["a number in (0, 1] (default 0.1)", "0"]),
-        (["tiny", "--set", "codec.density=-1"], ["a number in (0, 1] (default 0.1)", "-1"]),
-        (["tiny", "--set", "codec.density=2"], ["a number in (0, 1] (default 0.1)", "2"]),
         (["tiny", "--set", "codec.density=nan"], ["a number in (0, 1] (default 0.1)", "nan"]),
         (["tiny", "--set", "train.lr=inf"], ["a positive finite number", "inf"]),
         (["tiny", "--set", "train.epochs=1.5"], ["an integer >= 1", "'1.5'"]),
         (["tiny", "--set", "feedback=maybe"], ["True or False (default true)", "'maybe'"]),
         (["tiny", "--set", "task.model=mpl"], ["one of 'mlp', 'cnn' (default mlp), not 'mpl'; did you mean 'mlp'?"]),
         (["tiny", "--rounds", "-1"], ["--rounds", "at least 0", "-1"]),
+        (["tiny", "--rounds", "0"], ["--rounds must be at least 1, not 0"]),
         (["tiny", "--rounds", "many"], ["--rounds", "'many'"]),
         (["tiny", "--clients", "0"], ["--clients", "at least 1", "0"]),
         (["tiny", "--seed", "-3"], ["--seed", "-3"]),
@@ -94,13 +92,6 @@ def test_wrong_input_is_one_line_that_helps(call: Caller, arguments: list[str], 
     for word in words:
         assert word in call.stderr
     assert call.folders == []
-
-
-def test_an_out_folder_that_cannot_be_made_is_one_line(call: Caller, tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("a file")
-    assert call("tiny") == 2
-    assert "--out" in call.stderr
-    assert call.stderr.count("\n") == 1
 
 
 def test_a_row_that_cannot_run_is_refused_before_any_row_has_run(
@@ -271,23 +262,6 @@ def test_e2_a_user_is_told_how_long_it_takes(call: Caller) -> None:
 
 
 @pytest.mark.slow
-def test_a_claim_that_measured_nothing_fails_and_is_null_in_json(call: Caller) -> None:
-    def study(found: Found) -> Studied:
-        return Studied({"nothing there": float("nan")})
-
-    experiment = dataclasses.replace(TINY, study=study, claims="| nothing there | >= 0.0 | gate: test", answer="")
-    assert call("tiny", "--json", experiment=experiment) == 1
-    assert json.loads(call.stdout)["claims"][0]["value"] is None
-
-
-@pytest.mark.slow
-def test_zero_rounds_are_refused(call: Caller) -> None:
-    assert call("tiny", "--rounds", "0") == 2
-    assert "--rounds must be at least 1, not 0" in call.stderr
-    assert not call.folders
-
-
-@pytest.mark.slow
 def test_an_interrupted_run_resumes_to_the_same_rows(call: Caller) -> None:
     assert call("tiny", "--json", "--seed", "3") == 0
     whole = json.loads(call.stdout)
@@ -326,7 +300,6 @@ def test_resume_refuses_another_configuration(call: Caller) -> None:
     for arguments, word in (
         (["--rounds", "9"], "--rounds=5"),
         (["--seed", "1"], "--seed=0"),
-        (["--clients", "9"], "--clients=4"),
         (["--engine", "ray"], "--engine=inprocess"),
         (["--set", "train.lr=0.1"], "train.lr=0.5"),
         (["quickstart"], "'tiny'"),
@@ -334,9 +307,6 @@ def test_resume_refuses_another_configuration(call: Caller) -> None:
         assert call(*arguments, "--resume", "last", engine=engine) == 2
         assert word in call.stderr
         assert call.stderr.count("\n") == 1
-    other = dataclasses.replace(TINY, rows={"dense": TINY.rows["dense"]})
-    assert call("--resume", "last", engine=engine, experiment=other) == 2
-    assert "another version" in call.stderr
     # Saying again what was said before is no change.
     assert call("tiny", "--resume", "last", "--set", "train.lr=0.5", "--rounds", "5", engine=engine) == 0
 
@@ -371,20 +341,6 @@ def test_an_experiment_may_only_measure(call: Caller) -> None:
     assert document["claims"][0]["value"] == 1.0
     assert document["data"] == "numbers made by formula (nothing downloaded)."
     assert "Measured &lt;losses&gt;" in (folder / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_rows_come_before_the_measurement(call: Caller) -> None:
-    seen: list[object] = []
-
-    def look(found: Found) -> Studied:
-        seen.append(sorted(found.results))
-        return measure(found)
-
-    both = dataclasses.replace(TINY, study=look, claims=MEASURED.claims, answer="")
-    assert call("tiny", "--json", experiment=both) == 0
-    assert seen == [["dense", "sparse"]]
-    assert [claim["name"] for claim in json.loads(call.stdout)["claims"]][-1] == "the last loss"
 
 
 def test_an_experiment_without_rounds_is_measured_all_the_same(call: Caller) -> None:
@@ -424,18 +380,6 @@ def test_an_interrupted_measurement_keeps_its_finished_cells(call: Caller) -> No
     assert len((folder / "cells.jsonl").read_text().splitlines()) == 4
 
 
-def test_a_measurement_that_breaks_is_a_broken_run(call: Caller) -> None:
-    def look(found: Found) -> Studied:
-        found.say.cell("first", lambda: 1)
-        raise RuntimeError("no ground\nunder it")
-
-    assert call("measured", experiment=dataclasses.replace(MEASURED, study=look)) == 3
-    assert call.stderr.splitlines()[-1].startswith("error: the run broke: RuntimeError: no ground under it")
-    (folder,) = call.folders
-    assert "Traceback" in (folder / "error.txt").read_text()
-    assert call("--resume", folder.name, experiment=MEASURED) == 0
-
-
 @pytest.mark.slow
 def test_flowers_logger_is_as_before_after_a_run(call: Caller) -> None:
     from flwr.common.logger import FLOWER_LOGGER
@@ -452,34 +396,6 @@ def test_settings_of_an_experiment_are_listed(call: Caller) -> None:
     assert call("--list", "--json") == 0
     listed = json.loads(call.stdout)["list"]
     assert {entry["experiment"] for entry in listed} == set(CATALOG)
-
-
-@pytest.mark.slow
-def test_a_small_quickstart_runs_from_a_shell(tmp_path: Path) -> None:
-    small = ["--rounds", "1", "--clients", "2", "--set", "task.hidden=16"]
-    done = python("-m", "experiments.run", *small, "--json", "--out", str(tmp_path / "runs"), cwd=ROOT)
-    assert done.returncode == 1, done.stderr  # one round of a tiny model cannot reach the bounds of the full one
-    document = json.loads(done.stdout)
-    dense, safe, safe_both, identity, kept, few, lost, quantised, both = document["rows"]
-    assert dense["accuracy"] == identity["accuracy"]
-    (same,) = [claim for claim in document["claims"] if claim["name"].startswith("identity")]
-    assert same["ok"]
-    # 8x8 pixels, one hidden layer of 16, ten classes; float32; two clients, one round.
-    parameters = 64 * 16 + 16 + 16 * 10 + 10
-    # Flower packs each of the four tensors as a .npy file, which begins with 128 bytes of header.
-    assert dense["uplink_payload_bytes"] == 2 * (4 * parameters + 4 * 128)
-    assert 0 < identity["uplink_payload_bytes"] - 2 * 4 * parameters < 2 * 4 * 128
-    assert kept["uplink_payload_bytes"] < quantised["uplink_payload_bytes"] < dense["uplink_payload_bytes"]
-    for row in document["rows"]:
-        assert row["uplink_wire_bytes"] > row["uplink_payload_bytes"]
-        assert row["failures"] == 0
-    assert (safe["label"], safe_both["label"]) == ("EDEN, 1 bit", "EDEN, 1 bit, both ways")
-    assert safe["uplink_payload_bytes"] == safe_both["uplink_payload_bytes"] < quantised["uplink_payload_bytes"]
-    assert lost["label"] == "top-k without feedback"
-    assert both["label"] == "top-k both ways"
-    assert both["uplink_payload_bytes"] == kept["uplink_payload_bytes"], "the first model goes down whole"
-    assert few["uplink_payload_bytes"] < kept["uplink_payload_bytes"] < quantised["uplink_payload_bytes"]
-    assert "digits" in document["data"]
 
 
 @pytest.mark.long

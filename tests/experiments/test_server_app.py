@@ -10,7 +10,7 @@ from flwr.app import Context, RecordDict
 
 from fedcomp.clients.app import app as client_app
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.server_app import app, build
+from fedcomp.experiments.server_app import app
 from fedcomp.experiments.spec import ROUNDS_FILE, RoundRecord, RunResult, RunSpec
 from fedcomp.flower.grid import InProcessGrid
 
@@ -45,14 +45,6 @@ def test_without_a_folder_a_table_is_logged(caplog):
 def test_only_absolute_folders_are_taken(out):
     with pytest.raises(ConfigError, match="expected an absolute path"):
         call(app, out=out)
-
-
-@pytest.mark.slow
-def test_a_given_spec_wins_over_an_empty_run_configuration():
-    results: list[RunResult] = []
-    with InProcessGrid(client_app, SPEC.clients) as grid:
-        build(SPEC, deliver=results.append)(grid, Context(grid.run.run_id, 0, {}, RecordDict(), {}))
-    assert results[0].spec == SPEC
 
 
 def test_the_run_configuration_of_the_bundle_is_complete():

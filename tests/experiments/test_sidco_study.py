@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from fedcomp.codecs.sidco import estimate_threshold
-from fedcomp.experiments import estimates
 from fedcomp.experiments.studies import sidco
 from fedcomp.rng import Key
 
@@ -18,25 +15,25 @@ KEY, SCALES = Key(3, "draws"), Key(3, "scales")
 
 
 def test_selected_over_wanted_is_counted_and_not_estimated() -> None:
-    values = estimates.synthetic("t(4)", 20_000, KEY, SCALES)
-    for family, stages in estimates.FITS:
+    values = sidco.synthetic("t(4)", 20_000, KEY, SCALES)
+    for family, stages in sidco.FITS:
         threshold = estimate_threshold(values, 0.01, family, stages).threshold
         expected = np.count_nonzero(np.abs(values) > np.float32(threshold)) / 200
-        assert estimates.achieved(values, 0.01, family, stages) == expected
-    assert set(estimates.judge(values, 0.01)) == {estimates.fit_name(*fit) for fit in estimates.FITS}
+        assert sidco.achieved(values, 0.01, family, stages) == expected
+    assert set(sidco.judge(values, 0.01)) == {sidco.fit_name(*fit) for fit in sidco.FITS}
 
 
 def test_a_family_that_fits_selects_what_is_wanted_and_another_does_not() -> None:
-    laplace = estimates.judge(estimates.synthetic("Laplace", 200_000, KEY, SCALES), 0.01)
+    laplace = sidco.judge(sidco.synthetic("Laplace", 200_000, KEY, SCALES), 0.01)
     assert all(0.93 <= laplace[f"E, M = {stages}"] <= 1.07 for stages in (1, 2, 3, 4))
-    heavy = estimates.judge(estimates.synthetic("t(2.5)", 200_000, KEY, SCALES), 0.001)
+    heavy = sidco.judge(sidco.synthetic("t(2.5)", 200_000, KEY, SCALES), 0.001)
     assert heavy["E, M = 1"] > 5.0
     assert 0.6 <= heavy["P, M = 2"] <= 1.5
 
 
 def test_draws_differ_and_the_scales_of_layers_stay() -> None:
     def layered(key: Key, scales: Key = SCALES) -> np.ndarray:
-        return estimates.synthetic("60 layers x t(4)", 60_000, key, scales).reshape(60, 1000)
+        return sidco.synthetic("60 layers x t(4)", 60_000, key, scales).reshape(60, 1000)
 
     first, again, other = layered(KEY), layered(KEY), layered(KEY.at(round=1))
     assert np.array_equal(first, again)
@@ -49,11 +46,10 @@ def test_draws_differ_and_the_scales_of_layers_stay() -> None:
 
 @pytest.mark.long
 def test_a_captured_memory_is_that_of_exact_selection_and_spoils_one_stage() -> None:
-    source = estimates.Source("MLP", "digits", {"hidden": "64"}, 30, 16, 0.2)
-    assert source.marks == (1, 3, 30)
-    rows = estimates.on_gradients(source, 0.01, "global", 0)
-    assert [(r["part"], r["what"], r["step"]) for r in rows] == [
-        ("all layers", what, step) for step in (1, 3, 30) for what in ("alone", "with memory")
+    source = sidco.Source("MLP", "digits", {"hidden": "64"}, 30, 16, 0.2)
+    rows = sidco.on_gradients(source, 0.01, "global", 0)
+    assert [(r["place"], r["what"], r["step"]) for r in rows] == [
+        ("MLP all layers", what, step) for step in (1, 3, 30) for what in ("alone", "with memory")
     ]
     # There is no memory yet in the first step.
     assert rows[0]["fits"] == rows[1]["fits"]
@@ -62,15 +58,15 @@ def test_a_captured_memory_is_that_of_exact_selection_and_spoils_one_stage() -> 
     assert alone["E, M = 1"] > 1.0
     assert remembered["E, M = 1"] < 0.5
     assert 0.5 <= remembered["P, M = 4"] <= 2.0
-    by_layer = estimates.on_gradients(dataclasses.replace(source, steps=1), 0.01, "layer", 0)
-    assert [r["part"] for r in by_layer[::2]] == ["layers.0.weight"]  # the output layer has less than 1024 weights
+    by_layer = sidco.on_gradients(source._replace(steps=1), 0.01, "layer", 0)
+    assert [r["place"] for r in by_layer[::2]] == ["MLP layers.0"]  # the output layer has less than 1024 weights
 
 
 @pytest.mark.long
 def test_the_search_changes_stages_only_where_it_is_allowed_to() -> None:
-    found = estimates.search("t(4)", 10_000, KEY)
-    assert set(found) == set(estimates.SEARCHES)
-    assert all(len(s["stages"]) == len(s["achieved"]) == estimates.PERIODS for s in found.values())
+    found = sidco.search("t(4)", 10_000, KEY)
+    assert set(found) == set(sidco.SEARCHES)
+    assert all(len(s["stages"]) == len(s["achieved"]) == sidco.PERIODS for s in found.values())
     assert set(found["fixed, E at 1"]["stages"]) == {1}
     assert set(found["fixed, P at 4"]["stages"]) == {4}
     # Fewer stages after too many selected: the fewest is one.
@@ -81,15 +77,15 @@ def test_the_search_changes_stages_only_where_it_is_allowed_to() -> None:
 
 @pytest.mark.long
 def test_with_memory_one_stage_selects_ever_less_and_the_search_helps() -> None:
-    found = estimates.search(f"t(4){estimates.REMEMBERED}", 10_000, KEY)
+    found = sidco.search(f"t(4){sidco.REMEMBERED}", 10_000, KEY)
     assert found["fixed, E at 1"]["achieved"][-1] < 0.3
     assert found["published, E from 1"]["stages"][-1] > 1
     assert found["published, E from 1"]["achieved"][-1] > 0.4
 
 
 def test_exact_selection_and_estimates_are_timed_at_every_density() -> None:
-    times = estimates.timing(10_000, 1, KEY)
-    assert {name.rpartition("/")[2] for name in times} == {f"{d:g}" for d in estimates.DENSITIES}
+    times = sidco.timing(10_000, 1, KEY)
+    assert {name.rpartition("/")[2] for name in times} == {f"{d:g}" for d in sidco.DENSITIES}
     assert {"exact", "torch.topk", "P, M = 2"} <= {name.rpartition("/")[0] for name in times}
     assert all(value >= 0.0 for value in times.values())
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -23,8 +29,6 @@ from fedcomp.experiments.studies.slow_link import (
     TRAINED,
 )
 from fedcomp.experiments.tables import findings as findings_of
-
-pytestmark = pytest.mark.engines
 
 ASKED = {"hidden": 16, "seed": 0, "rounds": 30, "steps": 8, "rate": 0.1, "target": 80.0}
 
@@ -59,7 +63,7 @@ def test_the_validation_split_is_apart_from_what_is_trained_on_and_from_the_test
 
 def test_a_model_has_the_size_that_was_asked_for() -> None:
     for size in (2e5, 8e5, 4e6):
-        held = sum(array.numpy().nbytes for array in slow.begin(0, slow.hidden_of(size)).values())
+        held = sum(array.numpy().nbytes for array in slow.begin(0, module.hidden_of(size)).values())
         assert held == pytest.approx(size, rel=1e-3)
 
 
@@ -95,7 +99,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, *assignments: str, **changes: Any)
         return {"line": accuracies, "needed": 9 if tuning and rate != 0.1 else 4}
 
     def over_link(row: str, kbit: float, hidden: int, rate: float, *, config: Any, needed: Any) -> Any:
-        tuned = hidden not in (EMPTY, slow.hidden_of(module.LARGE))
+        tuned = hidden not in (EMPTY, module.hidden_of(module.LARGE))
         assert needed.get((row, hidden)) == (4 if tuned else None)
         assert rate == (0.02 if hidden == EMPTY and "steps=0.02,0.1" in assignments else 0.1)
         period = {FEDAVG: 60.0, STOCK: 300.0, BOTH: 4.0}.get(row, 20.0)
@@ -189,25 +193,39 @@ def test_without_stock_flower_its_claim_alone_is_skipped(monkeypatch: pytest.Mon
 REASON = unavailable()
 
 
-@pytest.mark.skipif(bool(REASON), reason=REASON)
-@pytest.mark.long
-def test_a_training_is_ended_when_its_pace_shows_that_it_comes_too_late() -> None:
-    asked = {**ASKED, "row": BOTH, "hidden": 2, "rounds": 200, "target": 101.0}
-    found = slow.linked(
-        slow.Training(**asked), rate=1e7, down=None, limit=90.0, settings=module.settings(1e4), needed=1e6
-    )
-    assert found["error"] == "not in 90 s"
-    assert len(found["line"]) >= links.ENOUGH
-    assert found["seconds"] < 80.0
+@pytest.mark.parametrize(("needed", "rounds"), [(None, 200), (1e6, 3), (100.0, 200)])
+def test_a_training_is_ended_when_its_pace_shows_that_it_comes_too_late(
+    needed: float | None, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a million rounds as soon as the pace is known; else at the limit, and here the training is there before."""
+
+    def run_app(config: object, *, watch: Callable[[], None], **others: object) -> str:
+        """End a round every tenth of a second of the clock that is written."""
+        line: list[list[float]] = []
+        for number in range(1, 201):
+            line.append([0.1 * number, 50.0])
+            (tmp_path / slow.FILE).write_text(json.dumps({"began": time.time(), "line": line}))
+            watch()
+        return ""
+
+    deployment = MagicMock(folder=tmp_path, home=lambda name: tmp_path, run_app=run_app)
+    deployment.runs.return_value = [{"status": "finished:completed"}]
+    made = MagicMock()
+    made.__enter__.return_value.name.return_value = "hub"
+    monkeypatch.setattr(slow, "SlowLinks", lambda *_, **__: made)
+    monkeypatch.setattr(slow, "counted", lambda hub: {0: dict.fromkeys(links.COUNTED, 1)})
+    monkeypatch.setattr("fedcomp.experiments.engines.linked.LinkedDeployment", lambda *_, **__: nullcontext(deployment))
+    found = slow.linked({**ASKED, "row": BOTH}, rate=1e7, down=None, limit=90.0, settings={}, needed=needed)
+    assert len(found["line"]) == rounds
+    assert found["error"] == ("not in 90 s" if rounds == links.ENOUGH else "")
 
 
+@pytest.mark.engines
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 @pytest.mark.long
 def test_a_training_over_links_is_that_of_this_process_and_its_bytes_have_names() -> None:
     asked = {**ASKED, "row": BOTH, "hidden": 200, "rounds": 2, "target": 101.0}
-    found = slow.linked(
-        slow.Training(**asked), rate=1e7, down=None, limit=120.0, settings=module.settings(1e4), idle=3.0
-    )
+    found = slow.linked(asked, rate=1e7, down=None, limit=120.0, settings=module.settings(1e4), idle=3.0)
     assert found["error"] == ""
     np.testing.assert_allclose([point[1] for point in found["line"]], slow.here(**asked)["line"], atol=0.3)
     seen = found["interface"]

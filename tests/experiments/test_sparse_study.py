@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
 from fedcomp.experiments.catalog.sparse_study import EXPERIMENT
 from fedcomp.experiments.studies import sparse_study
+from fedcomp.experiments.tables import Training, planned
 
 
 def test_the_grid_is_complete_and_without_memory_is_another_codec() -> None:
-    names, axes = zip(*sparse_study.axes(EXPERIMENT.configure(quick=True)).items(), strict=True)
-    grid = [dict(zip(names, place, strict=True)) for place in product(*axes)]
-    assert len(grid) == 4 * 2 * 2 * 2 * 2
-    assert len({repr(sparse_study.codec_of(**place)) for place in grid}) == len(grid)
+    config = EXPERIMENT.configure(quick=True)
+    training = Training.of(EXPERIMENT, config)
+    assert len(list(sparse_study.grid(config))) == len(training.rows) - 1 == 4 * 2 * 2 * 2 * 2
+    assert len({repr(planned(training.spec(label), training)[1].to_config()) for label in training.rows}) == 65
 
 
 def test_densities_are_checked_before_anything_runs() -> None:

@@ -58,7 +58,7 @@ def test_a_wrong_run_names_the_nearest(folder: RunFolder, tmp_path: Path) -> Non
         RunFolder.find(tmp_path, folder.name + "x")
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"format": 1}', '{"format": 99}', "[]", "null"])
+@pytest.mark.parametrize("text", ["", "{", '{"format": 2}', '{"format": 99}', "[]", "null"])
 def test_a_damaged_configuration_is_a_typed_error(folder: RunFolder, tmp_path: Path, text: str) -> None:
     (folder.path / "config.json").write_text(text)
     with pytest.raises(StateError, match=r"config\.json"):

@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from flwr.app import Context
-from flwr.serverapp import Grid, ServerApp
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
 from private_rows import small
 from quick_nodes import quicken
 
 from fedcomp.clients.app import app as client
-from fedcomp.experiments import engines
-from fedcomp.experiments.engines import ray
+from fedcomp.experiments import engines, slept
+from fedcomp.experiments.engines import ray, superlink
 from fedcomp.experiments.engines.superlink import Deployment
 from fedcomp.experiments.serve import serve
 from fedcomp.experiments.spec import PRIVACY_FILE, RunResult, RunSpec
 from fedcomp.experiments.systems import SYSTEMS
 from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.rounds import fit
 from fedcomp.privacy.statement import Statement
 
 # All systems share one simulation, whose start is in the time of the first test.
@@ -131,38 +136,55 @@ def ledgers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ledgers")
 
 
+class Either(ClientApp):
+    """The clients of all systems, and those of overlapping rounds, in one simulation."""
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        slow = "variation" in message.content.config_records.get("config", {})
+        return (slept.client if slow else client)(message, context)
+
+
+OVERLAPPING = 6
+"""Rounds."""
+
+
+def overlapping(grid: MeteredGrid, kind: str, **options: int) -> tuple[np.ndarray, int]:
+    """Train with several rounds in flight; return the weights and the number of steps."""
+    strategy = slept.build(kind, options)
+    config = ConfigRecord({"seed": 3, "sleep": 0.01, "variation": 0.0})
+    start = ArrayRecord({"w": Array(np.zeros(slept.SIZE, np.float32))})
+    # Nodes are known to the meter by their partitions once they have answered, which cohorts need before.
+    found = fit(strategy, grid, start, OVERLAPPING, train_config=config)
+    return found.arrays["w"].numpy(), strategy.steps
+
+
 @pytest.fixture(scope="module")
-def on_ray(ledgers: Path) -> dict[str, RunResult]:
+def on_ray(ledgers: Path) -> dict[str, Any]:
     """All of them one after the other on one simulation: its start costs more."""
-    results: dict[str, RunResult] = {}
-    build = ray.server_app.build
+    results: dict[str, Any] = {}
 
-    def preceded(last: RunSpec, **given: Any) -> ServerApp:
-        app, own = ServerApp(), build(last, **given)
-
-        @app.main()
-        def main(grid: Grid, context: Context) -> None:
-            for name in ("fedavg", *ROWS[1:], *EARLY):
-                results[name] = serve(spec(name, "ray"), grid)
-            results["edad"] = serve(edad("ray"), grid)
-            results["still"] = serve(still("ray"), grid)
-            for name in GOSSIP:
-                results[name] = serve(gossip(name, "ray"), grid)
-            for name in PRIVATE:
-                kept = ledgers / f"{name}.jsonl"
-                results[name] = serve(
-                    small(name, engine="ray", clients=2, budget=BUDGETS.get(name, 0.0)), grid, privacy=kept
-                )
-            results["coded-linear"] = serve(linear("ray"), grid)
-            results["datalens"] = serve(datalens("ray"), grid)
-            results["skewed-gcn"] = serve(on_graph("ray"), grid)
-            # The last one as the engine itself serves it.
-            own(grid, context)
-
-        return app
+    def preceded(last: RunSpec, grid: Grid, **given: Any) -> RunResult:
+        results["pipelined"] = overlapping(MeteredGrid(grid), "pipelined", width=2)
+        results["buffered"] = overlapping(MeteredGrid(grid), "buffered", concurrency=2, buffer=1)
+        for name in ("fedavg", *ROWS[1:], *EARLY):
+            results[name] = serve(spec(name, "ray"), grid)
+        results["edad"] = serve(edad("ray"), grid)
+        results["still"] = serve(still("ray"), grid)
+        for name in GOSSIP:
+            results[name] = serve(gossip(name, "ray"), grid)
+        for name in PRIVATE:
+            kept = ledgers / f"{name}.jsonl"
+            one = small(name, engine="ray", clients=2, budget=BUDGETS.get(name, 0.0))
+            results[name] = serve(one, grid, privacy=kept)
+        results["coded-linear"] = serve(linear("ray"), grid)
+        results["datalens"] = serve(datalens("ray"), grid)
+        results["skewed-gcn"] = serve(on_graph("ray"), grid)
+        # The last one as the engine itself serves it.
+        return serve(last, grid, **given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray.server_app, "build", preceded)
+        patch.setattr(ray, "serve", preceded)
+        patch.setattr(ray, "client_app", Either())
         results[ROWS[0]] = engines.run(spec(ROWS[0], "ray"))
     return results
 
@@ -173,8 +195,30 @@ def test_messages_on_ray_are_as_long_as_in_this_process(name: str, on_ray: dict[
     here, there = engines.run(spec(name)), on_ray[name]
     assert there.spec == spec(name, "ray")
     same(here, there)
-    assert there.uplink_wire_bytes == pytest.approx(here.uplink_wire_bytes, rel=0.01)
-    assert there.downlink_wire_bytes == pytest.approx(here.downlink_wire_bytes, rel=0.01)
+    for column in ("round", "node", "direction", "message_type"):
+        for value in ("messages", "payload"):
+            assert here.ledger.by(column, value) == there.ledger.by(column, value)
+        # Run, node and task ids are random numbers of variable length, twice per message; nothing else differs.
+        wire, messages = here.ledger.by(column, "wire"), here.ledger.by(column, "messages")
+        assert all(abs(there.ledger.by(column, "wire")[k] - wire[k]) <= 16 * messages[k] for k in wire)
+
+
+@pytest.mark.long
+def test_overlapping_rounds_give_the_same_bits_on_ray(on_ray: dict[str, Any]) -> None:
+    """By cohorts, so that no client's state is written twice at a time."""
+
+    class Reversed(MeteredGrid):
+        def get_node_ids(self) -> list[int]:
+            return list(reversed(list(super().get_node_ids())))
+
+    # Which node is in which cohort is the engine's order; the two recursions it may give are known.
+    known = []
+    for kind in (MeteredGrid, Reversed):
+        with InProcessGrid(slept.client, 2, seed=3) as grid:
+            known.append(overlapping(kind(grid), "pipelined", width=2)[0])
+    assert any(np.array_equal(on_ray["pipelined"][0], each) for each in known)
+    # Whose updates come first is Ray's matter; that each step has one, and every client its turn, is not.
+    assert on_ray["buffered"][1] == OVERLAPPING
 
 
 @pytest.mark.long
@@ -265,8 +309,12 @@ def test_whoever_answers_first_on_ray_gives_the_same_bits(name: str, on_ray: dic
     assert there.uplink_payload_bytes <= here.uplink_payload_bytes
 
 
+STEPPED = {f"width {w}": {"kind": "pipelined", "options": {"width": w}, "rounds": OVERLAPPING} for w in (1, 2)}
+BUFFERED = {"kind": "buffered", "options": {"concurrency": 2, "buffer": 1}, "rounds": OVERLAPPING}
+
+
 @pytest.fixture(scope="module")
-def deployed(tmp_path_factory: pytest.TempPathFactory, ledgers: Path) -> dict[str, RunResult]:
+def deployed(tmp_path_factory: pytest.TempPathFactory, ledgers: Path) -> dict[str, Any]:
     """Systems one after the other in one run: each message costs a process, the start of a run five of them."""
     asked = [*(spec(name, "superlink") for name in DEPLOYED), linear("superlink"), edad("superlink")]
     asked += [small(DEPLOYED_PRIVATE, engine="superlink", clients=2, budget=BUDGETS[DEPLOYED_PRIVATE])]
@@ -278,10 +326,28 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, ledgers: Path) -> dict[st
         with Deployment(2, peers=True) as deployment:
             out, specs = deployment.home("out"), deployment.folder / "specs.json"
             specs.write_text(json.dumps([one.to_run_config() for one in asked]), encoding="utf-8")
-            deployment.run_app({"specs": str(specs), "out": str(out)}, limit=400, project=APP)
+            deployment.run_app({"specs": str(specs), "out": str(out)}, limit=900, project=APP)
             assert deployment.runs()[0]["status"] == "finished:completed", deployment.logs(40)
             shutil.copy(out / DEPLOYED_PRIVATE / PRIVACY_FILE, ledgers / "deployed")
-            return {one.system: RunResult.load(out / one.system) for one in asked}
+            found: dict[str, Any] = {one.system: RunResult.load(out / one.system) for one in asked}
+            # And rounds in flight at a time, with the nodes that are there.
+            patch.setattr(superlink, "Deployment", lambda nodes: nullcontext(deployment))
+            rows = {**STEPPED, "buffered": BUFFERED}
+            return found | slept.deployed(rows, nodes=2, seed=3, sleep=0.01, variation=0.0, work=0.0, limit=900)
+
+
+@pytest.mark.long
+def test_9_a_superlink_gives_the_recursion_of_overlapping_rounds(deployed: dict[str, Any]) -> None:
+    """With two in flight updates are one step old: the second was sent before the first was in the model."""
+    orders = ((0, 1), (1, 0))
+    expected = [[slept.recursion(3, order, OVERLAPPING, width) for order in orders] for width in (1, 2)]
+    assert not np.allclose(expected[0][0], expected[1][0], rtol=0, atol=1e-3)
+    for width, either in enumerate(expected, 1):
+        # Which node connects first, and is in the first cohort, is chance.
+        found = deployed[f"width {width}"]
+        assert any(np.allclose(found["weights"], each, rtol=0, atol=1e-5) for each in either)
+        assert found["used"] == 2 * OVERLAPPING // width
+    assert deployed["buffered"]["steps"] == OVERLAPPING
 
 
 @pytest.mark.long

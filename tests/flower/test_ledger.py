@@ -21,7 +21,6 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger, TrafficLedgerError, wire_bytes
 from fedcomp.flower.metered import MeteredGrid, addressed, join
 from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, payload_bytes
-from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
 
 
@@ -492,42 +491,3 @@ def test_replies_are_joined_by_what_is_known_first_and_claimed_second() -> None:
     for arrived in (replies, replies[::-1]):
         joined = join(addressed(sent), arrived, {14: 9}.get)
         assert [reply.metadata.src_node_id for reply in joined] == [11, 12, 14, 13, 15]
-
-
-@pytest.mark.engines
-@pytest.mark.slow
-def test_ray_and_the_in_process_engine_agree_on_results_and_on_bytes() -> None:
-    from flwr.serverapp import ServerApp
-    from flwr.simulation import run_simulation
-
-    nodes, rounds = 4, 3
-    # Flower's simulation registers its nodes one by one; a round must not start before all are there.
-    options = {"min_train_nodes": nodes, "min_evaluate_nodes": nodes, "min_available_nodes": nodes}
-    runs = []
-    server = ServerApp()
-
-    @server.main()
-    def main(grid: Grid, context: Context) -> None:
-        metered = MeteredGrid(grid)
-        runs.append((fit(fedavg(**options), metered, model(), rounds), metered.ledger))
-
-    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-    try:
-        run_simulation(server, client_app(), num_supernodes=nodes, backend_config=resources)
-    finally:
-        import ray
-
-        ray.shutdown()
-    with InProcessGrid(client_app(), nodes) as engine:
-        metered = MeteredGrid(engine)
-        runs.append((fit(fedavg(**options), metered, model(), rounds), metered.ledger))
-
-    (simulated, theirs), (in_process, ours) = runs
-    assert simulated.arrays == in_process.arrays
-    assert simulated.train_metrics_clientapp == in_process.train_metrics_clientapp
-    for column in ("round", "node", "direction", "message_type"):
-        for value in ("messages", "payload"):
-            assert ours.by(column, value) == theirs.by(column, value)
-        # Run, node and task ids are random numbers of variable length, twice per message; nothing else differs.
-        wire, messages = ours.by(column, "wire"), ours.by(column, "messages")
-        assert all(abs(theirs.by(column, "wire")[k] - wire[k]) <= 16 * messages[k] for k in wire)

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from fedcomp.experiments.bench import kernels
-from fedcomp.experiments.bench import sparsifiers as other
 from fedcomp.experiments.bench.readpass import LAYERS, layered
-from fedcomp.experiments.bench.worst import worst
 from fedcomp.kernels import select_bins
 from fedcomp.measuring import Case, Claim, Found, Times, run
 
@@ -40,11 +38,11 @@ def test_noise_that_scales_everything_cancels_and_a_slow_kernel_fails_its_claims
 def test_the_other_sparsifiers_fail_when_slow() -> None:
     """At the measured figures every claim holds, beyond the slack every bound fails, and so does torch's at last."""
     vector = layered(1000)
-    density, bins = other.of_density(vector, 1, 0.01), other.adaptive(vector, 1, 50)
+    density, bins = kernels.of_density(vector, 1, 0.01), kernels.adaptive(vector, 1, 50)
     for slow, failed_bounds, failed_peers in ((1.0, 0, 0), (1.4, 6, 0), (11.0, 6, 4)):
-        figures = {name: slow * figure for name, figure in other.FIGURES[0.01].items()}
+        figures = {name: slow * figure for name, figure in kernels.FIGURES[0.01].items()}
         found = claims(density, figures | {f"{name}, torch": 40.0 for name in figures})
-        found += claims(bins, {"AdaComp select": slow * other.ADAPTIVE[50][0], "AdaComp step": slow * 6.0})
+        found += claims(bins, {"AdaComp select": slow * kernels.ADAPTIVE[50][0], "AdaComp step": slow * 6.0})
         assert len(found) == 10
         assert all(claim.gate for claim in found)
         failed = [claim.name for claim in found if not claim.ok]
@@ -61,7 +59,7 @@ def test_every_case_is_measured_and_goals_are_claimed_of_the_whole_vector(monkey
         monkeypatch.setattr(kernels, name, value)
     told: list[str] = []
     found = run(kernels.cases(True), say=told.append)
-    assert len(told) == len(kernels.RANKED) + 1 + 2 + 3 + len(other.FIGURES) + len(other.ADAPTIVE) + 2
+    assert len(told) == len(kernels.RANKED) + 1 + 2 + 3 + len(kernels.FIGURES) + len(kernels.ADAPTIVE) + 2
     for density in kernels.RANKED:
         methods = {row["method"] for row in found.rows if row.get("density") == density}
         assert methods >= {"read pass", "top-k", "error feedback", "scatter-add", "torch.topk", "chunk top-1"}
@@ -92,7 +90,7 @@ def test_without_torch_what_is_compared_with_it_is_not_measured(monkeypatch: pyt
 @pytest.mark.long
 def test_inputs_that_are_hard_to_rank_are_measured_beside_the_usual() -> None:
     """A row for every input at every density; claims are about the slowest of them."""
-    found = run(worst(layered(30_000), 1))
+    found = run(kernels.worst(layered(30_000), 1))
     assert len({row["input"] for row in found.rows}) == 10
     assert len(found.rows) == 10 * 2
     assert len(found.claims) == 8
@@ -108,9 +106,9 @@ def test_the_torch_forms_do_the_same() -> None:
     vector = layered(60_003)
     tensor = torch.from_numpy(vector)
     for length in (10, 100, 1000):
-        np.testing.assert_array_equal(other.chunks_torch(tensor, length).numpy(), select_bins(vector, length))
+        np.testing.assert_array_equal(kernels.chunks_torch(tensor, length).numpy(), select_bins(vector, length))
     for stages in (1, 2, 4):
-        ours, theirs = other.sidco(vector, 0.01, stages), other.sidco_torch(tensor, 0.01, stages).numpy()
+        ours, theirs = kernels.sidco(vector, 0.01, stages), kernels.sidco_torch(tensor, 0.01, stages).numpy()
         assert ours.size > 100
         # Their means are float32 sums: thresholds differ in the last digits.
         assert np.setxor1d(ours, theirs).size <= 2

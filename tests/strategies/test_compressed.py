@@ -20,11 +20,12 @@ from flwr.serverapp.strategy import (
     Krum,
     MultiKrum,
 )
-from toy import client_app, fedavg, model, stack, update
+from toy import client_app, fedavg, model, put_sent_frame, stack, update
 
+from fedcomp import wire
 from fedcomp.clients import programs
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import EDEN, QSGD, Clip, Codec, Identity, TopK, chain
+from fedcomp.codecs import DGC, EDEN, QSGD, Clip, Codec, Identity, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower import asks
@@ -258,3 +259,22 @@ def test_a_policy_of_ones_own_travels_to_the_clients() -> None:
     result, _ = run(strategy, rounds=1, nodes=1)
     assert np.count_nonzero(result.arrays["weight"].numpy()) == 300
     np.testing.assert_array_equal(result.arrays["bias"].numpy(), update(1, 0, (12,), 1))
+
+
+def test_a_client_cannot_go_on_with_the_first_rounds_density() -> None:
+    """After the warm-up as many values as in it are refused, although they would still open."""
+    honest = client_app([compression()])
+
+    def app(msg: Message, context: Context) -> Message:
+        reply = honest(msg, context)
+        if context.node_config["partition-id"] == 1:
+            many = [wire.sparse((1200,), np.arange(120), np.ones(120, np.float32)), wire.dense(np.ones(12, np.float32))]
+            put_sent_frame(reply.content, wire.encode(many))
+        return reply
+
+    grid = InProcessGrid(app, 3, seed=4)
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), DGC(0.01, warmup=1), policy=SmallDense())
+    strategy.start(MeteredGrid(grid, TrafficLedger()), model(), num_rounds=3, timeout=9)
+    assert [r.compressed for r in strategy.reports.values()] == [3, 2, 2]
+    reasons = [reason for r in strategy.reports.values() for reason in r.refused.values()]
+    assert all("120 values, round" in reason and "allows 12" in reason for reason in reasons)

@@ -82,17 +82,10 @@ def residual(context: Context, strategy: Compressed, node: int) -> np.ndarray:
     return in_order(layout, program_runs.owed(strategy, context, node, layout).astype(np.float32))
 
 
-def memory_of(state: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the one model-sized float32 array in a feedback state without momentum."""
-    found = [v for v in state.values() if v.shape == (1212,)]
-    assert len(found) == 1, {k: v.shape for k, v in state.items()}
-    return found[0]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("error_state", ["discard", pytest.param("keep", marks=pytest.mark.long)])
+@pytest.mark.parametrize("error_state", ["discard", "keep"])
 def test_conservation_under_faults(error_state: str) -> None:
-    """10 clients, 120 rounds, 10 % each of lost, duplicated, late and crashed, nodes wiped at random.
+    """10 clients, 48 rounds, 10 % each of lost, duplicated, late and crashed, nodes wiped at random.
 
     For every life of every node: updates made = delivered + owed, exactly.
     """
@@ -116,7 +109,7 @@ def test_conservation_under_faults(error_state: str) -> None:
         owed[partition[node]] += residual(context, strategy, node)
 
     wipes = 0
-    for round_ in range(1, 121):
+    for round_ in range(1, 49):
         # The bare Grid: a MeteredGrid would remove the duplicates before the strategy sees them.
         replies = grid.send_and_receive(strategy.configure_train(round_, arrays, ConfigRecord(), grid), timeout=9)
         new, _ = strategy.aggregate_train(round_, replies)
@@ -129,12 +122,12 @@ def test_conservation_under_faults(error_state: str) -> None:
     for node in nodes:
         settle(node)
 
-    assert wipes >= 6
+    assert wipes >= 2
     reports = strategy.reports.values()
-    assert sum(r.lost for r in reports) > 60
-    assert sum(len(r.refused) for r in reports) > 60
-    assert sum(len(r.rolled_back) for r in reports) > 60
-    assert sum(r.duplicates for r in reports) > 30
+    assert sum(r.lost for r in reports) > 24
+    assert sum(len(r.refused) for r in reports) > 24
+    assert sum(len(r.rolled_back) for r in reports) > 24
+    assert sum(r.duplicates for r in reports) > 12
     for p in range(10):
         np.testing.assert_array_equal(inner.delivered[p] + owed[p], made[p])
     np.testing.assert_array_equal(stack(arrays), sum(inner.delivered.values()))
@@ -151,7 +144,7 @@ def test_replicas_never_diverge_silently() -> None:
     arrays = model()
     nodes = list(grid.get_node_ids())
     full = 0
-    for round_ in range(1, 61):
+    for round_ in range(1, 41):
         messages = list(strategy.configure_train(round_, arrays, ConfigRecord(), metered))
         full += sum(1 for m in messages if len(m.content.array_records))
         reference = ArrayRecord(
@@ -172,7 +165,7 @@ def test_replicas_never_diverge_silently() -> None:
                 grid.wipe(node)
     resyncs = [r for report in strategy.reports.values() for r in report.refused.values() if "resync" in r]
     assert resyncs, "no wiped node ever asked for a full model: the faults did not reach the code"
-    assert 10 < full < 60, "full models go to new and resynchronised nodes only"
+    assert 10 < full < 40, "full models go to new and resynchronised nodes only"
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["used", "lost"])
@@ -238,32 +231,12 @@ LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()}, Sma
 NODES = 4
 
 
-class Added(FedAvg):
-    """Adds every update to the model, unweighted: what was delivered is the model itself."""
-
-    def __init__(self) -> None:
-        super().__init__(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0)
-        self.base = model()
-
-    def configure_train(self, server_round: int, arrays: ArrayRecord, config: Any, grid: Any) -> Any:
-        self.base = arrays
-        return super().configure_train(server_round, arrays, config, grid)
-
-    def aggregate_train(self, server_round: int, replies: Any) -> Any:
-        total = {name: array.numpy().astype(np.float64) for name, array in self.base.items()}
-        for reply in replies:
-            if not reply.has_error():
-                record = next(iter(reply.content.array_records.values()))
-                total = {k: v + record[k].numpy() - self.base[k].numpy() for k, v in total.items()}
-        return ArrayRecord({k: Array(v.astype(np.float32)) for k, v in total.items()}), None
-
-
 def compressed() -> Compressed:
-    return Compressed(Added(), TopK(density=0.05), policy=SmallDense())
+    return Compressed(Sum(), TopK(density=0.05), policy=SmallDense())
 
 
 def downlink() -> Compressed:
-    return Compressed(Added(), TopK(density=0.05), TopK(density=0.1), policy=SmallDense())
+    return Compressed(Sum(), TopK(density=0.05), TopK(density=0.1), policy=SmallDense())
 
 
 class Watching(PlainGrid):
@@ -300,11 +273,7 @@ class World:
         contexts = [(node, self.engine.context(node)) for node in self.engine.get_node_ids()]
         made = sum(context.state.array_records["toy.sum"]["sum"].numpy() for _, context in contexts)
         left = sum(owed(strategy, context, node, LAYOUT) for node, context in contexts)
-        return made - self.natural(left)
-
-    def natural(self, vector: Any) -> np.ndarray:
-        """Return a layout vector in the model's own order."""
-        return np.concatenate([np.ravel(v).astype(np.float64) for v in LAYOUT.unflatten(np.float32(vector)).values()])
+        return made - in_order(LAYOUT, np.float32(left))
 
 
 def run_until(world: World, strategy: Any, path: Path, *, saved: int, killed: int, start: int = 1, arrays=None) -> None:

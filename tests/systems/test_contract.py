@@ -573,11 +573,16 @@ def conserves(entry: Entry, kind: str) -> None:
     assert all(plan.happened.get(each, 0) > 0 for each in kinds if each != "second" or entry.exchanges > 1)
 
 
-@every
-@pytest.mark.parametrize("kind", [*(kind for kind in FAULTS if kind != "second"), "all"])
+@among(lambda entry: not entry.another)
+@pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != "second"])
 def test_conserves_what_was_made(entry: Entry, kind: str) -> None:
     """Made = delivered + residual."""
     conserves(entry, kind)
+
+
+@every
+def test_conserves_what_was_made_under_all_faults(entry: Entry) -> None:
+    conserves(entry, "all")
 
 
 @among(lambda entry: entry.exchanges > 1)
@@ -705,7 +710,7 @@ class Hostile(Books):
 
 
 def attacked(entry: Entry, spoil: Spoil, rounds: int = 5) -> set[int]:
-    """Require that what node 2 answers harms nobody else; return whether it was used, as the set of it or nobody."""
+    """Require that what node 2 answers harms nobody else; return the rounds in which it was used."""
     driver = local(entry)
     driver.__class__, driver.spoil = Hostile, spoil
     used: set[int] = set()
@@ -716,7 +721,7 @@ def attacked(entry: Entry, spoil: Spoil, rounds: int = 5) -> set[int]:
         assert step is not None
         assert entry.early or {0, 1, 3, 4} <= set(step.consumed)
         assert set(step.consumed) <= {0, 1, 2, 3, 4}
-        used |= set(step.consumed) & {2}
+        used |= {number} if 2 in step.consumed else set()
     if entry.exchanges == 1 and not used:
         # What is refused is as good as lost, for the model and for all others.
         lost = run(local(entry, fault=lambda number, node, exchange: "lost" if node == 2 else ""), rounds)
@@ -727,12 +732,29 @@ def attacked(entry: Entry, spoil: Spoil, rounds: int = 5) -> set[int]:
 WEIGHTS = ("infinite", "negative", "nan", "heavy")
 
 
-@sums
+def useless(entry: Entry, how: str) -> bool:
+    """Whether nothing of an answer that was spoilt like this can be used."""
+    # What travels by way of others is not in its sender's answer to spoil.
+    return not entry.posts and how in ("nothing", "empty", "misnamed", *(WEIGHTS if entry.weighs else ()))
+
+
+@among(lambda entry: entry.sums and not entry.another)
 @pytest.mark.parametrize("how", [name for name, _ in spoilt()])
 def test_hostile_answers_harm_nobody_else(entry: Entry, how: str) -> None:
     used = attacked(entry, dict(spoilt())[how])
-    # What travels by way of others is not in its sender's answer to spoil.
-    assert not used or entry.posts or how not in ("nothing", "empty", "misnamed", *(WEIGHTS if entry.weighs else ()))
+    assert not used or not useless(entry, how)
+
+
+@among(lambda entry: entry.sums and entry.another)
+def test_hostile_answers_of_all_kinds_in_turn_harm_nobody_else(entry: Entry) -> None:
+    """In every second round one, so that there are honest answers between them."""
+    ways = list(spoilt())
+
+    def spoil(answer: Answer, number: int) -> Answer:
+        return answer if number % 2 else ways[number // 2 - 1][1](answer, number)
+
+    used = attacked(entry, spoil, 2 * len(ways))
+    assert not any(number % 2 == 0 and useless(entry, ways[number // 2 - 1][0]) for number in used)
 
 
 @sums
@@ -767,13 +789,22 @@ def extremes(rule: Any) -> list[Any]:
             return False
         return True
 
-    return [value for value in tries if taken(value)]
+    found = [value for value in tries if taken(value)]
+    numbers = sorted({value for value in found if isinstance(value, (int, float)) and value not in (0, 1)})
+    near = [value for value in dict.fromkeys(found) if value not in numbers]
+    outer = [*numbers[:1], *[value for value in numbers if abs(value) < 1][:1], *numbers[-1:]]
+    return list(dict.fromkeys([*outer, *near]))
 
 
-@sums
+SPEAKING = {type(entry.system): entry for entry in sorted(ENTRIES.values(), key=lambda entry: entry.another)[::-1]}
+"""One entry of each system, of every day where there is one: others say the same words."""
+
+
+@among(lambda entry: entry.sums and SPEAKING[type(entry.system)] is entry)
 def test_extreme_words_harm_nobody_else(entry: Entry) -> None:
     """Whatever a client says that the rules allow."""
-    for kind in entry.system.SAYS:
+    said = {type(reply.answer.say): None for _, reply in run(local(entry)).passed if reply.answer.say is not None}
+    for kind in said:
         for name, rule in rules_of(kind).items():
             for value in extremes(rule):
 
@@ -840,7 +871,7 @@ def bfloat16(vector: Vector) -> Vector:
     return (vector.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-@sums
+@among(lambda entry: entry.sums and not entry.another)
 @pytest.mark.parametrize("kind", ["float64", "float16", "bfloat16"])
 def test_models_of_other_dtypes(entry: Entry, kind: str) -> None:
     dtype = "float32" if kind == "bfloat16" else kind

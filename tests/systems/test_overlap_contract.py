@@ -109,7 +109,7 @@ def run(
 def cases() -> list[Any]:
     found = []
     for name, entry in STATELESS.items():
-        for how in ("width 1", "width 2", "width 3", *["buffered"] * (entry.exchanges == 1)):
+        for how in ("width 2", *["width 3"] * (not entry.another), *["buffered"] * (entry.exchanges == 1)):
             daily = (name, how) in (("pair-topk", "width 2"), ("shared-support", "width 3"))
             found.append(pytest.param(entry, how, id=f"{name}, {how}", marks=() if daily else pytest.mark.long))
     return found

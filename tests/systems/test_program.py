@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fedcomp.layout import Layout, TensorSpec
-from fedcomp.program import Now, Step
+from fedcomp.codecs import TopK
+from fedcomp.layout import Layout, TensorSpec, Update
+from fedcomp.program import Given, Mean, Now, Step
 from fedcomp.rng import Key
 
 LAYOUT = Layout(
@@ -46,6 +47,22 @@ def test_what_is_held_back_and_what_does_not_go_down_at_all_is_noted() -> None:
         assert notes == ["the mean is not finite: the model is unchanged"]
     nothing, _ = down([3e38, 0.0, 0.0, 0.0, 0.0], 2.0)
     assert nothing is None
+
+
+def test_a_sum_of_updates_needs_no_model() -> None:
+    """A vector of the model is a pass over it and its size in memory, for nothing."""
+
+    def start() -> Any:
+        raise AssertionError("the model was asked for")
+
+    here = replace(now()[0], start=start, rule=Mean())
+    codec = TopK(density=0.5)
+    update = Update(np.array([1.0, 0.0, 4.0, 0.0, 2.0], np.float32), LAYOUT)
+    given = [Given(n, 1.0, codec.encode(update, None, here.key("uplink", n))[0]) for n in (0, 1)]
+    step = here.total(codec, given)
+    assert step is not None
+    assert step.change is not None
+    assert step.change[2] == 4.0
 
 
 def test_halves_cannot_change_what_they_are_told() -> None:

@@ -20,7 +20,7 @@ from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
 from fedcomp.strategies.gossip.strategy import GossipRelay
 
-NODES = 4
+NODES = 3
 
 
 class Pull:

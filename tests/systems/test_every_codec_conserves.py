@@ -1,0 +1,129 @@
+"""Every compressor in a pair loses nothing of what is lost, late, doubled, damaged or broken on the way.
+
+On the driver in memory, as the contract; over messages the pair is the same bit for bit (``test_over_messages.py``).
+"""
+
+from __future__ import annotations
+
+import pytest
+from registry import ROUNDED, Entry
+from test_contract import conserves
+
+from fedcomp.codecs import (
+    DCT,
+    DGC,
+    EDEN,
+    FFT,
+    STC,
+    AdaComp,
+    Auto,
+    ChunkTop1,
+    ChunkTopK,
+    Clip,
+    Codec,
+    Dithering,
+    Domain,
+    ErrorFeedback,
+    Factors,
+    FixedPoint,
+    KeyRegion,
+    LowRank,
+    ModularSum,
+    NaturalCompression,
+    NormSign,
+    RandomBlock,
+    RandomK,
+    RandomProjection,
+    Rotation,
+    ScaledSign,
+    SIDCo,
+    SignSGD,
+    TernGrad,
+    Threshold,
+    TopK,
+    chain,
+    known,
+)
+from fedcomp.systems.pair import Pair
+
+# Whatever they send of integer updates is integers: nothing is rounded anywhere.
+EXACT: tuple[Codec, ...] = (
+    TopK(0.02, warmup=10),
+    RandomBlock(0.05),
+    ChunkTop1(0.02),
+    ChunkTopK(0.02, chunk=256),
+    Threshold(1500.0),
+    SIDCo(0.02, scope="layer"),
+    KeyRegion(),
+    DGC(0.02, momentum=0.0, warmup=10),
+    FixedPoint(RandomK(0.05), clip=2.0**12, levels=2**11),
+)
+# They send a common magnitude or transform: each sum with the memory rounds.
+NEAR: tuple[Codec, ...] = (
+    AdaComp(bin=50),
+    ModularSum(RandomK(0.05), clip=2.0**12, levels=2**11, summands=1),
+    ScaledSign(),
+    STC(0.02),
+    TopK(0.02, values="q2"),
+    TernGrad(clip=2.5),
+    EDEN(2, scale="least"),
+    Auto(4.0, feedback=True),
+    RandomProjection(64, scale="least"),
+    Domain(DCT(16), TopK(0.02)),
+    Domain(Rotation(), TopK(0.02, values="q4")),
+    FFT(0.05),
+    LowRank(2),
+    Factors(rank=2),
+)
+# Without memory, or with momentum in it, where conservation is not about the updates.
+OTHERS: tuple[Codec, ...] = (
+    TernGrad(),
+    Dithering(4),
+    NormSign(),
+    NaturalCompression(),
+    RandomBlock(0.2, unbiased=True),
+    EDEN(1),
+    Auto(1.0),
+    Domain(DCT(16), RandomK(0.2, unbiased=True)),
+    SignSGD(0.5),
+    chain(Clip(2000.0), SignSGD(0.5)),
+    DGC(0.02, momentum=0.5, nesterov=True, warmup=3, clip=1e4, clients=4),
+    EDEN(bits=2),
+    RandomProjection(64),
+    Domain(DCT(chunk=64), TernGrad()),
+    FFT(0.1, order="HWDF", schedule=((1, 0.1), (5, 0.5), (15, 1.0))),
+)
+
+
+def test_every_new_codec_is_here() -> None:
+    def ids(codec: Codec) -> set[str]:
+        return {codec.codec_id, *(ids(codec.codec) if codec.codec_id in ("feedback", "chain") else ())}
+
+    here = set().union(*map(ids, (*EXACT, *NEAR, *OTHERS)))
+    elsewhere = {
+        "bounded",
+        "chain",
+        "feedback",
+        "gradiveq",
+        "identity",
+        "lgc",
+        "power-sgd",
+        "qsgd",
+        "randomk",
+        "replay",
+        "scalecom",
+        "topagg",
+    }
+    assert here | elsewhere >= set(known())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", EXACT, ids=repr)
+def test_nothing_is_lost(codec: Codec) -> None:
+    conserves(Entry(Pair(codec if codec.remembers else ErrorFeedback(codec)), law=0.0), "all")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", NEAR, ids=repr)
+def test_nothing_is_lost_but_roundings(codec: Codec) -> None:
+    conserves(Entry(Pair(codec if codec.remembers else ErrorFeedback(codec)), law=ROUNDED), "all")
