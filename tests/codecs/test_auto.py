@@ -354,3 +354,25 @@ def test_what_cannot_hold_is_refused() -> None:
     for bits in (0.0, 17.0, math.nan):
         with pytest.raises(ConfigError):
             Auto(bits)
+
+
+@pytest.mark.slow
+def test_frames_do_not_depend_on_how_denormal_numbers_are_taken() -> None:
+    """Spec 2: with numbers below 2**-126 flushed to zero, on the way in and out."""
+    torch = pytest.importorskip("torch")
+    layout, vector = spectrum("network")
+    tiny = np.where(np.arange(layout.size) % 5 == 0, np.float32(1e-41), vector * np.float32(2.0**-90))
+
+    def found() -> list[bytes]:
+        both = []
+        for codec in (Auto(0.4, feedback=True), Auto(0.4), Auto(1.0)):
+            values, arrived = sent(codec, layout, tiny)
+            both += [bytes(values.section), arrived.tobytes()]
+        return both
+
+    before = found()
+    assert torch.set_flush_denormal(True)
+    try:
+        assert found() == before
+    finally:
+        torch.set_flush_denormal(False)

@@ -59,7 +59,10 @@ def test_every_case_is_measured_and_goals_are_claimed_of_the_whole_vector(monkey
         monkeypatch.setattr(kernels, name, value)
     told: list[str] = []
     found = run(kernels.cases(True), say=told.append)
-    assert len(told) == len(kernels.RANKED) + 1 + 2 + 3 + len(kernels.FIGURES) + len(kernels.ADAPTIVE) + 2
+    assert (
+        len(told)
+        == len(kernels.RANKED) + 1 + 2 + 3 + len(kernels.FIGURES) + len(kernels.ADAPTIVE) + len(kernels.MODELLED) + 2
+    )
     for density in kernels.RANKED:
         methods = {row["method"] for row in found.rows if row.get("density") == density}
         assert methods >= {"read pass", "top-k", "error feedback", "scatter-add", "torch.topk", "chunk top-1"}
