@@ -129,7 +129,10 @@ class ErrorFeedback(Wrapper):
         if codec.remembers or codec.phases != 1:
             why = "has memory of its own" if codec.remembers else f"needs {codec.phases} exchanges"
             raise ConfigError(f"{codec!r} {why}; error feedback wraps a one-exchange codec without memory")
-        if isinstance(codec, Auto) and not codec.feedback:
+        inmost: Codec = codec
+        while isinstance(inner := getattr(inmost, "codec", None), Codec):
+            inmost = inner
+        if isinstance(inmost, Auto) and not inmost.feedback:
             raise ConfigError(
                 f"{codec!r} is unbiased and adds noise as large as what is remembered, so that the memory would grow "
                 "without bound; use Auto(feedback=True), or no error feedback"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fedcomp import wire
-from fedcomp.codecs import Auto, ErrorFeedback, FixedPoint, TopK, ratecontrol
+from fedcomp.codecs import DCT, Auto, Domain, ErrorFeedback, FixedPoint, ModularSum, TopK, ratecontrol
 from fedcomp.codecs import auto as module
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.kernels import compiled_contexts as _loaded  # so that short vectors are coded by compiled code, too
@@ -346,11 +346,15 @@ def test_without_compiled_code_the_same_receiver_is_served(
 
 
 def test_what_cannot_hold_is_refused() -> None:
-    with pytest.raises(ConfigError, match="would grow without bound"):
-        ErrorFeedback(Auto())
+    for codec in (Auto(), Domain(DCT(), Auto(2.0))):
+        with pytest.raises(ConfigError, match="would grow without bound"):
+            ErrorFeedback(codec)
     ErrorFeedback(Auto(feedback=True))
-    with pytest.raises(ConfigError):
-        FixedPoint(Auto(), clip=1.0, levels=10)
+    for codec in (Auto(), Auto(feedback=True)):
+        with pytest.raises(ConfigError, match="is not linear"):
+            FixedPoint(codec, clip=1.0, levels=10)
+        with pytest.raises(ConfigError, match="is not linear"):
+            ModularSum(codec, clip=1.0, levels=10)
     for bits in (0.0, 17.0, math.nan):
         with pytest.raises(ConfigError):
             Auto(bits)
