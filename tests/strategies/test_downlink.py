@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import FedAvg
 from toy import client_app, fedavg, model, stack
 
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import EDEN, QSGD, Identity, LowRank, RandomK, TopK
+from fedcomp.codecs import EDEN, QSGD, Auto, Identity, LowRank, RandomK, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
@@ -88,6 +88,24 @@ def test_identity_uplink_over_a_lossy_downlink_keeps_what_the_downlink_dropped()
     dense, _, _ = start(fedavg(), client_app(), rounds=5)
     # The toy update does not depend on the model, so the true model must follow the dense run.
     np.testing.assert_allclose(stack(lossy.arrays), stack(dense.arrays), rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.slow
+def test_levels_both_ways_leave_every_node_with_the_same_copy() -> None:
+    """The server refuses a node whose copy differs from its own in one bit."""
+
+    def plan(delivery):
+        return "offline" if delivery.partition == 2 and 2 <= delivery.round <= 3 else None
+
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), Auto(1.0), downlink=Auto(1.0, feedback=True))
+    result, ledger, grid = start(strategy, rounds=5, fault=plan)
+    assert [len(r.refused) for r in strategy.reports.values()] == [0, 1, 1, 0, 0]
+    assert ledger.total(round=4, direction="down", value="payload") < DENSE
+    states = [grid.context(n).state for n in grid.get_node_ids()]
+    copies = [state.array_records["fedcomp.replica.model"] for state in states]
+    assert {int(state.config_records["fedcomp.replica"]["version"]) for state in states} == {5}
+    assert len({stack(copy).tobytes() for copy in copies}) == 1
+    assert np.isfinite(stack(result.arrays)).all()
 
 
 @pytest.mark.slow
@@ -201,7 +219,7 @@ def begin(make, *, rounds=3, at_nodes=True, downlink=None, fault=None, state=Non
     return strategy, result.arrays, down, versions
 
 
-@pytest.mark.parametrize("downlink", [TopK(density=0.02), Identity()], ids=repr)
+@pytest.mark.parametrize("downlink", [TopK(density=0.02), Auto(bits=1.0, feedback=True), Identity()], ids=repr)
 def test_the_training_is_the_same_without_the_first_models_bytes(downlink) -> None:
     sent, with_model, paid, _ = begin(None, at_nodes=False, downlink=downlink)
     strategy, without, down, versions = begin(first, downlink=downlink)
