@@ -79,5 +79,5 @@ def test_1_6_4_the_published_thresholds_in_closed_form() -> None:
     assert (round(min(noise[4:]), 2), round(max(noise[4:]), 2)) == (0.15, 0.32)
     assert min(right[4:]) > 0.99
     assert drawn_difference(PUBLISHED[0], 20_000, Key(3)) < 0.02
-    halved = replace(PUBLISHED[0], sigma=2500.0)
+    halved = PUBLISHED[0]._replace(sigma=2500.0)
     assert abs(halved.passes[0] - PUBLISHED[0].passes[0]) > 0.2
