@@ -241,11 +241,12 @@ def test_tiers_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_bytes_in_another_process(env: dict[str, str]) -> None:
     code = (
         "from context_levels import cases, load\n"
-        "from fedcomp.kernels.contexts import tier_of\n"
+        "from fedcomp.kernels.contexts import has_c, tier_of\n"
         "kernels, stored = tier_of(1, 'numpy'), load()\n"
         "assert all(kernels.encode(*case).hex() == stored[name] for name, case in cases().items())\n"
         "from test_auto import frames\n"
-        "print(''.join(frames()))\n"
+        # Without any compiled tier the codec sends frames of another one.
+        "print(''.join(frames()) if has_c() else '')\n"
     )
     here = Path(__file__).parent
     paths = [str(here), str(here.parent / "codecs"), str(here.parent.parent)]
