@@ -321,7 +321,7 @@ def test_where_the_kernel_does_not_tell_contact_is_in_what_the_supernode_logs(st
     beat = tmp_path / "beat"
     node = start(("supernode", "say(JOINED); stay()"), heartbeat=str(beat), dumb=True)
     assert "no sock_diag" in node.until("contact", level="warning")[-1]["message"]
-    wait_until(lambda: json.loads(beat.read_text())["superlink"] == "connected")
+    wait_until(lambda: beat.exists() and json.loads(beat.read_text())["superlink"] == "connected")
     status, rest = node.end(signal.SIGTERM)
     assert status == 0
     assert "contact" not in names(rest), "it is said once"
