@@ -209,13 +209,15 @@ class Meter(Stateful):
 
     def __init__(self, engine: Grid, ledger: TrafficLedger) -> None:
         self._engine = engine
+        # Looked up once: with ten thousand nodes listed it is asked some sixty thousand times a round.
+        self._known = partition_lookup(engine)
         self.ledger = ledger
         self.sent: dict[str, SentRecord] = {}
         self.partitions: dict[int, int] = {}
 
     def partition_of(self, node_id: int) -> int | None:
         """Return the partition of a node: from the engine if it knows, else as it was last known or first declared."""
-        known = partition_lookup(self._engine)(node_id)
+        known = self._known(node_id)
         return self.partitions.get(node_id) if known is None else known
 
     def release(self, node_id: int) -> None:
@@ -242,7 +244,7 @@ class Meter(Stateful):
             sent = SentRecord(meta.dst_node_id, declared or 0, meta.message_type, is_secret(message.content))
             self.sent[meta.message_id] = sent
             # Kept, for replies that come when the engine has forgotten the node.
-            self._learn(sent.node_id, partition_lookup(self._engine)(sent.node_id))
+            self._learn(sent.node_id, self._known(sent.node_id))
             wire = cast(Any, self._engine).wire_bytes(message) if sizes is None else sizes[index]
             self._record(sent, "down", message, wire)
         # The oldest first, in order of insertion; never one of this batch, however large it is.
@@ -276,7 +278,7 @@ class Meter(Stateful):
 
         Of the replies of a secret round the log says nothing: its lines would follow who was drawn.
         """
-        lookup = partition_lookup(self._engine)
+        lookup = self._known
         holders: dict[int | None, int] = {}
         for sent, claim in claims:
             node_id = sent.node_id
