@@ -1,6 +1,9 @@
 """What pyproject.toml cannot say: five folders of the repository are installed as one package, with one file in C."""
 
 import os
+import re
+import tomllib
+from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 
@@ -11,12 +14,18 @@ BESIDE = ("strategies", "clients", "coding", "experiments")
 CONTEXTS = Extension(
     "fedcomp.kernels._contexts",
     ["fedcomp/kernels/_contexts.c"],
-    extra_compile_args=[] if os.name == "nt" else ["-O2", "-ffp-contract=off"],
+    extra_compile_args=[] if os.name == "nt" else ["-O3", "-ffp-contract=off"],
     py_limited_api=True,
     optional=True,
 )
 
+# README.md on a page elsewhere: what it links to in a checkout is behind the address of the sources.
+SOURCE = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Source"]
+README = re.sub(r"\]\((?!\w+:|#)", f"]({SOURCE}/blob/main/", Path("README.md").read_text(encoding="utf-8"))
+
 setup(
+    long_description=README,
+    long_description_content_type="text/markdown",
     ext_modules=[CONTEXTS],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
     packages=[

@@ -9,6 +9,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
+from fedcomp.clients.edge.node_config import UPLINK
 from fedcomp.codecs.chain import registry as transforms
 from fedcomp.codecs.orthonormal import bases
 from fedcomp.codecs.registry import codecs
@@ -19,6 +20,7 @@ from fedcomp.flower.payload import PARTITION_KEY
 from fedcomp.flower.records import BFLOAT16, to_arrays
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.params import shown, similar
+from fedcomp.timing.links import parse_link
 from fedcomp.wire import Bf16
 
 T = TypeVar("T")
@@ -165,6 +167,18 @@ def require_partition(context: Context, why: str) -> int:
             "num-partitions=4'"
         )
     return value
+
+
+def uplink_of(context: Context) -> float:
+    """Return the bytes a second that this node can send, as ``uplink`` of its configuration says ("1mbit"); else 0.
+
+    Raises
+    ------
+    ConfigError
+        When that is not the rate of a link.
+    """
+    said = context.node_config.get(UPLINK)
+    return 0.0 if said is None else parse_link(str(said)).up_bits_per_s / 8.0
 
 
 def changed(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 import math
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,7 +34,15 @@ from fedcomp.clients.memory import (
     keep_in,
     kept_in,
 )
-from fedcomp.clients.messages import NOT_WITHOUT_NOISE, AppError, changed, made, partition_of, reply_arrays
+from fedcomp.clients.messages import (
+    NOT_WITHOUT_NOISE,
+    AppError,
+    changed,
+    made,
+    partition_of,
+    reply_arrays,
+    uplink_of,
+)
 from fedcomp.clients.peers import IDENTITY, identity_in, identity_record
 from fedcomp.clients.personal import Followed, ease, kept_note, names_note
 from fedcomp.clients.private.mod import ABOUT_SETTINGS, discreet, only_update, wants_padding, wants_private
@@ -310,6 +319,8 @@ class _Exchange:
             pack,
             lambda: mark_of(head.sequence, memory.generation),
             lambda metric: 0.0 if training is None else training.weight(metric),
+            partial(uplink_of, self.context),
+            lambda: 0.0 if training is None else training.spent,
         )
         try:
             state, answer = system.client(dict(memory.state), ask, me)
@@ -587,6 +598,8 @@ class _Training:
         What the node remembers to know its own tensors by.
     app : Brought, optional
         What the app brings beside training, or in its place.
+    spent : float
+        Seconds that it has trained.
     """
 
     exchange: _Exchange
@@ -600,6 +613,7 @@ class _Training:
     exact: Frame | None = None
     followed: Followed | None = None
     app: Brought | None = None
+    spent: float = 0.0
 
     def __post_init__(self) -> None:
         if self.version:
@@ -651,8 +665,10 @@ class _Training:
         layout = memory.layout
         key = Key(head.seed, "uplink", head.number, partition_of(context))
         train = exchange.call_next if self.app is None or self.app.instead is None else self.app.instead
+        began = time.perf_counter()
         with collecting(collect, key.u64()) as collected:
             reply = train(msg, context)
+        self.spent = time.perf_counter() - began
         if reply.has_error():
             raise AppError(reply)
         content = only_update(reply.content, before, layout) if private else reply.content

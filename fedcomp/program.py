@@ -108,8 +108,30 @@ Round = Generator[Sequence[Ask] | Wait, Sequence[Answer], Step | None]
 """Each yield is one exchange; the answers come in the order of nodes. None: the round came to nothing."""
 
 
+class Verified(list[Given]):
+    """Contributions that can be used.
+
+    Attributes
+    ----------
+    added : Update, optional
+        Their weighted sum by :meth:`Mean.add`, where it was taken while they were verified: what is decoded to measure
+        a frame is then what is added.
+    """
+
+    added: Update | None = None
+
+
 class Rule(Protocol):
-    """What becomes of contributions: a mean, single updates, a private sum. The driver's choice, not the program's."""
+    """What becomes of contributions: a mean, single updates, a private sum. The driver's choice, not the program's.
+
+    Attributes
+    ----------
+    adds : bool
+        Whether it is the weighted sum of all contributions that it needs, and none by itself.
+    """
+
+    @property
+    def adds(self) -> bool: ...
 
     def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
         """Return the step that contributions come to, taken in the order of nodes; None where nothing can be taken.
@@ -123,25 +145,17 @@ class Rule(Protocol):
 class Mean:
     """The weighted mean in one buffer, whatever the number of clients."""
 
+    adds = True
+
     def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
         """Return the mean; None where all weights are 0."""
         weight = sum(g.weight for g in given)
         if weight <= 0:
             return None
-        # -0.0 is the exact identity of addition.
-        out = Update(np.full(now.layout.size, -0.0, np.float32), now.layout)
-        for g in given:
-            factor = g.weight / weight * now.scales.get(g.node, 1.0)
-            if codec.lossless and now.origins:
-                # Models that grew from several ones have no mean; what they changed has.
-                np.add(out.vector, np.float32(factor) * now.changed(codec, g), out=out.vector)
-            elif g.update is None:
-                codec.gather(g.frame, factor, out)
-            else:
-                codec.enter(Update(g.update, now.layout))
-                np.multiply(g.update, np.float32(factor), out=g.update)
-                # In place: a sum in a new array would cost a model for each client.
-                np.add(out.vector, g.update, out=out.vector)
+        added = given.added if isinstance(given, Verified) else None
+        out = self.nothing(now) if added is None else added
+        for g in given if added is None else ():
+            self.add(now, codec, g, weight, out)
         if not raw:
             codec.conclude(out)
         consumed = tuple(g.node for g in given)
@@ -149,9 +163,32 @@ class Mean:
             return Step(consumed, model=out.vector)
         return Step(consumed, change=out.vector, support=codec.sparse(now.layout))
 
+    @staticmethod
+    def nothing(now: Now) -> Update:
+        """Return the sum of no contributions."""
+        # -0.0 is the exact identity of addition.
+        return Update(np.full(now.layout.size, -0.0, np.float32), now.layout)
+
+    @staticmethod
+    def add(now: Now, codec: Codec, g: Given, weight: float, out: Update) -> None:
+        """Add one of several contributions that weigh ``weight`` together to ``out``, in place."""
+        factor = g.weight / weight * now.scales.get(g.node, 1.0)
+        if codec.lossless and now.origins:
+            # Models that grew from several ones have no mean; what they changed has.
+            np.add(out.vector, np.float32(factor) * now.changed(codec, g), out=out.vector)
+        elif g.update is None:
+            codec.gather(g.frame, factor, out)
+        else:
+            codec.enter(Update(g.update, now.layout))
+            np.multiply(g.update, np.float32(factor), out=g.update)
+            # In place: a sum in a new array would cost a model for each client.
+            np.add(out.vector, g.update, out=out.vector)
+
 
 class Single:
     """Every update by itself, for a strategy such as a median; memory grows with the number of clients."""
+
+    adds = False
 
     def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
         """Return all updates as changes of the model, or as models where clients send these, grown from one alone."""
@@ -165,6 +202,8 @@ class Single:
 
 class Released:
     """A sum of bounded updates that is released with noise; what clients send may not tell more by its length."""
+
+    adds = False
 
 
 @dataclass(frozen=True)
@@ -259,9 +298,16 @@ class Now:
         """Return the key of this round for a purpose; that of "uplink" is what the client half of ``node`` draws by."""
         return Key(self.seed, purpose, self.number, node)
 
-    def verified(self, codec: Codec, given: Sequence[Given]) -> list[Given]:
-        """Return the contributions whose frames are what ``codec`` would send, parsed; refuse the others one by one."""
-        good = []
+    def verified(self, codec: Codec, given: Sequence[Given], *, add: bool = False) -> Verified:
+        """Return the contributions whose frames are what ``codec`` would send, parsed; refuse the others one by one.
+
+        With ``add`` they are added on the way, which is in vain where one of them is refused.
+        """
+        good = Verified()
+        weight = sum(g.weight for g in given)
+        # An update that is no frame is scaled where it lies, and could not be added a second time.
+        whole = add and not codec.lossless and weight > 0 and all(g.update is None for g in given)
+        out = Mean.nothing(self) if whole else None
         # Parsed once, as far as the bytes of a quarter of the model go: beyond it memory would grow with the number of
         # clients, and the others are parsed again when they are added.
         room = self.layout.size
@@ -280,9 +326,14 @@ class Now:
                 self.seen(g.node, codec, bundle)
             except FedcompError as why:
                 self.refuse(g.node, f"{type(why).__name__}: {why}")
+                out = None
                 continue
+            if out is not None:
+                with np.errstate(over="ignore", invalid="ignore"):
+                    Mean.add(self, codec, g._replace(frame=bundle), weight, out)
             room -= bundle.held_bytes()
             good.append(g._replace(frame=bundle) if room >= 0 else g)
+        good.added = out
         return good
 
     def read(self, answers: Sequence[Answer], name: str, read: Callable[[Frame], T]) -> dict[int, T]:
@@ -300,7 +351,7 @@ class Now:
 
     def total(self, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
         """Return what the contributions that can be used come to, by the round's rule; see :meth:`Rule.total`."""
-        return self.rule.total(self, codec, self.verified(codec, given), raw=raw)
+        return self.rule.total(self, codec, self.verified(codec, given, add=self.rule.adds), raw=raw)
 
     def mean_of(
         self, codec: Codec, answers: Sequence[Answer], name: str = "values", *, raw: bool = False
@@ -390,6 +441,10 @@ class Me:
     weight : callable
         ``weight(metric)`` returns what the app's reply says under that name: what its update weighs, where the server
         is not told. Once it has trained; a ConfigError where it says no number, or several.
+    uplink : callable
+        ``uplink()`` returns the bytes a second that this node can send, as its operator says; 0 where nobody does.
+    spent : callable
+        ``spent()`` returns the seconds that the app has trained; 0 where time is not measured.
     """
 
     node: int
@@ -406,6 +461,8 @@ class Me:
     pack: Callable[[Answer], bytes] = lambda answer: b""
     mark: Callable[[], bytes] = lambda: bytes(16)
     weight: Callable[[str], float] = lambda metric: 1.0
+    uplink: Callable[[], float] = lambda: 0.0
+    spent: Callable[[], float] = lambda: 0.0
 
     @cached_property
     def start(self) -> Vector:

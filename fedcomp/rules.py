@@ -20,6 +20,7 @@ import functools
 import itertools
 import math
 import numbers
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, Final, Self, TypeVar, get_args, get_origin, get_type_hints
@@ -99,6 +100,23 @@ class Int(Number):
 
     def parse(self, text: str) -> int:
         return self.read(_written(int, text))
+
+
+@dataclass(frozen=True)
+class Size(Int):
+    """A number of bytes; a caller may write "20 kB", a unit being 1000 of the one before."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, or a text such as '20 kB'"
+
+    def take(self, value: Any) -> int:
+        return self.parse(value) if isinstance(value, str) else super().take(value)
+
+    def parse(self, text: str) -> int:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMG]?)B?", text.strip())
+        if found is None:
+            raise ValueError
+        return self.read(round(float(found[1]) * {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}[found[2]]))
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,9 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             ),
             "auto": Verdict(
                 "specialised",
-                "From a half to four bits a value without a setting to choose: nearer to updates with unlike rows and "
-                "columns than EDEN and top-k. New; needs numba or its compiled file on clients of large models.",
+                "With feedback ahead of top-k in as many bytes after 5, 10 and 30 rounds on five tasks; without, half "
+                "a bit follows FedAvg where eight clients answer. Not for one client, few sampled ones or FedAdam; "
+                "needs numba or its compiled file on clients of large models.",
             ),
             'EDEN(scale="least")': Verdict(
                 "recommended", "For the downlink: the smallest error; biased, so only under error feedback."

@@ -8,7 +8,8 @@ handed dense replies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -17,13 +18,17 @@ from flwr.serverapp.strategy import Strategy
 
 from fedcomp import params
 from fedcomp.codecs import Codec, Replay, get_codec
+from fedcomp.codecs.auto import Auto
 from fedcomp.codecs.eden import EDEN
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
+from fedcomp.flower.logs import log
 from fedcomp.flower.records import to_arrays
+from fedcomp.flower.report import ReportSection, figure
 from fedcomp.layout import NONE_DENSE, DensityPolicy, Layout, TensorSpec
-from fedcomp.program import Now
+from fedcomp.program import Mean, Now, Single, Step
 from fedcomp.rng import Key
+from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.private.flower_dp import require_clip_holds, require_clip_is_seen
 from fedcomp.strategies.returning import WINDOW, Returning
@@ -46,6 +51,27 @@ FEW_RETURN: Final = (
     "more often"
 )
 """What is said where memories wait at clients that seldom return."""
+
+
+MOST_NOISE: Final = 2.0
+"""Noise of the mean for each unit of its signal up to which training follows that without compression (measured)."""
+
+
+@dataclass
+class Noise(ReportSection, name="noise"):
+    """What an unbiased codec that knows its error adds to a report.
+
+    Attributes
+    ----------
+    over_signal : float
+        Energy of the mean's error for each unit of its signal's, were the updates all alike; above 2 training suffers.
+    """
+
+    over_signal: float = figure(0.0)
+
+    def line(self) -> str:
+        """Return the figure in words."""
+        return f"noise {self.over_signal:.2g} times the signal" if self.over_signal else ""
 
 
 class Compressed(Server):
@@ -118,6 +144,10 @@ class Compressed(Server):
 
     kind: ClassVar[type[Pair]] = Pair
 
+    STATE: ClassVar[Mapping[str, Any]] = {**Server.STATE, "settled": dict}
+
+    system: Pair
+
     def __init__(
         self,
         inner: Strategy,
@@ -131,11 +161,12 @@ class Compressed(Server):
         first_model_at_nodes: bool = False,
         seed: int = 0,
     ) -> None:
-        self.codec = remembering(get_codec(codec), feedback)
+        self.codec, self._feedback = remembering(get_codec(codec), feedback), feedback
+        down = None if downlink is None else get_codec(downlink)
         super().__init__(
             self.kind(self.codec),
             inner,
-            downlink=downlink,
+            downlink=down.downwards() if isinstance(down, Auto) else down,
             policy=NONE_DENSE if policy is None else policy,
             guard=guard,
             record=record,
@@ -173,7 +204,8 @@ class Compressed(Server):
     def _begin(self) -> None:
         super()._begin()
         self._log = RoundLog(f"{self._name}({type(self.inner).__name__})")
-        self._returning, self._noted = Returning(), False
+        self._returning, self._noted, self._loud = Returning(), False, False
+        self.settled: dict[str, Any] = {}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -189,6 +221,44 @@ class Compressed(Server):
         require_clip_is_seen(self, self.codec)
         return super().configure_train(server_round, arrays, config, grid)
 
+    def _opened(self, server_round: int, arrays: ArrayRecord, messages: Sequence[Message]) -> Running:
+        self._settle(arrays, messages)
+        return super()._opened(server_round, arrays, messages)
+
+    def _settle(self, arrays: ArrayRecord, messages: Sequence[Message]) -> None:
+        """Decide what the codec leaves open by the first round that asks somebody, once for the run."""
+        if not isinstance(self.codec, Auto):
+            return
+        if messages and not self.settled:
+            size = Layout.of(to_arrays(arrays, copy=False), self.policy, cast_floats=self.cast).compressed_size
+            asked = {message.metadata.dst_node_id for message in messages}
+            everybody = self._grid is None or asked.issuperset(self._grid.get_node_ids())
+            if self._rule.kind is Mean:
+                codec = self.codec.settled(size, len(asked), everybody)
+            else:
+                codec = self.codec.fixed(size, single=self._rule.kind is Single)
+            # A memory that waits for clients that seldom return is worth less than none (measured).
+            feedback = False if self._feedback is None and not everybody else self._feedback
+            self.settled = remembering(codec, feedback).to_config()
+            log.info("%s: %s", self._name, codec.described(size, len(asked)))
+        if self.settled:
+            self.system = self.kind(get_codec(self.settled))
+
+    def _take(self, x: Running, now: Now, step: Step | None) -> Outcome:
+        outcome = super()._take(x, now, step)
+        # Clients may weigh nothing, all of them together.
+        if (found := x.report.frames.get("noise")) and (total := sum(x.report.weights.values())) > 0:
+            shares = {address: weight / total for address, weight in x.report.weights.items()}
+            noise = sum(shares.get(address, 0.0) ** 2 * value for address, value in found.items())
+            x.report.section(Noise).over_signal = noise
+            if noise > MOST_NOISE and not self._loud:
+                self._loud = True
+                x.report.notes.append(
+                    f"the mean's error is about {noise:.2g} times its signal: more bits, or more replies a round, "
+                    "would train better"
+                )
+        return outcome
+
     def _ask(self, server_round: int, arrays: ArrayRecord, messages: Sequence[Message]) -> tuple[Running, Now]:
         x, now = super()._ask(server_round, arrays, messages)
         if x.own and self.codec.votes:
@@ -197,7 +267,7 @@ class Compressed(Server):
                 f"the vote of {self.codec!r} with the others. Use a codec without votes"
             )
         # Once per run: memories wait at clients of which few return.
-        if not self._noted and self.codec.remembers and self._returning.few(x.addresses.values()):
+        if not self._noted and self.system.codec.remembers and self._returning.few(x.addresses.values()):
             self._noted = True
             # What a report notes is logged when the round ends, and forgotten where who took part is secret.
             x.report.notes.append(FEW_RETURN)

@@ -21,15 +21,18 @@ def _plain(settings: Settings, seed: int) -> Strategy:
     return make_inner(settings)
 
 
-def build_pair(settings: Settings, seed: int, *, codec: str) -> Strategy:
-    """Return the drop-in pair with a codec and the settings of its parts."""
+def build_pair(settings: Settings, seed: int, *, codec: str, feedback: bool | None = False) -> Strategy:
+    """Return the drop-in pair with a codec and the settings of its parts.
+
+    ``feedback`` is False where the setting of that name alone decides, None where the codec does.
+    """
     from fedcomp.strategies.compressed import Compressed
 
     return Compressed(
         make_inner(settings),
         uplink(settings, codec),
         downlink(settings),
-        feedback=False,  # decided by the settings alone
+        feedback=feedback,
         policy=policy(settings),
         seed=seed,
     )
@@ -178,6 +181,16 @@ SYSTEMS: Final = (
         "every entry of the update after a random rotation of each client's own, rounded to one to four bits; unbiased",
         codec="eden",
         defaults={"feedback": False, **codec_settings("eden", "bits")},
+    ),
+    System(
+        "auto",
+        "Auto",
+        "none; derived here: reverse water-filling by one step, coded in contexts of rows and columns",
+        "every entry of the update at one step, the shortest that keeps the budget; unbiased, or rounded and "
+        "remembered where so few bits from so few clients ask for it",
+        partial(build_pair, codec="auto", feedback=None),
+        {"downlink": ""},
+        PAIR_PREFIXES,
     ),
     _pair(
         "projection",

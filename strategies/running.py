@@ -19,7 +19,7 @@ from fedcomp.flower.records import to_arrays
 from fedcomp.flower.report import Report, Reports
 from fedcomp.layout import Layout, Vector
 from fedcomp.mailbox import Mailbox
-from fedcomp.program import AnswerError, Ask, Given, Now, Step, Wait
+from fedcomp.program import AnswerError, Ask, Given, Mean, Now, Step, Wait
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.replies import SentMessage
@@ -38,6 +38,7 @@ ALL_WEIGHTLESS: Final = "weight 0, as all others of the round: nothing to averag
 class Needs(Protocol):
     """What a strategy needs of updates, as :class:`fedcomp.strategies.sinks.UpdateRule` says it."""
 
+    kind: ClassVar[type]
     takes_plain: bool
     measured: bool
     not_finite: ClassVar[str]
@@ -314,7 +315,7 @@ class Running:
         self.norms[node] = (
             norm(codec.decode(came, self.layout), before()) if codec.lossless else codec.norm(came, self.layout)
         )
-        for name, value in codec.figures(came, self.layout).items():
+        for name, value in codec.figures(came, self.layout, self.norms[node]).items():
             self.report.frames.setdefault(name, {})[self.addresses[node]] = value
 
     def weighted(self, used: Sequence[Trained]) -> dict[str, NDArray[Any]]:
@@ -340,6 +341,11 @@ class Judged:
 
     def __init__(self, x: Running, guard: Norms | None, past: Reports, acknowledge: Acknowledge) -> None:
         self._x, self._guard, self._past, self._acknowledge = x, guard, past, acknowledge
+
+    @property
+    def adds(self) -> bool:
+        """Whether contributions may be added before all of them are known."""
+        return self._guard is None and self._x.rule.kind is Mean
 
     def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
         """Return what the rule makes of contributions that are in the ordinary."""

@@ -59,6 +59,11 @@ CODECS = (
         ),
     ),
     row(
+        "{} of Auto are one budget said twice; give one of them",
+        lambda: fc.Auto(bits=1.0, bytes="20 kB"),
+        lambda: fc.Auto(bits=1.0).budget(160_000) == fc.Auto(bytes="20 kB").budget(160_000) == 20_000,
+    ),
+    row(
         "which loses more; install fedcomp[fast]",
         without_compiled_code,
         lambda: tiers.has_numba() and contexts.compiled(),

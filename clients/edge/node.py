@@ -204,6 +204,7 @@ def _node_config(options: NodeOptions) -> str:
         node_config.LEDGER_FILE: options.privacy_ledger,
         node_config.STATE_FOLDER: options.state_dir,
         node_config.DATA_PATH: options.data,
+        node_config.UPLINK: options.link and f"{options.link.rate:.0f}",
     }
     numbers = {
         "partition-id": options.partition,

@@ -28,3 +28,6 @@ STATE_FOLDER: Final = "state-dir"
 
 DATA_PATH: Final = "data-path"
 """An absolute path: where the app finds the node's data."""
+
+UPLINK: Final = "uplink"
+"""What the node's link carries upwards, such as "1mbit": :class:`fedcomp.codecs.Auto` sends less over a slow one."""

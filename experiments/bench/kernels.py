@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import timeit
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
@@ -50,6 +51,7 @@ from fedcomp.systems.forward import SIGNS_A_SECOND
 FULL: Final = 25_000_000
 QUICK: Final = 4_000_000
 SMALL: Final = 1_000_000
+HUGE: Final = 100_000_000
 PRIME: Final = 999_983
 """A length for which transforms are slowest."""
 
@@ -116,9 +118,16 @@ def cases(quick: bool) -> Iterator[Case]:
         # Of a small model opening streams, not memory, is what an estimate costs.
         for size in (2_410, min(SMALL, vector.size)):
             yield directions(vector[:size], repetitions, claimed=size > 2_410)
-        for bits in MODELLED:
-            yield modelled(vector, repetitions, bits)
+        for size, bits in itertools.product((SMALL // 10, SMALL, vector.size), MODELLED):
+            yield modelled(vector[:size], repetitions, bits)
+        yield threaded(vector)
         yield from worst(vector, repetitions)
+        if not quick:
+            del vector, held
+            vector = layered(HUGE)
+            for bits in MODELLED:
+                yield modelled(vector, 3, bits)
+            yield threaded(vector)
 
 
 def _limited(name: str, vector: Vector, calls: Calls, repetitions: int) -> Case:
@@ -188,27 +197,62 @@ def ranked(vector: Vector, repetitions: int, density: float) -> Case:
 def modelled(vector: Vector, repetitions: int, bits: float) -> Case:
     """Return levels of a matrix of 1000 columns at so many bits a value, coded in contexts by one thread."""
     rows = vector.size // 1000
-    values, streams = vector[: rows * 1000], Streams(((rows, 1000),), threads=1)
-    control = RateControl(values, streams.shapes, dithered=False, seed=0)
-    levels = control.levels(control.search(int(256 * bits * values.size))[0])
-    top = bits_of(levels)
-    coded, out, k = streams.encode(levels, top), np.empty_like(levels), math.ceil(bits / 10 * values.size)
-    codec, layout = Auto(bits, feedback=True), Layout((TensorSpec("w", (rows, 1000), "float32", 0, values.size),))
+    values, shapes, k = vector[: rows * 1000], ((rows, 1000),), math.ceil(bits / 10 * vector.size)
+    streams, levels, top = _levels(values, shapes, bits, 1)
+    (coded, _), out = streams.encode(levels, top), np.empty_like(levels)
+    codec, layout = Auto(bits, feedback=True), Layout((TensorSpec("w", shapes[0], "float32", 0, values.size),))
+    frame, _ = codec.encode(Update(values, layout), {}, Key(0))
+    total = Update(np.zeros(values.size, np.float32), layout)
     calls: dict[str, Callable[[], object]] = {
         "read pass": read_pass(values),
-        "cost": lambda: streams.cost(levels, top),
         "encode": lambda: streams.encode(levels, top),
         "decode": lambda: streams.decode(coded, top, 1 << 60, out),
         "Auto to bytes, with its search": lambda: codec.encode(Update(values, layout), {}, Key(0)),
+        "Auto from bytes, added up": lambda: codec.accumulate(frame, 0.1, total),
         "top-k of a tenth as many values": lambda: select_topk(values, k),
     }
-    encode, decode = MODELLED[bits]
-    at = f"levels in contexts at {bits:g} bits"
-    bounds = [
-        Bound(f"{at}, encode: read passes", "encode", f"<= {encode}", GOAL, gate=False),
-        Bound(f"{at}, decode: read passes", "decode", f"<= {decode}", GOAL, gate=False),
-    ]
-    return in_passes(f"levels in contexts, {bits:g} bits", values, calls, repetitions, bounds)
+    at, bounds = f"levels in contexts at {bits:g} bits", []
+    if SMALL < vector.size < HUGE:
+        bounds = [
+            Bound(f"{at}, {method}: read passes", method, f"<= {limit}", GOAL, gate=False)
+            for method, limit in zip(("encode", "decode"), MODELLED[bits], strict=True)
+        ]
+    return in_passes(f"levels in contexts, {bits:g} bits, {values.size:,} values", values, calls, repetitions, bounds)
+
+
+def threaded(vector: Vector) -> Case:
+    """Return levels of square matrices, coded in contexts by one thread and by two; best of three by the clock."""
+    count = max(1, vector.size // 1_000_000)
+    side = math.isqrt(vector.size // count)
+    values = vector[: count * side * side]
+
+    def measure(found: Found) -> Iterator[Row]:
+        for bits, threads in itertools.product(MODELLED, (1, 2)):
+            streams, levels, top = _levels(values, ((side, side),) * count, bits, threads)
+            (coded, _), out = streams.encode(levels, top), np.empty_like(levels)
+            calls: dict[str, Callable[[], object]] = {
+                "encode": partial(streams.encode, levels, top),
+                "decode": partial(streams.decode, coded, top, 1 << 60, out),
+            }
+            for method, call in calls.items():
+                taken = 1e3 * min(timeit.repeat(call, number=1, repeat=3))
+                named = f"{method}, {bits:g} bits, {threads} of {len(streams.parts)} streams at a time"
+                yield {"n": values.size, "method": named, "milliseconds": round(taken, 3)}
+
+    return Case(f"levels in contexts by two threads, {values.size:,} values", measure)
+
+
+def _levels(
+    values: Vector, shapes: tuple[tuple[int, int], ...], bits: float, threads: int
+) -> tuple[Streams, NDArray[np.int32], int]:
+    """Return how matrices are coded, their levels in so many bits a value, and the bits of the largest."""
+    streams, control = Streams(shapes, threads=threads), RateControl(values, shapes, dithered=False, seed=0)
+
+    def taken(step: int, levels: NDArray[np.int32]) -> int:
+        return sum(map(len, streams.encode(levels, bits_of(levels))[0]))
+
+    levels = control.levels(control.search(int(bits * values.size / 8), taken)[1])
+    return streams, levels, bits_of(levels)
 
 
 def _stream(vector: Vector) -> Iterator[Vector]:

@@ -15,6 +15,7 @@ CATALOG: dict[str, str] = {
         "quickstart",
         "readme",
         "compare",
+        "auto",
         "bits",
         "compressors",
         "fft",

@@ -7,9 +7,10 @@ coder what to expect (:mod:`fedcomp.kernels.portable_contexts`). A construction 
 
 from __future__ import annotations
 
+import builtins
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Final
 
@@ -17,20 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params, wire
-from fedcomp.codecs.base import norm
-from fedcomp.codecs.eden import EDEN
+from fedcomp.codecs.base import Codec, norm
+from fedcomp.codecs.eden import EDEN, rotation_of
 from fedcomp.codecs.listed import without_densities
-from fedcomp.codecs.orthonormal import SHORTEST
+from fedcomp.codecs.orthonormal import rotate
 from fedcomp.codecs.positional import PositionalCodec, SeededCodec, Stretch, require_values, with_rest
-from fedcomp.codecs.ratecontrol import RateControl, bits_of, width
+from fedcomp.codecs.ratecontrol import RateControl, bits_of, largest_of
 from fedcomp.codecs.topk import TopK
-from fedcomp.errors import NonFiniteUpdate
+from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.kernels import contexts
-from fedcomp.kernels.contexts import Streams
 from fedcomp.layout import Layout, Vector
 from fedcomp.logs import log
 from fedcomp.rng import Key
-from fedcomp.rules import Real, Switch
+from fedcomp.rules import Flag, Maybe, Real, Size
 from fedcomp.wire import DENSE, SPARSE, Bundle, Expected, Frame, LimitExceeded, SchemaMismatch, Tensor
 from fedcomp.wire.modelled import (
     DITHERED,
@@ -43,6 +43,7 @@ from fedcomp.wire.modelled import (
     Terms,
     parts_of,
     streams_of,
+    width,
     with_shifts,
 )
 from fedcomp.wire.support import seeded_support
@@ -57,15 +58,26 @@ _WHOLE: Final = 0.75
 """Bits from which all columns travel."""
 
 _LARGEST: Final = 2.0**125
-_ONE: Final = 256 * 8
-"""Of a byte, in 1/256 bit."""
+_TURNED: Final = 1024
+"""Values at least that are turned together: the mean of shorter blocks is further off (:class:`EDEN`)."""
 
-_AROUND: Final = 40
-"""Bytes of a frame around one tensor."""
+AUTO: Final = "auto"
 
-_ATTEMPTS: Final = 8
-_OCTAVE: Final = 128
-_SPREAD: Final = 3 * 256
+_USUAL: Final = 0.5
+"""Bits where nothing is known: from there on no round is lost, whatever the number of replies (measured on three tasks,
+and derived: :meth:`Auto.settled`)."""
+
+_MOST_BY_LINK: Final = 2.0
+"""Bits above which a fast link brings nothing (measured)."""
+
+_FEWEST: Final = 1e-3
+
+_SHARE_OF_TRAINING: Final = 0.2
+"""Seconds on the link for each second of training: the sum of both times the rounds that are needed is within a tenth
+of its least from half to twice as many (derived from three tasks)."""
+
+_NOISE_AT_ONE: Final = 0.3
+"""ω of a dithered value at one bit: .05 to .39 for updates of five tasks (measured)."""
 
 _UNFILLED: Final = 80
 """Per cent of a budget below which magnitudes of level 1 are cut rather than all left out."""
@@ -95,43 +107,155 @@ class Auto(SeededCodec):
     ``feedback=False``: unbiased, without memory. A draw of the round's key is added before rounding and subtracted
     after it (subtractive dither), so that errors are uniform and independent of the update, with variance D²/12 at
     step D, and errors of clients are independent of each other. Below 0.75 bit only a part of the columns travels,
-    drawn anew in every frame, at one bit a value.
+    drawn anew in every frame, at one bit a value. Where values have no structure to model, as normal ones, signs of a
+    random part, turned by :class:`EDEN`, are nearer in as many bytes; the sender knows, and sends these.
 
     ``feedback=True``: rounded to the nearest, but to 1 from 0.6 on, and to 0 below. For error feedback, which
     ``Compressed`` puts around it.
 
-    What arrives of an update of equal signs and magnitudes depends on ties: what does not fit is left out by rows.
-    Magnitudes below 2^-100 may arrive as zero; values from 2^125 on are refused, dithered ones from 2^119 times the
-    part of the columns. Frames of fewer ``bits`` are taken, too. Where neither numba nor the package's compiled file is
-    installed, vectors of more than 4096 values travel within the same budget as EDEN of a random part, or as top-k in
-    two bits with ``feedback``; every receiver takes both.
+    What arrives of an update of equal signs and magnitudes depends on ties: what does not fit is left out in pieces of
+    64 values. Magnitudes below 2^-100 may arrive as zero; values from 2^125 on are refused, dithered ones from 2^119
+    times the part of the columns. Frames of fewer ``bits`` are taken, too. Where neither numba nor the package's
+    compiled file is installed, vectors of more than 4096 values travel within the same budget as such signs, or as
+    top-k in two bits with ``feedback``; every receiver takes both.
 
     Parameters
     ----------
-    bits : float
+    bits : float or "auto"
         For each value of the compressed part, above 0 and at most 16; 256 bytes are allowed in any case. What a frame
-        adds around its content, some 60 bytes, is not counted.
-    feedback : bool
-        Whether the frame is one for error feedback.
+        adds around its content, some 60 bytes, is not counted. "auto" is half a bit, and less where a node's
+        configuration says what its ``uplink`` carries ("1mbit"): a fifth of the time that its app trains is then spent
+        on sending, but not less than ``least`` bits.
+    feedback : bool or "auto"
+        Whether the frame is one for error feedback. "auto": unbiased, unless ``Compressed`` sees in its first round
+        that too few replies come for so few bits (:meth:`settled`).
+    bytes : int or str, optional
+        The budget itself, such as 20_000 or "20 kB" (of 1000 bytes), at least 256; in place of ``bits``.
+    seconds : float, optional
+        What an upload may take of each client's own ``uplink``, at most two bits a value; half a bit where a node does
+        not know its uplink. In place of ``bits``.
+    least : float
+        Bits a value below which no client goes for its link's sake; ``Compressed`` sets it where it is 0.
+
+    Raises
+    ------
+    ConfigError
+        For other values, and where two of ``bits``, ``bytes`` and ``seconds`` are given.
 
     Examples
     --------
     >>> Auto(bits=4.0, feedback=True).preview([0.5, -3.0, 1.0, 0.25]).round(2)
     array([ 0.5 , -3.  ,  1.  ,  0.25], dtype=float32)
+    >>> Auto(bytes="20 kB").budget(1_000_000), Auto(seconds=2).budget(1_000_000), Auto().budget(1_000_000)
+    (20000, 250000, 62500)
     """
 
     codec_id: ClassVar[str] = "auto"
 
-    bits: Annotated[float, Real(above=0.0, most=16.0)] = 0.5
-    feedback: Switch = False
+    bits: Annotated[float | str, Maybe(Real(above=0.0, most=16.0), AUTO)] = AUTO
+    feedback: Annotated[bool | str, Maybe(Flag(), AUTO)] = AUTO
+    bytes: Annotated[int | None, Maybe(Size(LEAST_BUDGET))] = None
+    seconds: Annotated[float | None, Maybe(Real(above=0.0))] = None
+    least: Annotated[float, Real(least=0.0, most=16.0)] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        params.assign(self, unbiased=not self.feedback)
+        given = [name for name in ("bits", "bytes", "seconds") if getattr(self, name) not in (AUTO, None)]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} of Auto are one budget said twice; give one of them")
+        params.assign(self, unbiased=not self.rounded)
+
+    @property
+    def rounded(self) -> bool:
+        """Whether frames are for error feedback; what is not decided is unbiased."""
+        return self.feedback is True
 
     def budget(self, size: int) -> int:
         """Return the bytes that ``size`` values may take."""
-        return max(LEAST_BUDGET, int(self.bits * size / 8.0))
+        if self.bytes is not None:
+            return min(self.bytes, max(LEAST_BUDGET, 2 * size))
+        bits = _MOST_BY_LINK if self.seconds is not None else _USUAL if self.bits == AUTO else float(self.bits)
+        return max(LEAST_BUDGET, int(bits * size / 8.0))
+
+    def settled(self, size: int, replies: int, returning: bool) -> Auto:
+        """Return the codec with its form decided, for rounds of ``replies`` updates of ``size`` values.
+
+        Unbiased from 1.3/(2 replies + 1) bits on: there the noise of the mean is about twice its signal, and training
+        follows that without compression (measured on three tasks). Below, rounded: with a memory where the same clients
+        answer in every round (``returning``), else without. With ``bits="auto"`` and ``seconds`` clients whose links
+        are slow keep to twice those bits, so that the form does not depend on links.
+
+        Parameters
+        ----------
+        size : int
+        replies : int
+            At least 1.
+        returning : bool
+        """
+        floor = (1.0 + _NOISE_AT_ONE) / (2.0 * replies + 1.0)
+        bits = 8.0 * self.budget(size) / max(1, size)
+        feedback = self.feedback
+        if feedback == AUTO:
+            feedback = bits < floor and not self._by_link
+        least = self.least or (0.0 if feedback else min(2.0 * floor, bits))
+        return replace(self, feedback=feedback, least=least if self._by_link else 0.0)
+
+    def fixed(self, size: int, *, single: bool) -> Auto:
+        """Return the codec for rounds that a link must not shorten, or that look at every update by itself.
+
+        With ``single`` it takes a bit a value where nothing is said: an update of fewer is mostly noise, or zeros, and
+        a median of such is no median of the updates (derived).
+        """
+        if single and not self._by_link and 8 * self.budget(size) < size:
+            log.warning("Auto: single updates are looked at, of which less than a bit a value says little")
+        bits: float | str = self.bits
+        if self._by_link:
+            bits = INNER if single else _USUAL
+        return replace(self, bits=bits, seconds=None, feedback=self.rounded)
+
+    def downwards(self) -> Auto:
+        """Return the codec for the way down, where every error is sent later: one bit where nothing is said."""
+        bits = INNER if self._by_link else self.bits
+        return replace(self, bits=bits, seconds=None, feedback=True if self.feedback == AUTO else self.feedback)
+
+    def described(self, size: int, replies: int) -> str:
+        """Return what was decided, in a line for the log."""
+        form = "rounded, for error feedback" if self.rounded else "unbiased, without memory"
+        more = ""
+        if self.rounded:
+            more = "; under error feedback a longer server step is worth a try: 2 at .5 bit, 3 at .1, 4 at .02"
+        elif self._by_link:
+            more = f"; from {self.least:.2g} bits where an uplink is slow"
+        bits = 8.0 * self.budget(size) / max(1, size)
+        return f"{bits:.3g} bits a value, {form}, for {replies} updates a round{more}"
+
+    @property
+    def _by_link(self) -> bool:
+        return self.seconds is not None or (self.bits == AUTO and self.bytes is None)
+
+    def at_link(self, size: int, uplink: float, spent: float) -> Auto:
+        """Return the codec with the budget of one client's link.
+
+        Parameters
+        ----------
+        size : int
+            Values of the compressed part.
+        uplink : float
+            Bytes a second; 0 where that is not known.
+        spent : float
+            Seconds that the app has trained.
+        """
+        if not self._by_link:
+            return self
+        if not uplink:
+            if self.seconds is not None:
+                _say_unknown(self.seconds)
+            bits = _USUAL
+        else:
+            seconds = _SHARE_OF_TRAINING * spent if self.seconds is None else self.seconds
+            bits = 8.0 * seconds * uplink / max(1, size)
+        most = 8.0 * self.budget(size) / max(1, size)
+        return replace(self, bits=min(16.0, max(min(bits, most), self.least, _FEWEST)), seconds=None)
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return the compressed part as one; densities of single tensors are refused."""
@@ -146,57 +270,61 @@ class Auto(SeededCodec):
     def terms(self, stretch: Stretch, seed: int) -> Terms:
         """Return what both ends know of the levels of a stretch."""
         assert isinstance(stretch, Matrices)
-        return Terms(stretch.shapes, self.budget(stretch.size), 0 if self.feedback else seed)
+        return Terms(stretch.shapes, self.budget(stretch.size), 0 if self.rounded else seed)
 
-    def fields(self, key: Key) -> tuple[tuple[int, bytes], ...]:
+    def fields(self, key: Key) -> tuple[tuple[int, builtins.bytes], ...]:
         """Return the seed, where something is drawn."""
-        return () if self.feedback else super().fields(key)
+        return () if self.rounded else super().fields(key)
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the levels; without compiled code, what stands for them."""
         values = np.ascontiguousarray(values)
-        largest = max(float(values.max()), -float(values.min()))
+        largest = largest_of(values)
         if largest >= _LARGEST:
             raise NonFiniteUpdate(f"{stretch.name} holds a value of magnitude {largest:g}; levels reach to 2**125")
         if values.size > contexts.PORTABLE_MOST and not contexts.compiled():
             _say_portable()
             return self._portable(values, stretch, key)
-        seed = self.seed_of(key)
-        terms = self.terms(stretch, seed)
-        bits = 8.0 * terms.budget / values.size
-        if self.feedback:
-            found = _rounded(values, terms, key)
-        elif bits >= _WHOLE:
-            found = _dithered(values, Head(DITHERED), terms)
-        else:
-            head = Head(PART, fraction=max(1, int(bits / INNER * 65536.0)))
-            kept = [
-                values[whole].reshape(-1, columns[0])[:, columns[1]].reshape(-1)
-                for whole, _, columns in parts_of(head.fraction, terms)
-            ]
-            found = _dithered(np.concatenate(kept), head, terms)
-        return Tensor(found, (stretch.size,))
+        terms = self.terms(stretch, self.seed_of(key))
+        if self.rounded:
+            return Tensor(_rounded(values, terms, key), (stretch.size,))
+        found = _dithered(values, terms)
+        return self.signs(values, stretch, key) if found is None else Tensor(found, (stretch.size,))
 
     def _portable(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return a tensor of the same budget that takes no compiled code: top-k, or EDEN of a random part."""
-        budget, size = self.budget(stretch.size), stretch.size
-        if self.feedback:
-            # An index takes about log2(n/k) and two bits, a value two; then as many as fit.
-            kept = min(size, 8 * budget // 6)
-            while True:
-                density = kept / size
-                tensor = TopK(density=density, values="q2").pack(values, Stretch(0, stretch.name, 0, size), key)
-                if len(wire.encode([tensor])) - _AROUND <= budget or kept == 1:
-                    return tensor
-                kept = max(1, kept * 9 // 10)
-        # One block, a power of two; codes are one bit each, and the magnitude is four bytes.
-        kept = 1 << (min(size, 8 * (budget - 8)).bit_length() - 1)
-        seed = self.seed_of(key)
+        """Return a tensor of the same budget that takes no compiled code."""
+        if not self.rounded:
+            return self.signs(values, stretch, key)
+        # An index takes about log2(n/k) and two bits, a value two; then as many as fit.
+        size, budget = stretch.size, self.budget(stretch.size)
+        kept = min(size, 8 * budget // 6)
+        while True:
+            tensor = TopK(density=kept / size, values="q2").pack(values, Stretch(0, stretch.name, 0, size), key)
+            if len(wire.encode([tensor])) <= budget or kept == 1:
+                return tensor
+            kept = max(1, kept * 9 // 10)
+
+    def signs(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
+        """Return a random part of ``values``, float32 of the stretch's size, at least 1024, in blocks of which EDEN
+        sends signs and a length each.
+
+        Raises
+        ------
+        NonFiniteUpdate
+            Where the part, scaled and turned, overflows float32.
+        """
+        size, seed = stretch.size, self.seed_of(key)
+        kept, block = _blocks(size, self.budget(size))
         part = values[seeded_support(seed, size, kept)] * np.float32(size / kept)
         if not np.isfinite(part).all():
             raise NonFiniteUpdate(f"{stretch.name}: a random part, scaled by {size / kept:g}, overflows float32")
-        coded = EDEN().pack(part, Stretch(0, stretch.name, 0, kept), key).values
-        return wire.seeded((size,), seed, kept, coded)
+        codes, lengths = np.empty(kept, np.bool_), []
+        for index, at in enumerate(range(0, kept, block)):
+            found = EDEN().pack(part[at : at + block], Stretch(index, stretch.name, at, min(at + block, kept)), key)
+            assert isinstance(found.values, wire.Codebook)
+            codes[at : at + block] = found.values.codes
+            lengths.append(found.values.magnitudes)
+        return wire.seeded((size,), seed, kept, wire.SignScale(codes, np.concatenate(lengths), block))
 
     def longest(self, layout: Layout) -> int:
         """Return a number of bytes that no frame of levels for ``layout`` exceeds."""
@@ -216,8 +344,8 @@ class Auto(SeededCodec):
             "float32",
             max_k=min(stretch.size, 8 * self.budget(stretch.size)),
             kinds=frozenset({DENSE, SPARSE}),
-            index_codecs=frozenset((*wire.PLAIN, "complement") if self.feedback else ("seeded",)),
-            value_codecs=frozenset({"levels", "codebook"}),
+            index_codecs=frozenset((*wire.PLAIN, "complement") if self.rounded else ("seeded",)),
+            value_codecs=frozenset({"levels", "codebook" if self.rounded else "sign"}),
         )
 
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
@@ -225,20 +353,27 @@ class Auto(SeededCodec):
         values = tensor.values
         if isinstance(values, Levels):
             require_values(tensor, Levels, sparse=False)
-            if (values.head.form == ROUNDED) != self.feedback:
+            if (values.head.form == ROUNDED) != self.rounded:
                 raise SchemaMismatch(f"{stretch.name}: levels of form {values.head.form}, expected {self!r}")
             return
-        require_values(tensor, wire.Codebook, sparse=True)
-        assert isinstance(values, wire.Codebook)
-        bits = 2 if self.feedback else 1
-        if values.bits != bits or (not self.feedback and (values.k < SHORTEST or values.k & values.k - 1)):
-            raise SchemaMismatch(f"{stretch.name}: {values.k} codes of {values.bits} bits do not stand for levels")
-        if values.k * bits > 8 * self.budget(stretch.size):
-            raise LimitExceeded(f"{stretch.name}: {values.k} codes of {bits} bits exceed the budget")
+        k, most = values.k, 8 * self.budget(stretch.size)
+        if isinstance(values, wire.SignScale):
+            blocks = {values.block, k % values.block or values.block} if values.block else {0}
+            if tensor.indices is None or any(size < _TURNED or size & size - 1 for size in blocks):
+                raise SchemaMismatch(f"{stretch.name}: {k} signs in blocks of {values.block} do not stand for levels")
+            taken = k + 32 * values.scales.size
+        else:
+            require_values(tensor, wire.Codebook, sparse=True)
+            assert isinstance(values, wire.Codebook)
+            if values.bits != 2:
+                raise SchemaMismatch(f"{stretch.name}: codes of {values.bits} bits do not stand for levels")
+            taken = 2 * k
+        if taken > most:
+            raise LimitExceeded(f"{stretch.name}: {k} values in {taken} bits exceed the budget of {most}")
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
         """Parse and check ``frame``, and decode its levels: a frame that passes was written by an encoder."""
-        bundle = PositionalCodec.open(self, frame, layout) if self.feedback else super().open(frame, layout)
+        bundle = PositionalCodec.open(self, frame, layout) if self.rounded else super().open(frame, layout)
         seed = self.seed_in(bundle)
         tensors = list(bundle.tensors)
         for stretch in self.stretches(layout):
@@ -251,13 +386,13 @@ class Auto(SeededCodec):
 
     def verify(self, frame: Frame | Bundle, layout: Layout, key: Key) -> Bundle:
         """Open, and require the seed that ``key`` gives, where there is one."""
-        return self.open(frame, layout) if self.feedback else super().verify(frame, layout, key)
+        return self.open(frame, layout) if self.rounded else super().verify(frame, layout, key)
 
     def placed(self, bundle: Bundle, layout: Layout) -> Iterator[tuple[Tensor, slice]]:
         """Yield the frame's tensors with their places; values of a random part are turned back."""
         for tensor, where in super().placed(bundle, layout):
-            if not self.feedback and isinstance(tensor.values, wire.Codebook):
-                tensor = replace(tensor, values=wire.Raw(_turned_back(tensor, bundle)))
+            if isinstance(tensor.values, wire.SignScale):
+                tensor = replace(tensor, values=wire.Raw(_turned_back(tensor.values, self.seed_in(bundle))))
             yield tensor, where
 
     def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
@@ -266,101 +401,187 @@ class Auto(SeededCodec):
         each = (tensor.values.decoded(keep=True) for tensor, _ in self.placed(bundle, layout))
         return math.hypot(*(norm(values) for values in each))
 
+    def figures(self, frame: Frame | Bundle, layout: Layout, length: float) -> Mapping[str, float]:
+        """Return ``"bits"``, for each value, and of an unbiased frame ``"noise"``: the energy of its error for each
+        unit of the update's, as it follows from the step and from ``length``; nothing of the latter where that is all
+        noise."""
+        found: dict[str, float] = {}
+        bundle = self.open(frame, layout)
+        for stretch in self.stretches(layout):
+            values = bundle.tensors[stretch.index].values
+            if isinstance(values, Levels):
+                head, found["bits"] = values.head, 8.0 * values.nbytes / stretch.size
+                part = head.fraction / 65536.0
+                noise = values.levels.size * float(width(head.step)) ** 2 / 12.0
+                energy = (part * length) ** 2 - noise
+                alone = noise / energy if energy > 0.0 else math.inf
+            else:
+                assert isinstance(values, wire.Codebook | wire.SignScale)
+                taken = values.k + 32 * values.scales.size if isinstance(values, wire.SignScale) else 2 * values.k
+                found["bits"] = taken / stretch.size
+                part, alone = values.k / stretch.size, math.pi / 2.0 - 1.0
+            if not self.rounded and alone < math.inf:
+                found["noise"] = (1.0 + alone) / part - 1.0
+        return found
+
     def contraction(self, layout: Layout) -> float | None:
         """Return δ of ``feedback=True``: 5/(9 n), of one nonzero level (derived; k of them give 5 k/(9 n)).
 
         What is 0.6 steps and more is off by 4/9 of its square at most, where levels stand for themselves; the shifts,
         their means, are nearer. What is less stays as it is, and the largest is never less.
         """
-        if not self.feedback:
+        if not self.rounded:
             return None
         return with_rest(self, [5.0 / (9.0 * s.size) * (1.0 - 2.0**-20) for s in self.stretches(layout)], layout)
 
     def variance(self, layout: Layout) -> float | None:
-        """Return ω of ``feedback=False``: of equal magnitudes, which are the worst (derived); (1 + 16)/f - 1 of a part.
+        """Return ω of ``feedback=False``: of levels of equal magnitudes, which are the worst (derived), (1 + 16)/f - 1
+        of a part, and of k signs 3 n/k - 1.
 
-        Updates are far from it: .05 to .4 at one bit for five tasks, 1.05 for normal values (measured).
+        Updates are far from it: .05 to .4 at one bit for five tasks, .58 for normal values (measured).
         """
-        if self.feedback:
+        if self.rounded:
             return None
         worst = 0.0
         for stretch in self.stretches(layout):
-            bits = 8.0 * self.budget(stretch.size) / stretch.size
-            worst = _WORST if bits >= _WHOLE else (1.0 + _WORST) / (int(bits / INNER * 65536.0) / 65536.0) - 1.0
+            terms = self.terms(stretch, 0)
+            worst = (1.0 + _WORST) * 65536.0 / _head_of(terms).fraction - 1.0
+            if kept := _blocks(terms.size, terms.budget)[0]:
+                worst = max(worst, 3.0 * terms.size / kept - 1.0)
         return worst
+
+
+def _head_of(terms: Terms) -> Head:
+    """Return the form of dithered levels, and the part of the columns that a budget allows."""
+    bits = 8.0 * terms.budget / terms.size
+    return Head(DITHERED) if bits >= _WHOLE else Head(PART, fraction=max(1, int(bits / INNER * 65536.0)))
+
+
+def _blocks(size: int, budget: int) -> tuple[int, int]:
+    """Return how many signs fit a budget with a length for each block, and the values of a block; the last one may be
+    shorter, and all are powers of two."""
+    best = 0, 0
+    for bits in range(_TURNED.bit_length() - 1, size.bit_length()):
+        block = 1 << bits
+        count = min(size // block, budget // (block // 8 + 4))
+        more = min(size - count * block, 8 * (budget - count * (block // 8 + 4) - 4))
+        best = max(best, (count * block + (1 << more.bit_length() - 1 if more >= _TURNED else 0), block))
+    return best
 
 
 def _rounded(values: Vector, terms: Terms, key: Key) -> Levels:
     """Return rounded levels within the budget."""
+    # Not even one value may fit: of rows that are too long for a flag each zero takes a two-thousandth of a bit.
+    best = Levels.coded(Head(ROUNDED), np.zeros(values.size, np.int32), terms)
     if not values.any():
-        return Levels.coded(Head(ROUNDED), np.zeros(values.size, np.int32), terms)
-    control = RateControl(values, terms.shapes, dithered=False, seed=0)
-    goal = _goal(terms, values.size)
-    for _ in range(_ATTEMPTS):
-        step, over, fits = control.search(goal)
-        levels = control.levels(step)
-        while step < control.high and control.decisions * 5 > terms.most(values.size) * 4:
-            if _workable(levels, terms):
-                break
-            step = min(step + _OCTAVE, control.high)
-            levels = control.levels(step)
-        found = _levels(values, step, levels, terms)
-        if not fits or (_UNFILLED * terms.budget > 100 * found.nbytes and over >= control.low):
-            # Equal magnitudes: no step sends some of them.
-            cut = control.cut(over, goal, key)
-            fuller = _levels(values, over, cut, terms)
-            if fuller.nbytes <= terms.budget < found.nbytes or found.nbytes < fuller.nbytes <= terms.budget:
-                found = fuller if _workable(cut, terms) else found
-        if found.nbytes <= terms.budget:
-            return found
-        # What coding adds to the cost is half a per cent and a few bytes.
-        goal -= goal // 50
-    # Not even one value: of rows that are too long for a flag each zero takes a two-thousandth of a bit.
-    return Levels.coded(Head(ROUNDED), np.zeros(values.size, np.int32), terms)
+        return best
+
+    def cost(step: int, levels: NDArray[np.int32]) -> int:
+        nonlocal best
+        top = bits_of(levels)
+        found = Levels.coded(Head(ROUNDED, top, step if top else 0), levels, terms)
+        if best.nbytes < found.nbytes and found.taken <= goal:
+            best = found
+        return found.taken
+
+    control, goal = RateControl(values, terms.shapes, dithered=False, seed=0), terms.budget
+    over, _ = control.search(goal, cost)
+    if 100 * best.nbytes < _UNFILLED * terms.budget and over >= control.low:
+        # Equal magnitudes: no step sends some of them.
+        control.cut(over, goal, key, cost)
+    if best.head.top:
+        best.head = with_shifts(best.head, values, best.levels)
+    return best
 
 
-def _levels(values: Vector, step: int, levels: NDArray[np.int32], terms: Terms) -> Levels:
-    top = bits_of(levels)
-    head = with_shifts(Head(ROUNDED, top, step), values, levels) if top else Head(ROUNDED)
-    return Levels.coded(head, levels, terms)
+def _dithered(values: Vector, terms: Terms) -> Levels | None:
+    """Return dithered levels within the budget; None where signs of a random part, turned, are nearer.
 
-
-def _dithered(values: Vector, head: Head, terms: Terms) -> Levels:
-    """Return dithered levels of what travels, within the budget."""
-    streams = streams_of(head, terms)
-    largest = max(float(values.max(initial=0.0)), -float(values.min(initial=0.0)))
-    if largest < width(LEAST_STEP):
-        return Levels.coded(head, np.zeros(values.size, np.int32), terms)
+    The error of levels is known by their step, n D²/12, before they are sent. What is sent has no part in the choice,
+    or the mean of what arrives would not be the vector: the step is that of other draws and, of a part, of other
+    columns.
+    """
+    head, (kept, block) = _head_of(terms), _blocks(terms.size, terms.budget)
+    largest = largest_of(values)
     if largest * 65536.0 / head.fraction >= _LARGEST / 64.0:
         raise NonFiniteUpdate(f"a value of magnitude {largest:g} and its dither, scaled, may overflow float32")
-    control = RateControl(values, streams.shapes, dithered=True, seed=terms.seed)
-    # What one draw takes is spread by .2 to 1.1 bits times the root of the number (measured), a trial's as well.
-    step, _, _ = control.search(_goal(terms, values.size) - _SPREAD * math.isqrt(values.size))
+    limit = math.inf
+    # Blocks that could overflow are left to levels.
+    if kept and largest * terms.size / kept * math.sqrt(block) < _LARGEST:
+        # Of normal values, which turned ones are, signs keep 2/π of the square.
+        limit = math.pi / 2.0 * terms.size / kept * head.fraction / 65536.0 - 1.0
+    if head.form == PART:
+        other = replace(terms, seed=Key(terms.seed, "trial").u64())
+        trial = _control(values, head, other)
+        # Contexts make steps shorter; to work them out takes as long as to code.
+        if trial and trial.error(trial.guess(terms.budget)) > limit and _trial(trial, head, other)[1] > limit:
+            return None
+    control = _control(values, head, terms)
+    if control is None:
+        return Levels.coded(head, np.zeros(streams_of(head, terms).size, np.int32), terms)
+    step, error = _trial(control, head, terms)
+    if head.form == DITHERED and error > limit:
+        return None
+    longer = 2
     while True:
         levels = control.levels(step, trial=False)
-        workable = control.decisions * 5 <= terms.most(values.size) * 4 or _workable(levels, terms, streams)
-        if workable or step >= control.high:
-            found = Levels.coded(replace(head, top=bits_of(levels), step=step), levels, terms)
-            if found.nbytes <= terms.budget or step >= control.high:
-                return found
-        step = min(step + (2 if workable else _OCTAVE), control.high)
+        found = Levels.coded(replace(head, top=bits_of(levels), step=step), levels, terms)
+        if found.taken <= terms.budget or step == control.high:
+            return found
+        step, longer = min(step + longer, control.high), 2 * longer
 
 
-def _goal(terms: Terms, size: int) -> int:
-    """Return what levels may cost beside parameters and the lengths of streams, in 1/256 bit."""
-    return _ONE * (terms.budget - 8 - 4 * (size >> 22).bit_length() ** 2)
+def _control(values: Vector, head: Head, terms: Terms) -> RateControl | None:
+    """Return the search for the step of what travels of ``values``; None where that is nothing."""
+    if head.form == PART:
+        parts = parts_of(head.fraction, terms)
+        values = np.concatenate(
+            [values[at].reshape(-1, columns)[:, kept].reshape(-1) for at, _, (columns, kept) in parts]
+        )
+    if largest_of(values) < width(LEAST_STEP):
+        return None
+    return RateControl(values, streams_of(head, terms).shapes, dithered=True, seed=terms.seed)
 
 
-def _workable(levels: NDArray[np.int32], terms: Terms, streams: Streams | None = None) -> bool:
-    """Whether a reader takes the decisions of these levels."""
-    streams = streams or Streams(terms.shapes)
-    return streams.cost(levels, bits_of(levels))[1] <= terms.most(streams.size)
+def _trial(control: RateControl, head: Head, terms: Terms) -> tuple[int, float]:
+    """Return the shortest step whose dithered levels fit the budget, with draws that are not sent, and their error."""
+
+    def cost(step: int, levels: NDArray[np.int32]) -> int:
+        return Levels.coded(replace(head, top=bits_of(levels), step=step), levels, terms).taken
+
+    # What one draw takes is spread by .2 to 1.1 bits times the root of the number (measured), a trial's as well: three.
+    _, step = control.search(terms.budget - math.isqrt(9 * control.values.size) // 8, cost)
+    step = min(step, control.high)
+    return step, control.error(step)
 
 
-def _turned_back(tensor: Tensor, bundle: Bundle) -> Vector:
-    """Return the values of a random part that EDEN has rotated."""
-    inner = replace(bundle, tensors=(Tensor(tensor.values, (tensor.values.k,)),))
-    return next(EDEN().placed(inner, Layout.flat(tensor.values.k)))[0].values.decode()
+def _turned_back(values: wire.SignScale, seed: int) -> Vector:
+    """Return the values of a random part whose blocks EDEN has rotated."""
+    found = values.decode()
+    for index, at in enumerate(range(0, found.size, values.block)):
+        with np.errstate(over="ignore", invalid="ignore"):  # of a hostile frame; receivers look at their sums
+            rotate(found[at : at + values.block], rotation_of(seed, index), inverse=True, beside=found.size)
+    # Signs make -0.0 of zeros.
+    found += np.float32(0.0)
+    return found
+
+
+def at_link(codec: Codec, size: int, uplink: Callable[[], float], spent: Callable[[], float]) -> Codec:
+    """Return a codec with the budget of one client's link: of :class:`Auto`, in error feedback or not, others as they
+    are; see :meth:`Auto.at_link`."""
+    if isinstance(codec, Auto):
+        return codec.at_link(size, uplink(), spent())
+    inner = getattr(codec, "codec", None)
+    return replace(codec, codec=at_link(inner, size, uplink, spent)) if isinstance(inner, Auto) else codec  # type: ignore[type-var]
+
+
+@functools.cache
+def _say_unknown(seconds: float) -> None:
+    log.warning(
+        "Auto(seconds=%g): this node does not know what its uplink carries, so half a bit a value travels; say so in "
+        "its configuration: --node-config 'uplink=\"1mbit\"'",
+        seconds,
+    )
 
 
 @functools.cache

@@ -153,8 +153,11 @@ class Receiver(ABC):
         """Return of which outer products matrices are the sum, where ``frame`` says so; of most codecs none does."""
         return {}
 
-    def figures(self, frame: Frame | Bundle, layout: Layout) -> Mapping[str, float]:
-        """Return what a report shows of ``frame`` beside its length, by name, such as the ranks of its matrices."""
+    def figures(self, frame: Frame | Bundle, layout: Layout, length: float) -> Mapping[str, float]:
+        """Return what a report shows of ``frame`` beside its size, by name, such as the ranks of its matrices.
+
+        ``length`` is :meth:`norm` of it, which the receiver has at hand.
+        """
         return {}
 
     def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:

@@ -120,7 +120,7 @@ class EDEN(SeededCodec):
         """Return the codes of a block, or a tail as it is."""
         if stretch.size < SHORTEST:
             return wire.dense(values)
-        return Tensor(self._coded(values, stretch, _rotation(self.seed_of(key), stretch.index)), (stretch.size,))
+        return Tensor(self._coded(values, stretch, rotation_of(self.seed_of(key), stretch.index)), (stretch.size,))
 
     def _coded(self, values: Vector, stretch: Stretch, rotation: Key) -> wire.Codebook:
         centroids = np.array(CENTROIDS[self.bits])
@@ -188,7 +188,7 @@ class EDEN(SeededCodec):
             if isinstance(tensor.values, wire.Codebook):
                 values = tensor.values.decoded()
                 with np.errstate(over="ignore", invalid="ignore"):  # of a hostile frame; receivers look at their sums
-                    rotate(values, _rotation(seed, index), inverse=True, beside=layout.size)
+                    rotate(values, rotation_of(seed, index), inverse=True, beside=layout.size)
                 # Signs make -0.0 of zeros.
                 values += np.float32(0.0)
                 tensor = replace(tensor, values=wire.Raw(values))
@@ -224,7 +224,7 @@ def _longest_block(parts: tuple[Stretch, ...]) -> int:
     return max((s.size for s in parts if s.size >= SHORTEST), default=0)
 
 
-def _rotation(seed: int, index: int) -> Key:
+def rotation_of(seed: int, index: int) -> Key:
     """Return what the signs of the block of that number are drawn from."""
     return Key(seed, "eden", layer=index)
 

@@ -378,7 +378,7 @@ class Factors(Codec):
         changes = _Received.of(self, self.open(frame, layout), layout).changes()
         return {change.tensor.name: change.outer for change in changes if change.outer is not None}
 
-    def figures(self, frame: Frame | Bundle, layout: Layout) -> Mapping[str, float]:
+    def figures(self, frame: Frame | Bundle, layout: Layout, length: float) -> Mapping[str, float]:
         """Return the number of outer products of each matrix, in mode "rank" its effective rank, how many slopes stand
         for a left side where they do, and how many matrices travelled whole."""
         found: dict[str, float] = {"matrices whole": 0.0}

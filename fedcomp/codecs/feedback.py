@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import params
+from fedcomp import params, wire
 from fedcomp.codecs.auto import Auto
 from fedcomp.codecs.base import Codec, State, all_finite, norm
 from fedcomp.codecs.memory import MEMORIES, described, kept, not_finite, number_of, recalled, vector_of
@@ -132,7 +132,7 @@ class ErrorFeedback(Wrapper):
         inmost: Codec = codec
         while isinstance(inner := getattr(inmost, "codec", None), Codec):
             inmost = inner
-        if isinstance(inmost, Auto) and not inmost.feedback:
+        if isinstance(inmost, Auto) and not inmost.rounded:
             raise ConfigError(
                 f"{codec!r} is unbiased and adds noise as large as what is remembered, so that the memory would grow "
                 "without bound; use Auto(feedback=True), or no error feedback"
@@ -324,12 +324,19 @@ class ErrorFeedback(Wrapper):
             total = memory * np.float32(self.decay)
             total += gradient
         sum_of_both = Update(total, update.layout)
+        content: Frame | Bundle
         try:
-            frame, inner = self.codec.encode(sum_of_both, inner, key)
+            if type(self.codec) is Auto:
+                # Its levels are known; to decode them again takes as long as to encode them.
+                content, inner = self.codec.packed(sum_of_both, inner, key)
+                frame = wire.encode(content.tensors, tlvs=content.tlvs)
+            else:
+                frame, inner = self.codec.encode(sum_of_both, inner, key)
+                content = frame
         except NonFiniteUpdate as error:
             # A codec may overflow on a finite sum, as a scaled random-k does; then its own message is the right one.
             raise error if all_finite(total) else not_finite(update, held) from None
-        content = self.codec.open(frame, update.layout)
+        content = self.codec.open(content, update.layout)
         # The Update shares the array, so this leaves p - q in total.
         self.codec.accumulate(content, -1.0, sum_of_both)
         return frame, content, total, inner

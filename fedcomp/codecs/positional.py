@@ -178,6 +178,11 @@ class PositionalCodec(Packing, Codec):
 
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
         """Encode ``update``; see :meth:`fedcomp.codecs.base.Codec.encode`. Copies nothing of the vector's size."""
+        bundle, state = self.packed(update, state, key)
+        return wire.encode(bundle.tensors, tlvs=bundle.tlvs), state
+
+    def packed(self, update: Update, state: State, key: Key) -> tuple[Bundle, State]:
+        """Return the tensors and fields that :meth:`encode` puts into a frame, and the state after it was sent."""
         parts = self.stretches(update.layout)
         rest = update.vector[_covered(parts) :]
         # A codec that finds NaN by itself sees its stretches only, never the dense rest.
@@ -188,7 +193,7 @@ class PositionalCodec(Packing, Codec):
         except NonFiniteUpdate:
             require_finite(update)  # names the tensor
             raise
-        return self.frame_of(tensors, rest, self.fields(key)), state
+        return Bundle((*tensors, *self._dense(rest)), tlvs=tuple(self.fields(key))), state
 
     @property
     def rest_form(self) -> ValueForm:
@@ -202,10 +207,12 @@ class PositionalCodec(Packing, Codec):
         """
         return ()
 
-    def frame_of(self, tensors: list[Tensor], rest: Vector, fields: Iterable[tuple[int, bytes]] = ()) -> Frame:
+    def frame_of(self, tensors: list[Tensor], rest: Vector) -> Frame:
         """Return the frame of ``tensors`` followed by the dense rest, when there is any."""
-        dense = [Tensor(self.rest_form.code(rest), rest.shape)] if rest.size else []
-        return wire.encode([*tensors, *dense], tlvs=fields)
+        return wire.encode([*tensors, *self._dense(rest)])
+
+    def _dense(self, rest: Vector) -> list[Tensor]:
+        return [Tensor(self.rest_form.code(rest), rest.shape)] if rest.size else []
 
     def pack_all(
         self, vector: Vector, parts: tuple[Stretch, ...], state: State, key: Key

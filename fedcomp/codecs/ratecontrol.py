@@ -5,44 +5,51 @@ Steps have seven bits of mantissa. What is compared are integers, so that every 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.kernels.contexts import MOST_BITS, Streams, costs, tier_of
+from fedcomp.codecs.base import norm
+from fedcomp.kernels.contexts import MOST_BITS, Streams, tier_of
 from fedcomp.rng import Key
-from fedcomp.wire.modelled import LEAST_STEP, MOST_STEP, Shapes, draws
+from fedcomp.wire.modelled import LEAST_STEP, MOST_STEP, Shapes, draws, width
 
 TRIALS: Final = 5
-"""Costs that are worked out at most before what fits is taken."""
+"""Times that all levels are coded at most before what fits is taken."""
 
 _OCTAVE: Final = 128
 _TENTH: Final = 18
 """Steps of the grid that make a step a tenth longer."""
 
-_GOAL: Final = 98
+_GOAL: Final = 99
 """Per cent of the budget that are aimed at, and those from which a search is over."""
 
-_ENOUGH: Final = 96
+_ENOUGH: Final = 98
 
-_LOOSE: Final = 93
-"""The same where trials look at a part of the rows."""
+_LOOSE: Final = 95
+"""The same of vectors so long that some rows tell beforehand how much contexts save."""
 
-_SAMPLED: Final = 1 << 18
-"""Values from which trials look at a third of the rows."""
+_SAMPLE: Final = 1 << 17
+"""Values at least of these rows."""
 
-_PIECE: Final = 256
+_EVERY: Final = 8
+_PIECE: Final = 64
 
-
-def width(step: int) -> np.float32:
-    """Return the float32 of a step."""
-    return np.array([step << 16], np.uint32).view(np.float32)[0]
+Cost = Callable[[int, NDArray[np.int32]], int]
+"""What a step and its levels take, in bytes."""
 
 
 def step_of(value: float) -> int:
     """Return the longest step that is not longer than ``value``, a positive number."""
     return int(np.array([value], np.float32).view(np.uint32)[0] >> 16)
+
+
+def largest_of(values: NDArray[np.float32]) -> float:
+    """Return the largest magnitude; 0 of none."""
+    return max(float(values.max(initial=0.0)), -float(values.min(initial=0.0)))
 
 
 class Magnitudes:
@@ -94,11 +101,17 @@ class Magnitudes:
         return low
 
 
+@functools.cache
+def _logs() -> list[int]:
+    """Return 256 log2(i), half rounded up, of i up to 4096: the bits of i**512 are the whole bits of 512 log2(i) and
+    one."""
+    return [0, *((i**512).bit_length() // 2 for i in range(1, 4097))]
+
+
 def _log2(number: int) -> int:
     """Return 256 log2 of a positive integer, rounded."""
     shift = number.bit_length() - 12
-    top = number >> shift if shift > 0 else number << -shift
-    return 256 * (shift + 12) - int(costs()[top])
+    return 256 * shift + _logs()[number >> shift if shift > 0 else number << -shift]
 
 
 class RateControl:
@@ -121,121 +134,121 @@ class RateControl:
         largest = self._known.largest
         # Levels of 17 bits at most; and of the longest rounded step the largest magnitude is a level still.
         self.low = min(max(LEAST_STEP, largest - MOST_BITS * _OCTAVE + 4), MOST_STEP)
-        high = largest + 6 * _OCTAVE if dithered else step_of(1.6 * float(np.abs(values).max()))
+        high = largest + 6 * _OCTAVE if dithered else step_of(1.6 * largest_of(values))
         self.high = min(max(self.low, high), MOST_STEP)
-        self._whole = Streams(shapes)
-        self._sample, self._third = self._sampled()
-        self._factor = values.size / max(1, self._third.size)
-        self._ratio = (95, 100)
-        self.decisions = 0
+        self._tried = np.zeros(0, np.uint32)
 
-    def levels(self, step: int, *, whole: bool = True, trial: bool = True) -> NDArray[np.int32]:
-        """Return the levels of a step: of all values or those that trials look at, for a trial or to be sent."""
-        return self._quantised(self.values if whole else self._sample, step, trial)
+    def levels(self, step: int, *, trial: bool = True) -> NDArray[np.int32]:
+        """Return the levels of all values at a step, for a trial or to be sent."""
+        return self._quantised(self.values, step, trial)
 
-    def search(self, goal: int) -> tuple[int, int, bool]:
-        """Return the shortest step found whose levels cost at most ``goal`` 1/256 bits, the longest known to cost more,
-        and whether the first one does not; if it does, it is :attr:`high`.
+    def search(self, goal: int, cost: Cost) -> tuple[int, int]:
+        """Return the longest step known to cost more than ``goal``, and the shortest found that does not.
 
-        Where trials look at a third of the rows, the whole is worked out once or twice to correct them.
+        Parameters
+        ----------
+        goal : int
+            In bytes.
+        cost : callable
+
+        Returns
+        -------
+        (int, int)
+            The first is below :attr:`low` where no step is known to cost more, the second above :attr:`high` where all
+            do.
         """
-        step, over, fits = self._search(goal)
-        for _ in range(2 if self._whole is not self._third else 0):
-            levels = self.levels(step, whole=True)
-            cost = self._whole.cost(levels, bits_of(levels))[0]
-            if _LOOSE * goal <= 100 * cost <= 100 * goal or (cost <= goal and step == self.low):
-                break
-            self._factor = self._factor * cost / max(1, self.cost(step))
-            step, over, fits = self._search(goal)
-        return step, over, fits
-
-    def _search(self, goal: int) -> tuple[int, int, bool]:
         over, fits = self.low - 1, self.high + 1
-        step = self.high
+        ratio = self._sampled_ratio(goal)
+        enough = _ENOUGH if self.values.size < 2 * _SAMPLE else _LOOSE
         for _ in range(TRIALS):
             if over + 1 >= fits:
                 break
-            ratio, order0 = self._ratio
-            step = self._known.step(goal * _GOAL * order0 // (100 * ratio), over + 1, min(fits - 1, self.high))
-            cost = self.cost(step)
+            step = self._aimed(goal, ratio, over + 1, min(fits - 1, self.high))
+            found = cost(step, self.levels(step))
             # What contexts save; it changes little from step to step.
-            self._ratio = max(cost, 1), max(self._known.order0(step), 1)
-            if cost > goal:
+            ratio = max(found, 1), max(self._known.order0(step), 1)
+            if found > goal:
                 over = step
                 continue
             fits = step
-            if 100 * cost >= _ENOUGH * goal:
+            if 100 * found >= enough * goal:
                 break
+        longer = _TENTH
         while fits > self.high > over:
-            step = min(over + _TENTH, self.high)
-            if self.cost(step) <= goal:
+            step = min(over + longer, self.high)
+            longer *= 2
+            if cost(step, self.levels(step)) <= goal:
                 fits = step
             else:
                 over = step
-        return min(fits, self.high), over, fits <= self.high
+        return over, fits
 
-    def cost(self, step: int) -> int:
-        """Return about what the levels of a step cost, in 1/256 bit; :attr:`decisions` are about those it takes."""
-        levels = self.levels(step, whole=False)
-        found, decisions = self._third.cost(levels, bits_of(levels))
-        self.decisions = int(self._factor * decisions)
-        return int(self._factor * found)
+    def guess(self, goal: int) -> int:
+        """Return the shortest step whose levels cost at most ``goal`` bytes without contexts."""
+        return self._known.step(2048 * goal, self.low, self.high)
 
-    def _sampled(self) -> tuple[NDArray[np.float32], Streams]:
-        """Return the rows that trials look at."""
-        if self.values.size < _SAMPLED:
-            return self.values, self._whole
-        parts, shapes, at = [], [], 0
+    def error(self, step: int) -> float:
+        """Return the square of what dithered levels of a step are off by, as expected, over that of the values."""
+        return self.values.size / 12.0 * (float(width(step)) / norm(self.values)) ** 2
+
+    def _aimed(self, goal: int, ratio: tuple[int, int], low: int, high: int) -> int:
+        cost, order0 = ratio
+        return self._known.step(goal * _GOAL * order0 // (100 * cost), low, high)
+
+    def _sampled_ratio(self, goal: int) -> tuple[int, int]:
+        """Return what levels cost in bytes and, without contexts, in 1/256 bit: of some rows, where there are many."""
+        ratio, every = (95, 100 * 2048), min(_EVERY, self.values.size // _SAMPLE)
+        if every < 2:
+            return ratio
+        parts, at = [], 0
         for rows, columns in self.shapes:
-            every = 3 if rows >= 12 else 1
-            part = self.values[at : at + rows * columns].reshape(rows, columns)[::every]
-            parts.append(part.reshape(-1))
-            shapes.append(part.shape)
+            whole = self.values[at : at + rows * columns].reshape(rows, columns)
+            parts.append(whole[::every] if rows >= 4 * every else whole[:, : -(-columns // every)])
             at += rows * columns
-        return np.concatenate(parts), Streams(tuple(shapes))
+        values, streams = np.concatenate([part.reshape(-1) for part in parts]), Streams(tuple(p.shape for p in parts))
+        if not values.any():
+            return ratio
+        known = Magnitudes(values, self._dithered)
+        for _ in range(2):
+            step = self._aimed(goal, ratio, self.low, self.high)
+            levels = self._quantised(values, step, trial=True)
+            coded, _ = streams.encode(levels, max(1, bits_of(levels)))
+            ratio = sum(map(len, coded)) + 1, known.order0(step) + 1
+        return ratio
 
     def _quantised(self, values: NDArray[np.float32], step: int, trial: bool) -> NDArray[np.int32]:
         kernels = tier_of(values.size)
         if not self._dithered:
             return kernels.quantise(values, np.float32(1.0) / width(step))
-        drawn = draws(self._seed, values.size, purpose="trial" if trial else "dither")
+        if not trial:
+            drawn = draws(self._seed, values.size)
+        else:
+            if self._tried.size < values.size:
+                self._tried = draws(self._seed, values.size, purpose="trial")
+            drawn = self._tried[: values.size]
         return kernels.dithered(values, 1.0 / float(width(step)), drawn)
 
-    def cut(self, step: int, goal: int, key: Key) -> NDArray[np.int32]:
-        """Return levels of a step of which so many of magnitude 1 are left out that they cost ``goal`` at most.
+    def cut(self, step: int, goal: int, key: Key, cost: Cost) -> None:
+        """Try levels of a step of which so many of magnitude 1 are left out that they cost ``goal`` at most.
 
-        Where magnitudes are equal, no step sends some of them: rows, or pieces of long ones, stay in an order drawn
-        from ``key``, and the largest value stays in any case.
+        Where magnitudes are equal, no step sends some of them: pieces of the vector stay in an order drawn from
+        ``key``, and the largest value stays in any case.
         """
-        levels = self.levels(step, trial=False)
-        ranks, pieces = self._ranks(key)
+        levels = self.levels(step)
+        drawn = key.at(purpose="cut").bits(-(-levels.size // _PIECE))
         ones = np.flatnonzero(np.abs(levels) == 1)
         ones = ones[ones != int(np.abs(self.values).argmax())]
-        place, streams = ranks[ones], self._whole
-        kept, more = 0, pieces
-        while kept < more:
+        place = np.argsort(np.argsort(drawn, kind="stable"))[ones // _PIECE]
+        kept, more, found = -1, drawn.size, 0
+        while kept < more and not _ENOUGH * goal <= 100 * found <= 100 * goal:
             middle = (kept + more + 1) // 2
             tried = levels.copy()
             tried[ones[place >= middle]] = 0
-            if streams.cost(tried, bits_of(tried))[0] <= goal:
+            found = cost(step, tried)
+            if found <= goal:
                 kept = middle
             else:
                 more = middle - 1
-        levels[ones[place >= kept]] = 0
-        return levels
-
-    def _ranks(self, key: Key) -> tuple[NDArray[np.int64], int]:
-        """Return the rank of the piece of a row in which each value lies, and the number of pieces."""
-        found, count = [], 0
-        for rows, columns in self.shapes:
-            pieces = -(-columns // _PIECE)
-            row, column = np.divmod(np.arange(rows * columns), columns)
-            found.append(count + row * pieces + column // _PIECE)
-            count += rows * pieces
-        order = np.argsort(key.at(purpose="cut").bits(count), kind="stable")
-        ranks = np.empty(count, np.int64)
-        ranks[order] = np.arange(count)
-        return ranks[np.concatenate(found)], count
 
 
 def bits_of(levels: NDArray[np.int32]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -80,3 +82,7 @@ class Wrapper(Codec):
     def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
         """Measure with the inner codec."""
         return self.codec.norm(self.unwrapped(frame, layout), layout)
+
+    def figures(self, frame: Frame | Bundle, layout: Layout, length: float) -> Mapping[str, float]:
+        """Return the inner codec's."""
+        return self.codec.figures(self.unwrapped(frame, layout), layout, length)

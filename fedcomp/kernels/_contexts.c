@@ -1,8 +1,8 @@
-/* Levels in contexts: cost, encoder and decoder of fedcomp/kernels/portable_contexts.py, which says what they mean.
+/* Levels in contexts: encoder and decoder of fedcomp/kernels/portable_contexts.py, which says what they mean.
  *
- * One text for the three: `mode` is a constant in each caller, so that the compiler decides what a decision does. All
- * tables come from Python. No product is contracted (setup.py), and shifts of negative numbers are those of every
- * compiler there is, by two's complement; the module refuses to load where they are not. */
+ * One text for both: `mode` is a constant in each call, so that the compiler decides what a decision does. No product is
+ * contracted (setup.py), and shifts of negative numbers are those of every compiler there is, by two's complement; the
+ * module refuses to load where they are not. */
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 #include <stdint.h>
@@ -10,21 +10,16 @@
 #include <string.h>
 
 #ifdef _MSC_VER
+#include <intrin.h>
 #define ALWAYS static __forceinline
 #else
 #define ALWAYS static inline __attribute__((always_inline))
 #endif
 
-enum { COST, WRITE, READ };
+enum { WRITE, READ };
 enum { CLASSES = 20, SIZES = 18, CONTEXTS = CLASSES * CLASSES * SIZES, HIGH = 65512, LOW = 24, HALF = 32768 };
 enum { TOP_BITS = 28768, FLAGGED = 8, SHIFT = 8, LEAST_ROW = 4, LEAST_COLUMN = 2 };
 enum { ROW_WINDOW = 32, COLUMN_WINDOW = 16, EARLY = 4 };
-
-typedef struct {
-    const uint16_t *first;
-    const int64_t *rates, *windows;
-    const uint64_t *costs;
-} Tables;
 
 typedef struct {
     uint64_t low, span;
@@ -37,11 +32,7 @@ typedef struct {
     uint8_t counts[CONTEXTS], used[3 * SIZES], seen[2];
 } Model;
 
-ALWAYS int decide(int mode, Coder *c, const Tables *t, uint64_t one, int known) {
-    if (mode == COST) {
-        c->low += t->costs[(known ? one : 65536 - one) >> 4];
-        return known;
-    }
+ALWAYS int decide(int mode, Coder *c, uint64_t one, int known) {
     uint64_t bound = (c->span >> 16) * one;
     if (mode == READ) {
         known = c->low < bound;
@@ -69,22 +60,25 @@ ALWAYS int decide(int mode, Coder *c, const Tables *t, uint64_t one, int known) 
     return known;
 }
 
-ALWAYS int adapt(int mode, Coder *c, const Tables *t, uint16_t *ones, uint8_t *counts, int64_t place, int known) {
+/* Of how often a probability was used, how far it moves, over 65536; and 65536 over the length of a mean. */
+static int64_t rates[256], windows[ROW_WINDOW + 1];
+
+ALWAYS int adapt(int mode, Coder *c, uint16_t *ones, uint8_t *counts, int64_t place, int known) {
     int64_t one = ones[place];
-    int bit = decide(mode, c, t, (uint64_t)one, known);
-    ones[place] = (uint16_t)(one + ((((bit ? HIGH : LOW) - one) * t->rates[counts[place]]) >> 16));
+    int bit = decide(mode, c, (uint64_t)one, known);
+    ones[place] = (uint16_t)(one + ((((bit ? HIGH : LOW) - one) * rates[counts[place]]) >> 16));
     counts[place] += counts[place] < 255;
     return bit;
 }
 
-ALWAYS int length(uint32_t number) {
-    int found = 0;
-    if (number >> 16) { number >>= 16; found = 16; }
-    if (number >> 8) { number >>= 8; found += 8; }
-    if (number >> 4) { number >>= 4; found += 4; }
-    if (number >> 2) { number >>= 2; found += 2; }
-    if (number >> 1) { number >>= 1; found += 1; }
-    return found + (int)number;
+/* The bits of a number that is not negative. */
+ALWAYS int length(int32_t number) {
+#ifdef _MSC_VER
+    unsigned long last;
+    return _BitScanReverse(&last, (unsigned long)number) ? (int)last + 1 : 0;
+#else
+    return number ? 32 - __builtin_clz((unsigned)number) : 0;
+#endif
 }
 
 ALWAYS int64_t between(int64_t number, int64_t least, int64_t most) {
@@ -92,15 +86,17 @@ ALWAYS int64_t between(int64_t number, int64_t least, int64_t most) {
 }
 
 /* Return the decisions; -1: more than `most`, -2: a row of zeros without a flag, -3: the words are full, -4: memory. */
-ALWAYS int64_t code(int mode, Coder *c, const Tables *t, int32_t *levels, const int64_t *shapes, int64_t count, int top,
-                    int64_t most) {
+ALWAYS int64_t code(int mode, Coder *coder, const uint16_t *first, int32_t *levels, const int64_t *shapes,
+                    int64_t count, int top, int64_t most) {
+    /* A copy, whose address nobody has: it stays in registers. */
+    Coder own = *coder, *c = &own;
     int64_t widest = 1, mean = 64, at = 0, decisions = 0, status = 0;
     for (int64_t i = 0; i < count; i++) widest = shapes[2 * i + 1] > widest ? shapes[2 * i + 1] : widest;
     Model *m = malloc(sizeof(Model));
     int32_t *means = malloc((size_t)widest * sizeof(int32_t));
     if (!m || !means) { status = -4; goto done; }
     memset(m, 0, sizeof(Model));
-    memcpy(m->ones, t->first, sizeof(m->ones));
+    memcpy(m->ones, first, sizeof(m->ones));
     for (int i = 0; i < 3 * SIZES; i++) m->below[i] = TOP_BITS;
     m->flags[0] = m->flags[1] = HALF;
     int flag = 0;
@@ -108,14 +104,14 @@ ALWAYS int64_t code(int mode, Coder *c, const Tables *t, int32_t *levels, const 
         int64_t rows = shapes[2 * i], columns = shapes[2 * i + 1];
         for (int64_t j = 0; j < columns; j++) means[j] = (int32_t)mean;
         for (int64_t row = 0; row < rows; row++) {
-            int64_t window = t->windows[row + 2 < COLUMN_WINDOW ? row + 2 : COLUMN_WINDOW];
+            int64_t window = windows[row + 2 < COLUMN_WINDOW ? row + 2 : COLUMN_WINDOW];
             int empty = columns >= FLAGGED;
             if (empty) {
                 int known = 1;
                 if (mode != READ)
                     for (int64_t j = at; j < at + columns; j++)
                         if (levels[j]) { known = 0; break; }
-                flag = adapt(mode, c, t, m->flags, m->seen, flag, known);
+                flag = adapt(mode, c, m->flags, m->seen, flag, known);
                 if (++decisions > most) { status = -1; goto done; }
                 if (mode == WRITE && c->at + 16 > c->room) { status = -3; goto done; }
                 if (flag) {
@@ -129,22 +125,22 @@ ALWAYS int64_t code(int mode, Coder *c, const Tables *t, int32_t *levels, const 
             int64_t along = mean;
             for (int64_t column = 0; column < columns; column++, at++) {
                 int64_t over = means[column];
-                int64_t context = SIZES * (CLASSES * between(length((uint32_t)along), LEAST_ROW, CLASSES - 1) +
-                                           between(length((uint32_t)over), LEAST_COLUMN, CLASSES - 1));
+                int64_t context = SIZES * (CLASSES * between(length((int32_t)along), LEAST_ROW, CLASSES - 1) +
+                                           between(length((int32_t)over), LEAST_COLUMN, CLASSES - 1));
                 int32_t known = mode == READ ? 0 : levels[at];
                 uint32_t magnitude = (uint32_t)(known < 0 ? -known : known), found = 0;
-                int bits = mode == READ ? 0 : length(magnitude), size = 0;
-                while (size < top && adapt(mode, c, t, m->ones, m->counts, context + size, bits > size)) size++;
+                int bits = mode == READ ? 0 : length((int32_t)magnitude), size = 0;
+                while (size < top && adapt(mode, c, m->ones, m->counts, context + size, bits > size)) size++;
                 decisions += (size + 1 < top ? size + 1 : top) + size;
                 if (size) {
                     found = 1;
                     for (int shift = size - 2; shift >= 0; shift--) {
                         int bit = magnitude >> shift & 1;
-                        bit = found < 4 ? adapt(mode, c, t, m->below, m->used, 3 * size + (int)found - 1, bit)
-                                        : decide(mode, c, t, HALF, bit);
+                        bit = found < 4 ? adapt(mode, c, m->below, m->used, 3 * size + (int)found - 1, bit)
+                                        : decide(mode, c, HALF, bit);
                         found = 2 * found + (uint32_t)bit;
                     }
-                    int negative = decide(mode, c, t, HALF, known < 0);
+                    int negative = decide(mode, c, HALF, known < 0);
                     if (mode == READ) levels[at] = negative ? -(int32_t)found : (int32_t)found;
                     empty = 0;
                 } else if (mode == READ) {
@@ -152,7 +148,7 @@ ALWAYS int64_t code(int mode, Coder *c, const Tables *t, int32_t *levels, const 
                 }
                 int64_t scaled = (int64_t)found << SHIFT;
                 int64_t early = column + EARLY < ROW_WINDOW ? column + EARLY : ROW_WINDOW;
-                along = between(along + (((scaled - along) * t->windows[early]) >> 16), 0, INT64_MAX);
+                along = between(along + (((scaled - along) * windows[early]) >> 16), 0, INT64_MAX);
                 means[column] = (int32_t)between(over + (((scaled - over) * window) >> 16), 0, INT64_MAX);
                 if (decisions > most) { status = -1; goto done; }
                 if (mode == WRITE && c->at + 16 > c->room) { status = -3; goto done; }
@@ -162,52 +158,36 @@ ALWAYS int64_t code(int mode, Coder *c, const Tables *t, int32_t *levels, const 
         }
     }
 done:
+    *coder = own;
     free(m);
     free(means);
     return status ? status : decisions;
 }
 
-static int64_t cost(Coder *c, const Tables *t, int32_t *l, const int64_t *s, int64_t n, int top, int64_t most) {
-    return code(COST, c, t, l, s, n, top, most);
-}
-static int64_t encode(Coder *c, const Tables *t, int32_t *l, const int64_t *s, int64_t n, int top, int64_t most) {
-    return code(WRITE, c, t, l, s, n, top, most);
-}
-static int64_t decode(Coder *c, const Tables *t, int32_t *l, const int64_t *s, int64_t n, int top, int64_t most) {
-    return code(READ, c, t, l, s, n, top, most);
-}
-
-/* code(mode, levels, shapes, top, most, words, state, first, rates, windows, costs): arrays of the types above. */
-static PyObject *call(PyObject *self, PyObject *args) {
-    int mode, top;
+/* code(writes, levels, shapes, top, most, words, state, first): int32 levels, which are read into unless they are written
+ * to `words`, int64 shapes, uint32 words, uint64 state, uint16 probabilities at the start. */
+static PyObject *py_code(PyObject *self, PyObject *args) {
+    int writes, top;
     long long most;
-    PyObject *given[8];
-    Py_buffer views[8];
+    Py_buffer levels, shapes, words, state, first;
     (void)self;
-    if (!PyArg_ParseTuple(args, "iOOiLOOOOOO", &mode, &given[0], &given[1], &top, &most, &given[2], &given[3],
-                          &given[4], &given[5], &given[6], &given[7]))
+    if (!PyArg_ParseTuple(args, "py*y*iLw*w*y*", &writes, &levels, &shapes, &top, &most, &words, &state, &first))
         return NULL;
-    for (int i = 0; i < 8; i++) {
-        int flags = i == 0 && mode == READ ? PyBUF_WRITABLE : i == 3 || (i == 2 && mode == WRITE) ? PyBUF_WRITABLE : 0;
-        if (PyObject_GetBuffer(given[i], &views[i], PyBUF_SIMPLE | flags) < 0) {
-            while (i--) PyBuffer_Release(&views[i]);
-            return NULL;
-        }
-    }
-    const int64_t *shapes = views[1].buf;
-    int64_t count = views[1].len / 16, room = 0, status = -5;
-    for (int64_t i = 0; i < count; i++) room += shapes[2 * i] * shapes[2 * i + 1];
-    if (room * 4 == views[0].len && views[3].len == 24 && views[4].len == 2 * CONTEXTS && views[5].len == 256 * 8 &&
-        views[6].len >= 33 * 8 && views[7].len == 4097 * 8 && top >= 0 && top < SIZES) {
-        uint64_t *state = views[3].buf;
-        Tables t = {views[4].buf, views[5].buf, views[6].buf, views[7].buf};
-        Coder c = {state[0], state[1], (int64_t)state[2], views[2].len / 4, views[2].buf};
+    const int64_t *of = shapes.buf;
+    int64_t count = shapes.len / 16, room = 0, status = -5;
+    for (int64_t i = 0; i < count; i++) room += of[2 * i] * of[2 * i + 1];
+    if (room * 4 == levels.len && (writes || !levels.readonly) && state.len == 24 && first.len == 2 * CONTEXTS && top >= 0 &&
+        top < SIZES) {
+        uint64_t *held = state.buf;
+        Coder c = {held[0], held[1], (int64_t)held[2], words.len / 4, words.buf};
         Py_BEGIN_ALLOW_THREADS
-        status = (mode == COST ? cost : mode == WRITE ? encode : decode)(&c, &t, views[0].buf, shapes, count, top, most);
+        status = writes ? code(WRITE, &c, first.buf, levels.buf, of, count, top, most)
+                        : code(READ, &c, first.buf, levels.buf, of, count, top, most);
         Py_END_ALLOW_THREADS
-        state[0] = c.low, state[1] = c.span, state[2] = (uint64_t)c.at;
+        held[0] = c.low, held[1] = c.span, held[2] = (uint64_t)c.at;
     }
-    for (int i = 0; i < 8; i++) PyBuffer_Release(&views[i]);
+    PyBuffer_Release(&levels), PyBuffer_Release(&shapes), PyBuffer_Release(&words);
+    PyBuffer_Release(&state), PyBuffer_Release(&first);
     if (status == -4) return PyErr_NoMemory();
     if (status == -5) return PyErr_Format(PyExc_ValueError, "arrays of other lengths or levels of other bits");
     return PyLong_FromLongLong(status);
@@ -216,8 +196,10 @@ static PyObject *call(PyObject *self, PyObject *args) {
 static void quantise(const float *values, int64_t count, float inverse, int32_t *out) {
     for (int64_t i = 0; i < count; i++) {
         float size = (values[i] < 0.0f ? -values[i] : values[i]) * inverse;
-        int32_t level = size < 1.0f ? size >= 0.6f : (int32_t)(size + 0.5f);
-        out[i] = values[i] < 0.0f ? -level : level;
+        /* Without a branch; what is rounded to 1 is 0 below 0.6, which leaves all from 1 on as it is. */
+        int32_t level = (int32_t)(size + 0.5f), negative = -(values[i] < 0.0f);
+        level -= (level == 1) & (size < 0.6f);
+        out[i] = (level ^ negative) - negative;
     }
 }
 
@@ -230,32 +212,47 @@ static void dither(const float *values, int64_t count, double inverse, const uin
     }
 }
 
+static void magnitudes(const uint32_t *values, int64_t count, int64_t *counts) {
+    for (int64_t i = 0; i < count; i++) counts[values[i] >> 16 & 0x7FFF]++;
+}
+
 /* quantise(values, inverse, draws, out): with draws as many as values dithered, with none rounded. */
-static PyObject *levels(PyObject *self, PyObject *args) {
+static PyObject *py_quantise(PyObject *self, PyObject *args) {
     double inverse;
-    PyObject *given[3];
-    Py_buffer views[3];
+    Py_buffer values, draws, out;
     (void)self;
-    if (!PyArg_ParseTuple(args, "OdOO", &given[0], &inverse, &given[1], &given[2])) return NULL;
-    for (int i = 0; i < 3; i++)
-        if (PyObject_GetBuffer(given[i], &views[i], PyBUF_SIMPLE | (i == 2 ? PyBUF_WRITABLE : 0)) < 0) {
-            while (i--) PyBuffer_Release(&views[i]);
-            return NULL;
-        }
-    int fits = views[2].len == views[0].len && (views[1].len == 0 || views[1].len == views[0].len);
+    if (!PyArg_ParseTuple(args, "y*dy*w*", &values, &inverse, &draws, &out)) return NULL;
+    int fits = out.len == values.len && (!draws.len || draws.len == values.len);
     if (fits) {
         Py_BEGIN_ALLOW_THREADS
-        if (views[1].len) dither(views[0].buf, views[0].len / 4, inverse, views[1].buf, views[2].buf);
-        else quantise(views[0].buf, views[0].len / 4, (float)inverse, views[2].buf);
+        if (draws.len) dither(values.buf, values.len / 4, inverse, draws.buf, out.buf);
+        else quantise(values.buf, values.len / 4, (float)inverse, out.buf);
         Py_END_ALLOW_THREADS
     }
-    for (int i = 0; i < 3; i++) PyBuffer_Release(&views[i]);
+    PyBuffer_Release(&values), PyBuffer_Release(&draws), PyBuffer_Release(&out);
     if (!fits) return PyErr_Format(PyExc_ValueError, "arrays of other lengths");
     Py_RETURN_NONE;
 }
 
-static PyMethodDef methods[] = {{"code", call, METH_VARARGS, "Cost, write or read levels."},
-                                {"quantise", levels, METH_VARARGS, "Round to levels."},
+/* magnitudes(values, counts): adds to int64 counts of 2**15 patterns. */
+static PyObject *py_magnitudes(PyObject *self, PyObject *args) {
+    Py_buffer values, counts;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*w*", &values, &counts)) return NULL;
+    int fits = counts.len == 8 << 15;
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        magnitudes(values.buf, values.len / 4, counts.buf);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&values), PyBuffer_Release(&counts);
+    if (!fits) return PyErr_Format(PyExc_ValueError, "arrays of other lengths");
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {{"code", py_code, METH_VARARGS, "Write or read levels."},
+                                {"quantise", py_quantise, METH_VARARGS, "Round to levels."},
+                                {"magnitudes", py_magnitudes, METH_VARARGS, "Count by exponent and mantissa."},
                                 {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_contexts", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
@@ -264,5 +261,7 @@ PyMODINIT_FUNC PyInit__contexts(void) {
         PyErr_SetString(PyExc_ImportError, "shifts of negative numbers are not arithmetic");
         return NULL;
     }
+    for (int i = 0; i < 256; i++) rates[i] = 655360 / (10 * i + 16);
+    for (int i = 1; i <= ROW_WINDOW; i++) windows[i] = 65536 / i;
     return PyModule_Create(&module);
 }

@@ -1,6 +1,6 @@
 """Compiled kernels of levels in contexts: the same decisions as the portable tier, in words of 64 bits.
 
-Cost, encoder and decoder are one text, in which ``mode`` is a constant when it is compiled: what a decision does is
+Encoder and decoder are one text, in which ``mode`` is a constant when it is compiled: what a decision does is
 decided by the compiler, and nothing can drift apart.
 """
 
@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.kernels.lanes import fixed, kernel, part
+from fedcomp.kernels.lanes import bit_length, fixed, kernel, part
 from fedcomp.kernels.portable_contexts import (
     CLASSES,
     COLUMN_WINDOW,
@@ -29,15 +29,9 @@ from fedcomp.kernels.portable_contexts import (
     SIZES,
     TOP_BITS,
     WINDOWS,
-    begun,
-    costs,
-    ended,
-    finished,
-    opened,
 )
 
-_COST, _WRITE, _READ = range(3)
-_COSTS = costs()
+_WRITE, _READ = range(2)
 _FIRST = FIRST.reshape(-1)
 _WORD = np.uint64(32)
 _SIXTEEN = np.uint64(16)
@@ -47,10 +41,8 @@ _HALF = np.uint64(HALF)
 
 @part
 def _decide(mode, low, span, at, words, one, known):
-    """Return the coder's state after a decision, and the bit. ``low`` is the cost, the lower end, or how far the number
+    """Return the coder's state after a decision, and the bit. ``low`` is the lower end, or how far the number
     that is read lies above it; ``one`` the probability of a 1."""
-    if mode == _COST:
-        return low + _COSTS[(one if known else np.uint64(65536) - one) >> np.uint64(4)], span, at, known
     bound = (span >> _SIXTEEN) * one
     if mode == _READ:
         known = low < bound
@@ -88,28 +80,6 @@ def _learn(ones, counts, place, bit):
     count = counts[place]
     ones[place] = np.uint16(one + ((((HIGH if bit else LOW) - one) * RATES[count]) >> 16))
     counts[place] = count + np.uint8(count < 255)
-
-
-@part
-def _length(number):
-    """Return the bits of a number from 0 to 2**31 - 1."""
-    found = 0
-    if number >> 16:
-        number >>= 16
-        found = 16
-    if number >> 8:
-        number >>= 8
-        found += 8
-    if number >> 4:
-        number >>= 4
-        found += 4
-    if number >> 2:
-        number >>= 2
-        found += 2
-    if number >> 1:
-        number >>= 1
-        found += 1
-    return found + number
 
 
 @part
@@ -158,14 +128,14 @@ def _code(mode, levels, shapes, top, most, words, state):
             for column in range(columns):
                 over = np.int64(means[column])
                 context = SIZES * (
-                    CLASSES * min(max(_length(along), LEAST_ROW), CLASSES - 1)
-                    + min(max(_length(over), LEAST_COLUMN), CLASSES - 1)
+                    CLASSES * min(max(bit_length(along), LEAST_ROW), CLASSES - 1)
+                    + min(max(bit_length(over), LEAST_COLUMN), CLASSES - 1)
                 )
                 known = np.int64(0)
                 if mode != _READ:
                     known = np.int64(levels[at])
                 magnitude = abs(known)
-                length = _length(magnitude)
+                length = bit_length(magnitude)
                 size = 0
                 while size < top:
                     one = np.uint64(ones[context + size])
@@ -210,13 +180,8 @@ def _code(mode, levels, shapes, top, most, words, state):
 
 
 @kernel
-def _cost(levels, shapes, top, words, state):
-    return _code(_COST, levels, shapes, top, np.int64(1 << 62), words, state)
-
-
-@kernel
-def _encode(levels, shapes, top, words, state):
-    return _code(_WRITE, levels, shapes, top, np.int64(1 << 62), words, state)
+def _encode(levels, shapes, top, most, words, state):
+    return _code(_WRITE, levels, shapes, top, most, words, state)
 
 
 @kernel
@@ -246,49 +211,28 @@ def _magnitudes(bits, counts):
         counts[(bits[i] >> 16) & 0x7FFF] += 1
 
 
-_NONE = np.zeros(0, np.uint32)
+def code(
+    writes: bool,
+    levels: NDArray[np.int32],
+    shapes: NDArray[np.int64],
+    top: int,
+    most: int,
+    words: NDArray[np.uint32],
+    state: NDArray[np.uint64],
+    first: NDArray[np.uint16],
+) -> int:
+    """See :class:`fedcomp.kernels.contexts.Words`; ``first`` is a constant here."""
+    return int((_encode if writes else _decode)(levels, fixed(shapes), top, np.int64(most), words, state))
 
 
-def magnitudes(values: NDArray[np.float32]) -> NDArray[np.int64]:
-    """See :func:`fedcomp.kernels.portable_contexts.magnitudes`."""
-    counts = np.zeros(1 << 15, np.int64)
+def quantise(values: NDArray[np.float32], inverse: float, draws: NDArray[np.uint32], out: NDArray[np.int32]) -> None:
+    """See :class:`fedcomp.kernels.contexts.Words`."""
+    if draws.size:
+        _dithered(fixed(values), inverse, fixed(draws), out)
+    else:
+        _quantise(fixed(values), np.float32(inverse), out)
+
+
+def magnitudes(values: NDArray[np.float32], counts: NDArray[np.int64]) -> None:
+    """See :class:`fedcomp.kernels.contexts.Words`."""
     _magnitudes(fixed(values).view(np.int32), counts)
-    return counts
-
-
-def quantise(values: NDArray[np.float32], inverse: np.float32) -> NDArray[np.int32]:
-    """See :func:`fedcomp.kernels.portable_contexts.quantise`."""
-    out = np.empty(values.size, np.int32)
-    _quantise(fixed(values), inverse, out)
-    return out
-
-
-def dithered(values: NDArray[np.float32], inverse: float, draws: NDArray[np.uint32]) -> NDArray[np.int32]:
-    """See :func:`fedcomp.kernels.portable_contexts.dithered`."""
-    out = np.empty(values.size, np.int32)
-    _dithered(fixed(values), inverse, fixed(draws), out)
-    return out
-
-
-def cost(levels: NDArray[np.int32], shapes: NDArray[np.int64], top: int) -> tuple[int, int]:
-    """See :func:`fedcomp.kernels.portable_contexts.cost`."""
-    state = begun(0)
-    decisions = int(_cost(levels, fixed(shapes), top, _NONE, state))
-    return int(state[0]), decisions
-
-
-def encode(levels: NDArray[np.int32], shapes: NDArray[np.int64], top: int) -> bytes:
-    """See :func:`fedcomp.kernels.portable_contexts.encode`."""
-    room = levels.size // 8 + 256
-    while True:
-        state, words = begun(0), np.empty(room, np.uint32)
-        if _encode(levels, fixed(shapes), top, words, state) >= 0:
-            return finished(words, state)
-        room *= 4
-
-
-def decode(coded: bytes, shapes: NDArray[np.int64], top: int, most: int, out: NDArray[np.int32]) -> int:
-    """See :func:`fedcomp.kernels.portable_contexts.decode`."""
-    words, state = opened(coded)
-    decisions = int(_decode(out, fixed(shapes), top, most, words, state))
-    return decisions if decisions < 0 or ended(coded, state) else -2

@@ -7,6 +7,7 @@ coded at the same time. Where depends on the matrices alone, so that the bytes d
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import sys
@@ -21,8 +22,8 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
 from fedcomp.kernels import portable_contexts, tiers
+from fedcomp.kernels.portable_contexts import FIRST, PATTERNS, begun, ended, finished, opened
 from fedcomp.kernels.portable_contexts import MOST_BITS as MOST_BITS
-from fedcomp.kernels.portable_contexts import costs as costs
 
 T = TypeVar("T")
 
@@ -31,6 +32,7 @@ ContextTier = Literal["auto", "c", "numba", "numpy"]
 PORTABLE_MOST: Final = 4096
 """Values that plain Python codes in a tenth of a second; beyond, a compiled tier is worth a second of loading it."""
 
+_ENDLESS: Final = 1 << 62
 _STREAM_BITS: Final = 22
 """A vector shorter than two to this power is one stream."""
 
@@ -49,8 +51,56 @@ def compiled() -> bool:
     return has_c() or tiers.has_numba()
 
 
+@dataclass(frozen=True)
+class Words:
+    """The functions of :mod:`~fedcomp.kernels.portable_contexts`, by compiled code that reads and writes words.
+
+    Attributes
+    ----------
+    compiled : module
+        ``code(writes, levels, shapes, top, most, words, state, first)`` writes levels to ``words`` or reads them, from
+        the ``state`` of a coder on, which it replaces, and returns the decisions; -1 where these were more than
+        ``most``, -2 for a row of zeros without a flag, -3 where the words are full. ``quantise(values, inverse, draws,
+        out)`` writes levels, rounded where there are no draws, and ``magnitudes(values, counts)`` adds to counts.
+    """
+
+    compiled: Any
+
+    def encode(self, levels: NDArray[np.int32], shapes: NDArray[np.int64], top: int) -> tuple[bytes, int]:
+        """See :func:`fedcomp.kernels.portable_contexts.encode`."""
+        room = levels.size // 8 + 256
+        while True:
+            state, words = begun(0), np.empty(room, np.uint32)
+            decisions = self.compiled.code(True, levels, shapes, top, _ENDLESS, words, state, FIRST)
+            if decisions >= 0:
+                return finished(words, state), decisions
+            room *= 4
+
+    def decode(self, coded: bytes, shapes: NDArray[np.int64], top: int, most: int, out: NDArray[np.int32]) -> int:
+        """See :func:`fedcomp.kernels.portable_contexts.decode`."""
+        words, state = opened(coded)
+        decisions = self.compiled.code(False, out, shapes, top, most, words, state, FIRST)
+        return decisions if decisions < 0 or ended(coded, state) else -2
+
+    def quantise(self, values: NDArray[np.float32], inverse: np.float32) -> NDArray[np.int32]:
+        """See :func:`fedcomp.kernels.portable_contexts.quantise`."""
+        return self.dithered(values, float(inverse), np.zeros(0, np.uint32))
+
+    def dithered(self, values: NDArray[np.float32], inverse: float, draws: NDArray[np.uint32]) -> NDArray[np.int32]:
+        """See :func:`fedcomp.kernels.portable_contexts.dithered`."""
+        out = np.empty(values.size, np.int32)
+        self.compiled.quantise(values, inverse, draws, out)
+        return out
+
+    def magnitudes(self, values: NDArray[np.float32]) -> NDArray[np.int64]:
+        """See :func:`fedcomp.kernels.portable_contexts.magnitudes`."""
+        counts = np.zeros(PATTERNS, np.int64)
+        self.compiled.magnitudes(values, counts)
+        return counts
+
+
 def tier_of(size: int, tier: ContextTier = "auto") -> Any:
-    """Return the module that codes ``size`` values.
+    """Return what codes ``size`` values: :mod:`~fedcomp.kernels.portable_contexts`, or :class:`Words`.
 
     Raises
     ------
@@ -67,14 +117,8 @@ def tier_of(size: int, tier: ContextTier = "auto") -> Any:
         return portable_contexts
     if not (has_c() if tier == "c" else tiers.has_numba()):
         raise ConfigError(f"kernel tier {tier!r} was asked for but is not installed, or numba's compiler is off")
-    if tier == "c":
-        from fedcomp.kernels import native_contexts
-
-        return native_contexts
-    # Only now: importing it imports numba, which takes a second and more.
-    from fedcomp.kernels import compiled_contexts
-
-    return compiled_contexts
+    # Only now: numba takes a second and more to import, and the compiled file may not be there.
+    return Words(importlib.import_module("fedcomp.kernels." + ("_contexts" if tier == "c" else "compiled_contexts")))
 
 
 @dataclass(frozen=True)
@@ -117,14 +161,10 @@ class Streams:
             at += size
         return tuple(parts)
 
-    def cost(self, levels: NDArray[np.int32], top: int) -> tuple[int, int]:
-        """Return what ``levels`` of at most ``top`` bits take, in 1/256 bit, and in how many decisions."""
-        found = self._each(lambda kernels, part, shapes, _: kernels.cost(levels[part], shapes, top))
-        return sum(cost for cost, _ in found), sum(decisions for _, decisions in found)
-
-    def encode(self, levels: NDArray[np.int32], top: int) -> list[bytes]:
-        """Return the bytes of each stream."""
-        return self._each(lambda kernels, part, shapes, _: kernels.encode(levels[part], shapes, top))
+    def encode(self, levels: NDArray[np.int32], top: int) -> tuple[list[bytes], int]:
+        """Return the bytes of each stream of ``levels`` of at most ``top`` bits, and how many decisions all take."""
+        found = self._each(lambda kernels, part, shapes, _: kernels.encode(levels[part], shapes, top))
+        return [coded for coded, _ in found], sum(decisions for _, decisions in found)
 
     def decode(self, coded: Sequence[bytes], top: int, most: int, out: NDArray[np.int32]) -> int:
         """Write the levels into ``out``.

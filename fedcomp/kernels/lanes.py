@@ -62,6 +62,16 @@ def fixed(array: NDArray[Any]) -> NDArray[Any]:
     return view
 
 
+@intrinsic
+def bit_length(typing: Any, number: Any) -> Any:
+    """Return the bits of an int64 that is not negative, of 0 none."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sub(ir.Constant(I64, 64), builder.ctlz(args[0], ir.Constant(I1, 0)))
+
+    return types.int64(types.int64), generate
+
+
 def splat(builder: Any, value: Any, vector: Any) -> Any:
     """Return ``value`` in every lane of ``vector``'s type."""
     undefined = ir.Constant(vector, ir.Undefined)

@@ -6,7 +6,6 @@ bytes. Everything in this file is part of the format and may never change; nothi
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Final, Protocol
@@ -58,6 +57,9 @@ EARLY: Final = 4
 _FRACTION: Final = 96
 _BLOCK: Final = 1 << 15
 
+PATTERNS: Final = 1 << 15
+"""Of exponent and seven bits of mantissa, without the sign."""
+
 
 def _first_probabilities() -> NDArray[np.uint16]:
     """Return the probabilities of all contexts at the start, shape (CLASSES * CLASSES, SIZES).
@@ -81,15 +83,6 @@ def _first_probabilities() -> NDArray[np.uint16]:
 FIRST: Final = _first_probabilities()
 
 
-@functools.cache
-def costs() -> NDArray[np.uint64]:
-    """Return what an event costs, in 1/256 bit, by its probability over 4096; shape (4097,), the first is not used.
-
-    The bits of i**512 are the whole bits of 512 log2(i), and one.
-    """
-    return np.array([0, *(12 * 256 - (i**512).bit_length() // 2 for i in range(1, 4097))], np.uint64)
-
-
 class Coder(Protocol):
     """What is done about each decision of a model."""
 
@@ -99,24 +92,6 @@ class Coder(Protocol):
         ``known`` is the bit, or anything for a coder that reads it.
         """
         ...
-
-
-class Counter:
-    """Adds up what bits cost.
-
-    Attributes
-    ----------
-    cost : int
-        In 1/256 bit.
-    """
-
-    def __init__(self) -> None:
-        self.cost = 0
-        self._costs = costs().tolist()
-
-    def bit(self, one: int, known: bool) -> bool:
-        self.cost += self._costs[(one if known else 65_536 - one) >> 4]
-        return known
 
 
 class Writer:
@@ -275,18 +250,11 @@ def _level(coder: Coder, sizes: _Adaptive, below: _Adaptive, context: int, known
     return -found if coder.bit(HALF, known < 0) else found
 
 
-def cost(levels: NDArray[np.int32], shapes: Sequence[tuple[int, int]], top: int) -> tuple[int, int]:
-    """Return what ``levels`` take, in 1/256 bit, and in how many decisions."""
-    counter = Counter()
-    decisions = code(counter, levels.tolist(), shapes, top, 1 << 62)
-    return counter.cost, decisions
-
-
-def encode(levels: NDArray[np.int32], shapes: Sequence[tuple[int, int]], top: int) -> bytes:
-    """Return the bytes of ``levels``."""
+def encode(levels: NDArray[np.int32], shapes: Sequence[tuple[int, int]], top: int) -> tuple[bytes, int]:
+    """Return the bytes of ``levels``, and in how many decisions they are read."""
     writer = Writer()
-    code(writer, levels.tolist(), shapes, top, 1 << 62)
-    return writer.end()
+    decisions = code(writer, levels.tolist(), shapes, top, 1 << 62)
+    return writer.end(), decisions
 
 
 def decode(coded: bytes, shapes: Sequence[tuple[int, int]], top: int, most: int, out: NDArray[np.int32]) -> int:
@@ -336,7 +304,7 @@ def ended(coded: bytes, state: NDArray[np.uint64]) -> bool:
 
 def magnitudes(values: NDArray[np.float32]) -> NDArray[np.int64]:
     """Return how many of contiguous ``values`` have each pattern of exponent and 7 bits of mantissa, shape (2**15,)."""
-    counts = np.zeros(1 << 15, np.int64)
+    counts = np.zeros(PATTERNS, np.int64)
     for start in range(0, values.size, _BLOCK):
         patterns = values[start : start + _BLOCK].view(np.int32) >> 16 & 0x7FFF
         counts += np.bincount(patterns, minlength=counts.size)

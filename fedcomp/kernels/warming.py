@@ -64,8 +64,7 @@ def warm() -> float | None:
         ops.unpack_columns(np.zeros((3, 2), np.uint64), np.empty((64, 2), name))
     if not contexts.has_c():
         streams, levels = contexts.Streams(((2, 8),), "numba"), np.ones(16, np.int32)
-        streams.cost(levels, 1)
-        streams.decode(streams.encode(levels, 1), 1, 1 << 20, levels)
+        streams.decode(streams.encode(levels, 1)[0], 1, 1 << 20, levels)
         coder = contexts.tier_of(16, "numba")
         coder.quantise(vector, np.float32(1.0))
         coder.dithered(vector, 1.0, np.zeros(256, np.uint32))

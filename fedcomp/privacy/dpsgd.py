@@ -82,7 +82,7 @@ class PoissonLoader:
     ) -> None:
         collate: Callable[[Any], Any] = default_collate
         if isinstance(data, DataLoader):
-            collate, data = data.collate_fn or default_collate, data.dataset
+            collate, data = data.collate_fn, data.dataset
         if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
             raise ConfigError("Poisson sampling draws records by their number; the data set has no length")
         checked("rate", rate, Real(above=0.0, most=1.0))

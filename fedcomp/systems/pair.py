@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from fedcomp.codecs import Codec, State, get_codec
+from fedcomp.codecs.auto import at_link
 from fedcomp.codecs.base import padded
 from fedcomp.codecs.factors import at_model, wanted_by
 from fedcomp.layout import Layout, Update, Vector
@@ -56,6 +57,9 @@ class Pair(System, id="pair"):
     def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
         update = me.update(whole=self.whole, collect=wanted_by(self.codec))
         codec = at_model(self.codec, lambda: me.layout.unflatten(me.start))
+        if not me.padded:
+            # Where lengths must not tell of the update they do not tell of the time it took, either.
+            codec = at_link(codec, me.layout.compressed_size, me.uplink, me.spent)
         frame, memory = codec.encode(update, memory, me.key)
         if me.padded:
             frame = padded(frame, codec, me.layout, me.key)

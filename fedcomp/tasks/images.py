@@ -18,6 +18,7 @@ MODEL_OPTIONS: Mapping[str, TaskOption] = {
     "hidden": TaskOption((256, 256), WIDTHS, "widths of the mlp's hidden layers"),
     "batch_norm": TaskOption(False, Flag(), "batch normalisation after the cnn's convolutions"),
     "train_examples": TaskOption(None, Maybe(Int(1)), "use only the first so many training examples"),
+    "test_examples": TaskOption(None, Maybe(Int(1)), "test on the first so many test examples only"),
     "validation": TaskOption(False, Flag(), "hold out a fifth of the training examples and test on them: for tuning"),
 }
 
@@ -33,8 +34,8 @@ class _Images(Classification):
     def __init__(self, options: Mapping[str, Any]) -> None:
         table, source = load(self.name, options["root"], options["download"])
         assert isinstance(table, LabelledExamples)
-        stop = options["train_examples"]
-        train, test = (table.x_train[:stop], table.y_train[:stop]), (table.x_test, table.y_test)
+        stop, end = options["train_examples"], options["test_examples"]
+        train, test = (table.x_train[:stop], table.y_train[:stop]), (table.x_test[:end], table.y_test[:end])
         super().__init__(options, source, train, test, classes=table.classes)
         if options["validation"]:
             self._test_on(held_out(self.train_split.y))
@@ -100,7 +101,7 @@ class Cifar(_Images):
     OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **COMMON_OPTIONS,
         # Without batch_norm, which only the CNN for one colour has.
-        **{key: MODEL_OPTIONS[key] for key in ("hidden", "train_examples", "validation")},
+        **{key: MODEL_OPTIONS[key] for key in ("hidden", "train_examples", "test_examples", "validation")},
         "model": TaskOption("quickstart", OneOf("mlp", "quickstart"), "mlp or quickstart"),
     }
 

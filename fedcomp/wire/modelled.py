@@ -44,6 +44,11 @@ _BLOCK: Final = 1 << 16
 Shapes = tuple[tuple[int, int], ...]
 
 
+def width(step: int) -> np.float32:
+    """Return the float32 of a step, which is its upper half."""
+    return np.array([step << 16], np.uint32).view(np.float32)[0]
+
+
 @dataclass(frozen=True)
 class Terms:
     """What both ends know of levels beside the bytes.
@@ -99,7 +104,7 @@ class Head:
     @property
     def width(self) -> np.float32:
         """The step."""
-        return np.array([self.step << 16], np.uint32).view(np.float32)[0]
+        return width(self.step)
 
     def pack(self) -> bytes:
         """Return the bytes."""
@@ -160,6 +165,7 @@ class Levels(Values):
     def __init__(self, head: Head, section: Buffer, k: int) -> None:
         self.head, self.section, self._k = head, section, k
         self.terms: Terms | None = None
+        self.decisions = 0
         self.levels: NDArray[Any] = np.zeros(0, np.int8)
 
     @classmethod
@@ -167,10 +173,10 @@ class Levels(Values):
         """Return ``levels``, as many as travel, in bytes; ``head.top`` is the bits of the largest."""
         streams = streams_of(head, terms)
         require(levels.size == streams.size, f"{streams.size} levels of these shapes, got {levels.size}")
-        coded = streams.encode(levels, head.top) if head.top else []
+        coded, decisions = streams.encode(levels, head.top) if head.top else ([], 0)
         lengths = b"".join(put_varint(len(part)) for part in coded[:-1])
         made = cls(head, lengths + b"".join(coded), terms.size)
-        made.terms, made.levels = terms, narrowed(levels, head.top)
+        made.terms, made.levels, made.decisions = terms, narrowed(levels, head.top), decisions
         return made
 
     @property
@@ -181,6 +187,13 @@ class Levels(Values):
     def nbytes(self) -> int:
         """Parameters and section."""
         return _NUMBERS[self.head.form] + len(self.section)
+
+    @property
+    def taken(self) -> int:
+        """Bytes that coded levels take of the budget: their own or, where that is the larger part of what is allowed,
+        those that stand for the decisions of whoever reads them."""
+        assert self.terms is not None
+        return max(self.nbytes, -(-self.terms.budget * self.decisions // self.terms.most(self.levels.size)))
 
     def opened(self, terms: Terms) -> Levels:
         """Return these levels, decoded by ``terms``: checked completely.
@@ -195,17 +208,17 @@ class Levels(Values):
         if terms.size != self.k or self.nbytes > terms.budget:
             raise LimitExceeded(f"levels of {self.nbytes} bytes for {self.k} values; expected {terms}")
         streams = streams_of(self.head, terms)
-        levels = np.zeros(streams.size, np.int32)
+        levels, decisions = np.zeros(streams.size, np.int32), 0
         if self.head.top:
             coded = _taken(memoryview(self.section), len(streams.parts))
             most = terms.most(streams.size)
             decisions = streams.decode(coded, self.head.top, most, levels)
             if decisions == -1 or decisions > most:
                 raise LimitExceeded(f"levels take more decisions than {terms.budget} bytes allow")
-            if decisions < 0 or not _made_by(self.head, levels):
-                raise Corrupt("levels are not what an encoder would have written")
         found = type(self)(self.head, self.section, self.k)
         found.terms, found.levels = terms, narrowed(levels, self.head.top)
+        if decisions < 0 or not _made_by(self.head, found.levels):
+            raise Corrupt("levels are not what an encoder would have written")
         return found
 
     def decode(self) -> NDArray[Any]:
@@ -214,13 +227,15 @@ class Levels(Values):
         if not self.head.step:
             return np.zeros(self.k, np.float32)
         if self.head.form == ROUNDED:
-            return _table(self.head).take(self.levels.astype(np.int32) + (1 << self.head.top))
+            return _looked_up(self.head, self.levels)
         values = _undithered(self.head, self.levels, self.terms.seed)
         if self.head.form == DITHERED:
             return values
         out = np.zeros(self.k, np.float32)
         for whole, part, columns in parts_of(self.head.fraction, self.terms):
-            out[whole].reshape(-1, columns[0])[:, columns[1]] = values[part].reshape(-1, columns[1].size)
+            matrix = out[whole].reshape(-1, columns[0])
+            # Not -1 for the rows: of a short row no column may be drawn.
+            matrix[:, columns[1]] = values[part].reshape(matrix.shape[0], columns[1].size)
         return out
 
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
@@ -293,6 +308,17 @@ def _undithered(head: Head, levels: NDArray[Any], seed: int) -> NDArray[np.float
     return out
 
 
+def _looked_up(head: Head, levels: NDArray[Any]) -> NDArray[np.float32]:
+    """Return what rounded levels stand for."""
+    table, out = _table(head), np.empty(levels.size, np.float32)
+    for start in range(0, levels.size, _BLOCK):
+        places = levels[start : start + _BLOCK].astype(np.intp)
+        places += 1 << head.top
+        # All are within the table; numpy has a buffer between where it may have to raise.
+        table.take(places, out=out[start : start + _BLOCK], mode="clip")
+    return out
+
+
 def _table(head: Head) -> NDArray[np.float32]:
     """Return the values of all levels, from minus two to the bits of the largest on."""
     sizes = np.arange(1, (1 << head.top) + 1)
@@ -301,16 +327,17 @@ def _table(head: Head) -> NDArray[np.float32]:
     return np.concatenate([-positive[::-1], np.zeros(1, np.float32), positive])
 
 
-def _made_by(head: Head, levels: NDArray[np.int32]) -> bool:
+def _made_by(head: Head, levels: NDArray[Any]) -> bool:
     """Whether an encoder could have given these levels this head."""
     largest = max(int(levels.max(initial=0)), -int(levels.min(initial=0)))
     if largest.bit_length() != head.top:
         return False
     # The shift of levels that there are not is 0.
+    sizes = np.abs(levels)
     return not (
         (head.shifts[2] and largest < 3)
-        or (head.shifts[1] and not (np.abs(levels) == 2).any())
-        or (head.shifts[0] and not (np.abs(levels) == 1).any())
+        or (head.shifts[1] and not (sizes == 2).any())
+        or (head.shifts[0] and not (sizes == 1).any())
     )
 
 
@@ -329,7 +356,7 @@ def _taken(section: memoryview, count: int) -> Sequence[bytes]:
     return [*found, bytes(section[at:])]
 
 
-def with_shifts(head: Head, values: NDArray[np.float32], levels: NDArray[np.int32]) -> Head:
+def with_shifts(head: Head, values: NDArray[np.float32], levels: NDArray[Any]) -> Head:
     """Return the head of rounded levels with the means of what ``values`` exceed them by, in steps.
 
     Integers are added up: neither the order nor the width of vectors matters.

@@ -21,7 +21,7 @@ from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.mod import STAYS, private
 from fedcomp.codecs import Identity, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.flower import asks as heads
 from fedcomp.flower.payload import EXACT, FRAME, NODE_RECORD, frames, put_frame
 from fedcomp.flower.privacy import PRIVATE
@@ -379,3 +379,11 @@ def test_a_client_that_cannot_use_the_codec_that_privatises_sends_nothing_withou
         reply = app_of(mods, never)(Message(content, 1, "train"), node())
     assert reply.has_error()
     assert "same release" in reply.error.reason
+
+
+def test_a_private_round_with_two_models_is_refused() -> None:
+    """Against which of them a reply's buffers are checked is not defined: nothing leaves."""
+    app = app_of([private()])
+    content = RecordDict({"arrays": record(MODEL), "teacher": record(MODEL), "config": ConfigRecord({PRIVATE: True})})
+    with server(), pytest.raises(LayoutError, match="holds 2 ArrayRecords, expected one"):
+        app(Message(content, 1, "train"), node())

@@ -7,17 +7,19 @@ import functools
 import hashlib
 import logging
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from fedcomp import wire
-from fedcomp.codecs import DCT, Auto, Domain, ErrorFeedback, FixedPoint, ModularSum, TopK, ratecontrol
+from fedcomp.codecs import DCT, EDEN, Auto, Domain, ErrorFeedback, FixedPoint, ModularSum, TopK, ratecontrol
 from fedcomp.codecs import auto as module
+from fedcomp.codecs.orthonormal import rotate
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.kernels import compiled_contexts as _loaded  # so that short vectors are coded by compiled code, too
 from fedcomp.kernels import contexts
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import Layout, TensorSpec, Update
 from fedcomp.rng import Key
 from fedcomp.wire import modelled
 from fedcomp.wire.modelled import DITHERED, PART, ROUNDED, Head, Levels, Terms
@@ -92,22 +94,51 @@ def frames() -> list[str]:
 @pytest.mark.parametrize("feedback", [False, True])
 def test_a_budget_is_filled_and_never_exceeded(name: str, feedback: bool) -> None:
     layout, vector = spectrum(name)
-    for bits in (0.1, 0.5, 1.0, 2.0):
+    # Where values are white, levels are not what is sent without feedback at one bit and less.
+    for bits in (0.1, 0.5, 1.0, 2.0) if feedback or name != "white" else (0.1, 2.0):
         codec = Auto(bits, feedback=feedback)
         values, _ = sent(codec, layout, vector)
         budget = codec.budget(layout.size)
         assert budget == max(256, int(bits * layout.size / 8))
         # Where chance decides what a draw takes, a few per cent are kept for it.
-        least = 0.93 if feedback else 0.75 if budget < 600 else 0.88
+        least = 0.96 if feedback else 0.85 if budget < 600 else 0.92
         assert least * budget <= values.nbytes <= budget, (bits, values.nbytes / budget)
 
 
+@pytest.mark.slow
+def test_a_sample_of_the_rows_leads_to_a_filled_budget() -> None:
+    """From 262,144 values on: rows of unlike scale, one long row, and few columns."""
+    rng = np.random.default_rng(4)
+    shapes = {"wide": (400, 500), "long": (100_000,), "narrow": (20_000, 5)}
+    arrays = {name: rng.standard_t(3, shape).astype(np.float32) for name, shape in shapes.items()}
+    arrays["wide"] *= np.exp(rng.normal(size=(400, 1))).astype(np.float32)
+    layout = Layout.of(arrays, lambda *_: None)
+    vector = layout.flatten(arrays)
+    for bits in (0.1, 0.5, 2.0):
+        for feedback in (True, False):
+            codec = Auto(bits, feedback=feedback)
+            frame, _ = codec.encode(Update(vector, layout), {}, KEY)
+            assert 0.95 * codec.budget(layout.size) <= len(frame) <= codec.longest(layout), (bits, feedback)
+
+
+def test_what_error_feedback_remembers_is_what_the_bytes_leave() -> None:
+    layout, vector = spectrum("network")
+    inner = Auto(0.3, feedback=True)
+    codec = ErrorFeedback(inner)
+    state = codec.init(layout)
+    for number in range(3):
+        left = Update(state["memory"] + vector, layout)
+        frame, state = codec.encode(Update(vector, layout), state, KEY.at(round=number))
+        inner.accumulate(bytes(frame), -1.0, left)
+        assert state["memory"].tobytes() == left.vector.tobytes()
+
+
 ERRORS: dict[str, tuple[float, ...]] = {
-    "network": (0.3268, 0.09048, 0.006159),
-    "convolutions": (0.3579, 0.1033, 0.006809),
-    "unlike rows": (0.2013, 0.03466, 0.0009266),
-    "white": (0.9167, 0.6327, 0.09431),
-    "embedding": (0.1857, 0.01931, 5.421e-05),
+    "network": (0.3236, 0.08989, 0.006018),
+    "convolutions": (0.3540, 0.1015, 0.006535),
+    "unlike rows": (0.1993, 0.03421, 0.0009388),
+    "white": (0.9144, 0.6294, 0.09644),
+    "embedding": (0.1845, 0.01865, 5e-05),
 }
 """Squared error over the squared length at 0.1, 0.5 and 2 bits, as it was when this was written (measured)."""
 
@@ -156,7 +187,7 @@ def test_the_largest_arrives_and_nothing_is_further_off_than_declared() -> None:
             continue
         longest = ratecontrol.step_of(1.6 * largest)
         for step in (longest, longest - 86, longest - 230, longest - 700):
-            levels = contexts.tier_of(1).quantise(vector, np.float32(1.0) / ratecontrol.width(step))
+            levels = contexts.tier_of(1).quantise(vector, np.float32(1.0) / modelled.width(step))
             top = ratecontrol.bits_of(levels)
             assert levels.any()
             head = modelled.with_shifts(Head(ROUNDED, top, step), vector, levels)
@@ -213,26 +244,15 @@ def means(vector: np.ndarray, terms: Terms, draws: int, part: bool, wrong: bool 
     total, squares, widths = np.zeros(terms.size), np.zeros(terms.size), 0.0
     for draw in range(draws):
         now = dataclasses.replace(terms, seed=Key(9, "mean", round=draw).u64())
-        if wrong:
-            found = chosen_by_its_own_draw(vector, now)
-        elif part:
-            found = module._dithered(kept(vector, now), Head(PART, fraction=40000), now)
-        else:
-            found = module._dithered(vector, Head(DITHERED), now)
+        found = chosen_by_its_own_draw(vector, now) if wrong else module._dithered(vector, now)
+        assert found is not None
+        assert found.head.form == (PART if part else DITHERED)
         arrived = found.decode().astype(np.float64)
         total += arrived
         squares += (arrived - vector) ** 2
         widths += float(found.head.width) ** 2
     off = np.abs(total / draws - vector) / (np.sqrt(squares) / draws)
     return float(off.max()), float(squares.sum()) / (widths * terms.size / 12)
-
-
-def kept(vector: np.ndarray, terms: Terms) -> np.ndarray:
-    parts = [
-        vector[whole].reshape(-1, columns[0])[:, columns[1]].reshape(-1)
-        for whole, _, columns in modelled.parts_of(40000, terms)
-    ]
-    return np.concatenate(parts)
 
 
 def chosen_by_its_own_draw(vector: np.ndarray, terms: Terms) -> Levels:
@@ -275,7 +295,8 @@ def test_a_step_that_its_own_draw_chose_would_be_noticed() -> None:
 
 
 @pytest.mark.long
-def test_a_part_of_the_columns_is_unbiased_and_follows_from_the_key() -> None:
+def test_a_part_of_the_columns_is_unbiased_and_follows_from_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_head_of", lambda _: Head(PART, fraction=40_000))
     shapes = ((6, 9), (1, 10))
     vector = np.random.default_rng(4).normal(size=64).astype(np.float32)
     sigmas, _ = means(vector, Terms(shapes, budget=40), 2500, part=True)
@@ -290,6 +311,67 @@ def test_a_part_of_the_columns_is_unbiased_and_follows_from_the_key() -> None:
     np.testing.assert_allclose(chance / 4000, f, atol=5 * math.sqrt(f * (1 - f) / 4000))
 
 
+def white(kind: str, size: int) -> np.ndarray:
+    """Values that neither rows nor columns tell anything of."""
+    rng = np.random.default_rng(6)
+    if kind == "turned":
+        found = rng.standard_t(2, size).astype(np.float32)
+        rotate(found, Key(8))
+        return found
+    made = {"normal": rng.normal, "laplace": rng.laplace}[kind]
+    return made(size=size).astype(np.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["normal", "laplace", "turned"])
+def test_white_values_arrive_as_near_as_by_eden(kind: str) -> None:
+    layout, vector = Layout.of({"w": np.zeros((400, 500), np.float32)}, lambda *_: None), white(kind, 200_000)
+    for bits, rival in ((0.5, EDEN(1)), (1.0, EDEN(1)), (2.0, EDEN(2))):
+        frame, _ = rival.encode(Update(vector, layout), {}, KEY)
+        others = (1.0 + error(rival.decode(frame, layout), vector)) / min(bits, 1.0) - 1.0
+        codec = Auto(bits)
+        frame, _ = codec.encode(Update(vector, layout), {}, KEY)
+        assert len(frame) <= codec.longest(layout)
+        assert error(codec.decode(frame, layout), vector) <= 1.03 * others
+        assert isinstance(codec.verify(frame, layout, KEY).tensors[0].values, Levels if bits == 2.0 else wire.SignScale)
+
+
+@pytest.mark.long
+def test_what_is_sent_does_not_choose_between_levels_and_signs() -> None:
+    """Of this vector both are about as near, so that a trial decides once so and once so: the mean is the vector."""
+    layout = Layout.of({"w": np.zeros((64, 64), np.float32)}, lambda *_: None)
+    rng = np.random.default_rng(2)
+    vector = (rng.normal(size=(64, 64)) * np.exp(SPREAD * rng.normal(size=64))).astype(np.float32).reshape(-1)
+    codec, counts, total, squares = Auto(1.0), Counter[str](), np.zeros(4096), np.zeros(4096)
+    for draw in range(1200):
+        frame, _ = codec.encode(Update(vector, layout), {}, KEY.at(round=draw))
+        bundle = codec.open(frame, layout)
+        counts[type(bundle.tensors[0].values).__name__] += 1
+        arrived = codec.decode(bundle, layout).astype(np.float64)
+        total += arrived
+        squares += (arrived - vector) ** 2
+    assert min(counts[name] for name in ("Levels", "SignScale")) > 200
+    assert float((np.abs(total / 1200 - vector) / (np.sqrt(squares) / 1200)).max()) < 5.0
+
+
+SPREAD = 0.47
+
+
+def test_signs_in_other_blocks_are_refused() -> None:
+    layout, vector = Layout.flat(5000), white("normal", 5000)
+    frame, _ = Auto(1.0).encode(Update(vector, layout), {}, KEY)
+    bundle = Auto(1.0).open(frame, layout)
+    values, seed = bundle.tensors[0].values, KEY.at(layer=0).u64()
+    assert isinstance(values, wire.SignScale)
+    for signs, block in ((values.k, 0), (3000, 1024), (values.k, 1000), (512, 512)):
+        other = wire.SignScale(np.zeros(signs, bool), np.ones(-(-signs // block) if block else 1, np.float32), block)
+        mutant = wire.encode([wire.seeded((5000,), seed, signs, other)], tlvs=bundle.tlvs)
+        with pytest.raises(wire.SchemaMismatch, match="do not stand for levels"):
+            Auto(1.0).open(mutant, layout)
+    with pytest.raises(wire.LimitExceeded, match="takes at most"):
+        Auto(0.5).open(frame, layout)
+
+
 def test_a_frame_is_that_of_its_key_and_of_one_form() -> None:
     layout, vector = spectrum("embedding")
     for codec, form in ((Auto(0.3), PART), (Auto(1.0), DITHERED), (Auto(0.3, feedback=True), ROUNDED)):
@@ -299,7 +381,7 @@ def test_a_frame_is_that_of_its_key_and_of_one_form() -> None:
             with pytest.raises(wire.SchemaMismatch, match="not that of this round"):
                 codec.verify(frame, layout, KEY.at(round=9))
         with pytest.raises(wire.WireError):
-            Auto(1.0, feedback=not codec.feedback).open(frame, layout)
+            Auto(1.0, feedback=not codec.rounded).open(frame, layout)
         # A client may take fewer bits than it was told, not more.
         np.testing.assert_array_equal(dataclasses.replace(codec, bits=3.0).decode(frame, layout).any(), True)
         with pytest.raises(wire.LimitExceeded):
@@ -380,3 +462,32 @@ def test_frames_do_not_depend_on_how_denormal_numbers_are_taken() -> None:
         assert found() == before
     finally:
         torch.set_flush_denormal(False)
+
+
+def test_a_row_of_which_no_column_is_drawn_arrives_as_zero_and_unbiased() -> None:
+    """Biases of one and three values beside a matrix: in half of the frames no column of them travels."""
+    layout = Layout(
+        (
+            TensorSpec("w", (100, 50), "float32", 0, 5000),
+            TensorSpec("b", (1,), "float32", 5000, 1),
+            TensorSpec("c", (3,), "float32", 5001, 3),
+        )
+    )
+    rng = np.random.default_rng(2)
+    scales = np.exp(1.5 * rng.normal(size=(100, 1)) + 1.5 * rng.normal(size=(1, 50)))
+    x = np.append((scales * rng.normal(size=(100, 50))).reshape(-1), [4.0, -3.0, 5.0, 2.0]).astype(np.float32)
+    codec, sums, without = Auto(0.5), np.zeros(x.size), 0
+    for number in range(300):
+        key = Key(3, "uplink", number, 1)
+        frame, _ = codec.encode(Update(x, layout), {}, key)
+        bundle = codec.verify(frame, layout, key)
+        decoded = codec.decode(bundle, layout)
+        codec.norm(bundle, layout)
+        added = Update(np.full(x.size, 1.0, np.float32), layout)
+        codec.accumulate(frame, 1.0, added)
+        np.testing.assert_allclose(added.vector - 1.0, decoded, atol=1e-4)
+        without += not decoded[5000:].all()
+        sums += decoded
+    assert without > 100, "or this test shows nothing"
+    spread = np.abs(sums / 300 - x)[5000:]
+    assert (spread < 5.0 * np.sqrt(2.0 * 25.0 / 300)).all()

@@ -268,7 +268,7 @@ def test_the_norm_is_that_of_what_arrives_and_figures_are_the_ranks() -> None:
         bound = codec.at_model(model)
         bundle, found = sent(bound, update)
         assert np.isclose(bound.norm(bundle, update.layout), np.linalg.norm(found.astype(np.float64)), rtol=1e-5)
-        figures: Mapping[str, float] = bound.figures(bundle, update.layout)
+        figures: Mapping[str, float] = bound.figures(bundle, update.layout, 1.0)
         assert figures["rank of b.weight" if name == "rank" else "rows of b.weight"] == 32
 
 

@@ -179,7 +179,7 @@ def test_every_tensor_has_its_shortest_form_and_figures_say_which() -> None:
     bundle, _ = sent(DAD, update)
     # 12 rows of 3 slopes and 40 inputs are more numbers than the last layer has.
     assert [shape_of(bundle, update, name) for name in LAYERS] == [(12, 63), (12, 51), (200,)]
-    assert DAD.figures(bundle, update.layout) == {
+    assert DAD.figures(bundle, update.layout, 1.0) == {
         "matrices whole": 1.0,
         "rows of 0.weight": 12.0,
         "slopes of 0.weight": 3.0,
@@ -191,7 +191,7 @@ def test_every_tensor_has_its_shortest_form_and_figures_say_which() -> None:
     many = estimate(forced, count=5, rows=8)
     bundle, found = sent(forced, many)
     assert shape_of(bundle, many, "4.weight") == (8, 45)
-    assert "slopes of 4.weight" not in forced.figures(bundle, many.layout)
+    assert "slopes of 4.weight" not in forced.figures(bundle, many.layout, 1.0)
     assert np.linalg.norm(found - many.vector) <= 1e-6 * np.linalg.norm(many.vector)
     # Where dAD would be longer than the matrix, slopes may still be shorter.
     rows = 30

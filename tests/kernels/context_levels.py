@@ -49,7 +49,7 @@ def carrying() -> tuple[np.ndarray, Shapes, int]:
     """
     shapes, top = [(6, 10)], 17
     number = (
-        portable_contexts.encode(uniform("17 bits", 60, MOST), shapes, top)[:80]
+        portable_contexts.encode(uniform("17 bits", 60, MOST), shapes, top)[0][:80]
         + bytes(20)
         + drawn("carry", 12).tobytes()
     )
@@ -90,6 +90,6 @@ def load() -> dict[str, str]:
 
 if __name__ == "__main__":
     stored = load()
-    stored |= {name: portable_contexts.encode(*case).hex() for name, case in cases().items() if name not in stored}
+    stored |= {name: portable_contexts.encode(*case)[0].hex() for name, case in cases().items() if name not in stored}
     PATH.write_text(json.dumps(stored, indent=1) + "\n")
     print(f"{len(stored)} cases")

@@ -58,6 +58,8 @@ sums = among(lambda entry: entry.sums)
 class Sum:
     """A rule: the sum of all contributions, whatever their weights. Integers stay integers."""
 
+    adds = False
+
     def total(self, now: Now, codec: codecs.Codec, given: list[Given], *, raw: bool = False) -> Step | None:
         out = Update(np.full(now.layout.size, -0.0, np.float32), now.layout)
         for g in given:

@@ -216,7 +216,7 @@ def test_what_goes_down_is_the_factors_of_those_in_the_sum() -> None:
         assert moved.tobytes() == here.model.tobytes()
         for other in (np.frombuffer(seen[number - 1].model, np.float32), whole.model):
             assert np.linalg.norm(here.model - other) <= 1e-6 * np.linalg.norm(other)
-        assert DOWN.figures(made_here.frame, here.layout)["rows of 2.weight"] == sum(SIZES)
+        assert DOWN.figures(made_here.frame, here.layout, 1.0)["rows of 2.weight"] == sum(SIZES)
     (kept,) = strategy.down.broadcast._steps
     pairs = zip(*(DOWN.open(frame, here.layout).tensors for frame in (kept.frame, steps[0])), strict=True)
     for theirs, ours in pairs:
@@ -229,7 +229,7 @@ def test_what_goes_down_is_the_factors_of_those_in_the_sum() -> None:
     last = here.step(3)
     assert last is not None
     assert last.frame is not None
-    assert DOWN.figures(last.frame, here.layout)["rows of 2.weight"] == SIZES[0] + SIZES[2]
+    assert DOWN.figures(last.frame, here.layout, 1.0)["rows of 2.weight"] == SIZES[0] + SIZES[2]
 
 
 @pytest.mark.long
@@ -238,7 +238,7 @@ def test_reduced_factors_go_down_with_a_memory_around_them() -> None:
     step = here.step(1)
     assert step is not None
     assert step.frame is not None
-    assert DOWN.figures(step.frame, here.layout)["rows of 2.weight"] == 2 * len(SIZES)
+    assert DOWN.figures(step.frame, here.layout, 1.0)["rows of 2.weight"] == 2 * len(SIZES)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedcomp.codecs import TopK
+from fedcomp.codecs import QSGD, TopK
 from fedcomp.layout import Layout, TensorSpec, Update
 from fedcomp.program import Given, Mean, Now, Step
 from fedcomp.rng import Key
@@ -79,3 +79,36 @@ def test_streams_of_a_round_have_names() -> None:
     assert len(keys) == 3
     assert {(key.seed, key.round) for key in keys} == {(7, 1)}
     assert here.key("downlink") == Key(7, "downlink", 1, 0)
+
+
+def test_what_is_decoded_to_be_measured_is_what_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each client; where one is refused the sum is made again without it, and is the same to the bit."""
+    layout, codec = Layout.flat(512), QSGD(levels=7)
+    rng = np.random.default_rng(5)
+    frames = [codec.encode(Update(rng.normal(size=512).astype(np.float32), layout), {}, Key(0))[0] for _ in range(6)]
+    given = [Given(node, 1.0 + node, frame) for node, frame in enumerate(frames)]
+    decoded: list[int] = []
+    kinds = {type(tensor.values) for frame in frames for tensor in codec.open(frame, layout).tensors}
+    for kind in kinds:
+        real = kind.decode
+        monkeypatch.setattr(kind, "decode", lambda self, real=real: decoded.append(1) or real(self))
+
+    def round_of(contributions: list[Given], rule: Mean) -> Step:
+        seen = lambda node, codec, came: codec.norm(came, layout)  # noqa: E731
+        now = Now(1, tuple(range(6)), layout, lambda: np.zeros(512, np.float32), rule=rule, seen=seen)
+        step = now.total(codec, contributions)
+        assert step is not None
+        return step
+
+    class Afterwards(Mean):
+        adds = False
+
+    at_once = round_of(given, Mean())
+    assert len(decoded) == 6
+    later = round_of(given, Afterwards())
+    assert len(decoded) > 12, "the other way takes more, or this test shows nothing"
+    assert at_once.change.tobytes() == later.change.tobytes()
+    broken = [*given[:2], given[2]._replace(frame=given[2].frame[:-1]), *given[3:]]
+    one, other = round_of(broken, Mean()), round_of(broken, Afterwards())
+    assert one.consumed == other.consumed == (0, 1, 3, 4, 5)
+    assert one.change.tobytes() == other.change.tobytes()

@@ -479,6 +479,12 @@ def test_the_quickstarts_cnn_takes_digits_enlarged_to_its_shape() -> None:
     torch.testing.assert_close(model(x), model(colours), rtol=0.0, atol=0.0)
 
 
+def test_the_first_examples_of_either_split_can_be_all_of_it() -> None:
+    whole, small = _task("digits"), _task("digits", train_examples=40, test_examples=30)
+    assert (len(small.train_split), len(small.test), len(whole.test)) == (40, 30, 355)
+    np.testing.assert_array_equal(small.test.x, whole.test.x[:30])
+
+
 @pytest.mark.slow
 def test_documented_parameter_counts() -> None:
     counts = {
