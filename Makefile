@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
+SITE := $(VENV)/.site
+# What builds the site: mkdocs or zensical.
+BUILDER ?= mkdocs
 # Another package index, for torch alone:  make test TORCH_INDEX=URL
 TORCH_INDEX ?=
 # Files of tests run side by side, each with one thread of its own; what starts Ray or deployments stays in two rows,
@@ -18,7 +21,7 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: quickstart test test-most test-long test-fast lint golden bench clean
+.PHONY: quickstart test test-most test-long test-fast lint golden bench flowers dist docs docs-serve clean
 
 quickstart: $(STAMP)  ## set up and run the main job
 	$(BIN)/python -m experiments.run
@@ -54,14 +57,32 @@ bench: $(KERNELS)  ## wire, kernels, peers, engine, graphs, codes: ratios taken 
 	$(BIN)/python -m experiments.bench graphs
 	$(BIN)/python -m coding.bench
 
+flowers: $(KERNELS)  ## the fast tests that touch Flower, and the wheel, beside every current Flower
+	.ci/flowers $(ONLY)
+
+dist: $(KERNELS)  ## make both archives of a release in dist/, and try them as users do
+	.ci/dist dist
+	FEDCOMP_DIST=dist OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/deployment/test_installed.py
+
+docs: $(SITE)  ## build the site into site/; a broken link or a public name without a docstring ends it
+	$(BIN)/python docs/site/generate.py
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$(BUILDER) build --strict
+
+docs-serve: docs  ## build the site and show it on port 8000 of this machine
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory site 8000
+
 # torch first, by its exact version and from its own index where there is one: where the usual index serves no build for
 # processors alone, that version brings gigabytes of CUDA libraries.
-$(STAMP): pyproject.toml setup.py constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard fedcomp/kernels/*.c)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fedcomp needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) )torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
+
+$(SITE): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $(SITE)
 
 # A process compiles what it uses, once, into a cache on the disk; many that start together would all do so.
 $(KERNELS): $(STAMP)
@@ -70,4 +91,4 @@ $(KERNELS): $(STAMP)
 	touch $(KERNELS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .cache *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,8 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
+        *(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"),
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "examples").glob("*/README.md"),
     ]

@@ -13,7 +13,8 @@ from fedcomp.experiments.bench import BENCHMARKS
 from fedcomp.experiments.catalog import CATALOG
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+# Of the changelog only names are looked at: it tells of what was.
+PAGES = sorted([*(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def page(path: Path) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,7 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("quickstart", "gossip_digits"):
+        if name.partition(".")[0] in ("quickstart", "gossip_digits", "template"):
             del sys.modules[name]
 
 
@@ -131,9 +132,10 @@ def run_project(start: Start, out: Path) -> RunResult:
 
 
 def run_example(start: Start) -> None:
-    package = "gossip_digits" if start.app.name == "gossip_pytorch" else "quickstart"
+    project = tomllib.loads((start.app / "pyproject.toml").read_text(encoding="utf-8"))
     sys.path.insert(0, str(start.app))
-    client_app, app = (importlib.import_module(f"{package}.{side}_app").app for side in ("client", "server"))
+    modules = (project["tool"]["flwr"]["app"]["components"][f"{side}app"] for side in ("client", "server"))
+    client_app, app = (importlib.import_module(module.removesuffix(":app")).app for module in modules)
     config = {**start.config, "num-server-rounds": 1}
     with InProcessGrid(client_app, start.nodes, run_config=config) as inner:
         grid = MeteredGrid(inner)

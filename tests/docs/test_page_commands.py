@@ -78,6 +78,7 @@ RUN_BY = {
     "experiments.bench graph_rows": "tests/experiments/test_quick_benches.py",
     "examples/quickstart_pytorch/compare.py": "tests/examples/test_quickstart_pytorch.py",
     "examples/gossip_pytorch/run.py": "tests/examples/test_gossip_pytorch.py",
+    "docs/site/figures.py": "tests/docs/test_site.py",
 }
 """Programs that a test of their own runs at tiny sizes."""
 
