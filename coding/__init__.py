@@ -7,7 +7,7 @@ Nothing here knows Flower or a model; strategies and clients bring it there. Mod
 - ``packet``: the bytes of a coded symbol. ``code``: what both codes share. ``elimination``, ``decoder``: receiving.
 - ``rlnc``, ``mds``: random linear network coding, systematic Cauchy Reed-Solomon. ``encoder``: one or the other by its
   name. ``plan``: how many shards it takes.
-- ``relay``, ``sumcode``, ``datacode``, ``gradcode``: the four constructions, compared in ``docs/coding.md``.
+- ``relay``, ``sumcode``, ``datacode``, ``gradcode``: the four constructions, compared in ``docs/background/coding.md``.
 - ``transport``, ``sealing``, ``listener``: parcels between nodes, and who can read them. ``bench``: how fast it all is.
 
 Importing any of them compiles nothing.

@@ -1,9 +1,9 @@
 """One word and one reason for every system and codec: which to take, and when.
 
-``python -m experiments.run --list`` prints them, the pages have them at their tops, ``docs/verdicts.md`` has them all
-(``python tests/docs/verdict_pages.py`` writes them there). A verdict is about what was measured here, on models of at
-most 100,000 parameters unless a page says otherwise; it is not about a paper. It stands in this file and not in the
-declarations because a list must not bring Flower and torch.
+``python -m experiments.run --list`` prints them, the pages have them at their tops, ``docs/choose/verdicts.md`` has
+them all (``python tests/docs/verdict_pages.py`` writes them there). A verdict is about what was measured here, on
+models of at most 100,000 parameters unless a page says otherwise; it is not about a paper. It stands in this file and
+not in the declarations because a list must not bring Flower and torch.
 """
 
 from __future__ import annotations

@@ -394,7 +394,7 @@ def as_on_the_page() -> bool:
     with pytest.raises(ConfigError) as error:
         on_cluster(6379)
     commands = re.findall(r"'(ray start .*?)'", str(error.value).replace("127.0.0.1", "10.0.0.1"))
-    texts = {block.text.strip() for block in blocks(ROOT / "docs" / "engines.md")}
+    texts = {block.text.strip() for block in blocks(ROOT / "docs" / "reference" / "engines.md")}
     return len(commands) == 2 and texts >= set(commands)
 
 

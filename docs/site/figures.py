@@ -186,7 +186,7 @@ QUESTIONS: Final = (
     ("Do a few slow clients hold up the round?", "fc.Buffered(...)"),
     ("Fewer than 30 rounds, or clients seldom return?", "fc.Compressed(FedAvg(), fc.EDEN(bits=1))"),
 )
-"""What `docs/which-codec.md` asks, in its order, and where a "yes" leads."""
+"""What `docs/choose/use-this-when.md` asks, in its order, and where a "yes" leads."""
 
 
 def tree(theme: str) -> str:

@@ -153,7 +153,7 @@ AREAS: Final[Mapping[str, Area]] = {
     ),
     "wire": Area(
         "Frames",
-        "The bytes of an update: see [the format](../wire.md).",
+        "The bytes of an update: see [the format](../formats/wire.md).",
         (),
         (
             *of("fedcomp.wire", "encode", "Frame", "Bundle", "Tensor", "FrameSizes", "Expected", "Limits"),
@@ -366,7 +366,7 @@ def settings() -> str:
         "# Settings of systems",
         "",
         "What `--set` and a row of an experiment take, with defaults. Settings of all systems are in "
-        "[experiments](../experiments.md#run-one).",
+        "[experiments](../how-to/run-experiments.md#run-one).",
     ]
     for name, row in sorted(ROWS.items()):
         lines += ["", f"## {name}", "", f"{row.title} ({row.paper}): {row.summary}", ""]
@@ -383,7 +383,7 @@ def commands() -> str:
         "# Command line",
         "",
         "What an installation has as `fedcomp`. Exit statuses are on the pages of "
-        "[experiments](../experiments.md#run-one) and [nodes](../edge.md#exit-status).",
+        "[experiments](../how-to/run-experiments.md#run-one) and [nodes](../how-to/run-a-node.md#exit-status).",
         "",
         "```text",
         program.USAGE,

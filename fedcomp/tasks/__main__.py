@@ -1,6 +1,6 @@
 """``python -m fedcomp.tasks``: what each task is, how a partition looks, and what central training reaches.
 
-Prints the figures of ``docs/tasks.md``.
+Prints the figures of ``docs/reference/tasks.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The frame: layout constants and the encoder. docs/wire.md describes every byte."""
+"""The frame: layout constants and the encoder. docs/formats/wire.md describes every byte."""
 
 from __future__ import annotations
 

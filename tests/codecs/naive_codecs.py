@@ -1,8 +1,8 @@
 """What every codec says it delivers and how long it says its frames are, written down once more, naively.
 
 Nothing here uses a codec's own code, a kernel or the wire's encoders: selection is a full sort, sums are ``math.fsum``,
-formats are arithmetic, seeded supports follow the prose of docs/wire.md. Randomness is the key's, drawn as documented.
-Clipping, which is no codec, is the package's own.
+formats are arithmetic, seeded supports follow the prose of docs/formats/wire.md. Randomness is the key's, drawn as
+documented. Clipping, which is no codec, is the package's own.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def deviation(x: np.ndarray) -> float:
 
 
 def splitmix(seed: int, n: int) -> Iterator[int]:
-    """The candidates below n of docs/wire.md's stream."""
+    """The candidates below n of docs/formats/wire.md's stream."""
     mask = (1 << 64) - 1
 
     def mix(z: int) -> int:

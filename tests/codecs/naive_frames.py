@@ -1,4 +1,4 @@
-"""How long a frame is: section 5's bits and docs/wire.md's overhead, added up by hand."""
+"""How long a frame is: section 5's bits and docs/formats/wire.md's overhead, added up by hand."""
 
 from __future__ import annotations
 

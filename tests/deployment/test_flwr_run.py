@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engines
 def test_e1_a_documented_run_gets_its_eight_nodes_from_flower(
     monkeypatch: pytest.MonkeyPatch, flower_home: Path
 ) -> None:
-    (command,) = (c for c in commands(ROOT / "docs" / "gossip.md") if c.words[:2] == ("flwr", "run"))
+    (command,) = (c for c in commands(ROOT / "docs" / "background" / "gossip.md") if c.words[:2] == ("flwr", "run"))
     words = [re.sub(r"\brounds=\d+", "rounds=1", word) for word in command.words]
     assert words != list(command.words)
     # As in an activated environment: `flwr` starts `flower-superlink` by its bare name.

@@ -19,19 +19,19 @@ from page_reading import PAGES, ROOT, Block, blocks, name
 from fedcomp.codecs.registry import codecs
 
 SMALLER: dict[str, tuple[tuple[str, str], ...]] = {
-    "docs/codecs.md": (("range(1, 2001)", "(500, 2000)"),),
-    "docs/engines.md": (("rounds=10, clients=10", "rounds=1, clients=2"),),
-    "docs/experiments.md": (
+    "docs/background/codecs.md": (("range(1, 2001)", "(500, 2000)"),),
+    "docs/reference/engines.md": (("rounds=10, clients=10", "rounds=1, clients=2"),),
+    "docs/how-to/run-experiments.md": (
         ("rounds=10, clients=8", "rounds=1, clients=2"),
         ("clients=8, rounds=100", "clients=2, rounds=2"),
         ("300, skew_rounds=8, every=50", "4, skew_rounds=2, every=2"),
     ),
-    "docs/flower.md": (
+    "docs/reference/messages.md": (
         ("num_rounds=200", "num_rounds=4"),
         ("observe_every=200", "observe_every=4"),
         ("strategy.reports[200].gossip", "strategy.reports[4].gossip"),
     ),
-    "docs/gossip.md": (("        300,\n        layout", "        10,\n        layout"),),
+    "docs/background/gossip.md": (("        300,\n        layout", "        10,\n        layout"),),
     "docs/systems/choco.md": (("300, layout=layout", "10, layout=layout"),),
     "docs/systems/coded-training.md": (("trials=10_000", "trials=200"),),
     "docs/systems/cold.md": (("np.zeros(20), 300,", "np.zeros(20), 10,"),),

@@ -7,15 +7,18 @@ import re
 import pytest
 from page_reading import ROOT
 
-TABLES = ("edge-security", "peers")
-PAGES = (*TABLES, "privacy", "systems/local-dp")
+TABLES = ("background/threat-model", "how-to/connect-clients")
+PAGES = (*TABLES, "background/privacy", "systems/local-dp")
 SAYS_NOTHING_OF_ITS_OWN = {
-    "edge-security": {
+    "background/threat-model": {
         "What cannot be closed": "what is not promised",
         "What is not protected": "what is not promised",
     },
-    "peers": {"What is not protected": "what is not promised", "Why not gRPC": "what another transport would not keep"},
-    "privacy": {
+    "how-to/connect-clients": {
+        "What is not protected": "what is not promised",
+        "Why not gRPC": "what another transport would not keep",
+    },
+    "background/privacy": {
         "Which system": "leads to the pages that promise",
         "The drop-in lines": "leads to the pages that promise",
         "Flaws of published code and libraries, and what is done here": "what others do",

@@ -141,20 +141,20 @@ def test_the_command_line_has_every_command_and_its_options(written: dict[str, s
 def test_links_lead_to_the_place_on_the_site() -> None:
     places = generate.sources()
     for page, link, expected in (
-        ("README.md", "[a](docs/flower.md#bytes)", "[a](flower.md#bytes)"),
+        ("README.md", "[a](docs/reference/messages.md#bytes)", "[a](reference/messages.md#bytes)"),
         ("README.md", "[a](examples/quickstart_pytorch)", "[a](examples/quickstart_pytorch.md)"),
         ("docs/systems/dgc.md", "[a](../README.md)", "[a](../pages.md)"),
-        ("docs/codecs.md", "[a](../CONTRIBUTING.md#add-a-codec)", "[a](contributing.md#add-a-codec)"),
-        ("docs/codecs.md", "[The C](../setup.py) and [b](#b)", "The C and [b](#b)"),
+        ("docs/background/codecs.md", "[a](../../CONTRIBUTING.md#add-a-codec)", "[a](../contributing.md#add-a-codec)"),
+        ("docs/background/codecs.md", "[The C](../../setup.py) and [b](#b)", "The C and [b](#b)"),
         ("CONTRIBUTING.md", "[fedcomp/rules.py](fedcomp/rules.py)", "`fedcomp/rules.py`"),
-        ("docs/codecs.md", "[a](missing.md)", "[a](missing.md)"),
-        ("docs/codecs.md", "[a](https://flower.ai)", "[a](https://flower.ai)"),
+        ("docs/background/codecs.md", "[a](missing.md)", "[a](missing.md)"),
+        ("docs/background/codecs.md", "[a](https://flower.ai)", "[a](https://flower.ai)"),
     ):
         assert generate.fitted(link, page, places) == expected
 
 
 def test_a_fence_says_its_language_alone() -> None:
-    assert generate.fitted("```python fragment\nx\n```\n", "docs/codecs.md", {}) == "```python\nx\n```\n"
+    assert generate.fitted("```python fragment\nx\n```\n", "docs/background/codecs.md", {}) == "```python\nx\n```\n"
 
 
 @pytest.mark.parametrize("path", sorted((generate.ROOT / "docs" / "figures").glob("*")), ids=lambda path: path.name)
@@ -172,7 +172,7 @@ def test_every_figure_is_there_in_both_themes_and_on_a_page() -> None:
 
 
 def test_what_figures_name_is_public_and_on_the_page_that_they_draw() -> None:
-    page = (generate.ROOT / "docs" / "which-codec.md").read_text("utf-8")
+    page = (generate.ROOT / "docs" / "choose" / "use-this-when.md").read_text("utf-8")
     named = set(re.findall(r"fc\.\w+", figures.tree("light")))
     assert len(named) > 7
     assert {name.removeprefix("fc.") for name in named} <= set(fc.__all__)

@@ -1,4 +1,4 @@
-"""The table "What goes together" of docs/which-codec.md: what it says of each pair is what the pair does."""
+"""The table "What goes together" of docs/choose/use-this-when.md: what it says of each pair is what the pair does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COLUMNS: dict[str, Callable[[Any], Any]] = {
 
 
 def rows() -> dict[str, dict[str, str]]:
-    text = (ROOT / "docs" / "which-codec.md").read_text("utf-8").partition("## What goes together")[2]
+    text = (ROOT / "docs" / "choose" / "use-this-when.md").read_text("utf-8").partition("## What goes together")[2]
     head, _, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     return {line[0]: dict(zip(head, line[1:], strict=True)) for line in lines}
 

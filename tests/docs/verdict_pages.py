@@ -5,6 +5,7 @@ A page of a system names its subjects below its title, one a line: ``> Verdict o
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from fedcomp.verdicts import VERDICTS, WORDS, verdict_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM_PAGES = sorted((ROOT / "docs" / "systems").glob("*.md"))
-TABLES = ROOT / "docs" / "verdicts.md"
+TABLES = ROOT / "docs" / "choose" / "verdicts.md"
 LINE = re.compile(r"^> Verdict on `(?P<name>[^`]+)`: .*$", re.M)
 
 
@@ -38,7 +39,7 @@ def filled(text: str) -> str:
 
 def tables() -> str:
     """Return the page of all verdicts."""
-    where = {name: page.relative_to(TABLES.parent).as_posix() for page in SYSTEM_PAGES for name in subjects(page)}
+    where = {name: page for page in SYSTEM_PAGES for name in subjects(page)}
     parts = [
         "# Verdicts\n",
         "One of four words for every codec and every system. The texts are those of `fedcomp/verdicts.py`;",
@@ -51,8 +52,9 @@ def tables() -> str:
     for section, entries in VERDICTS.items():
         parts += [f"\n## {section}\n", "| name | verdict | why | page |\n|---|---|---|---|"]
         for name, (word, reason) in entries.items():
-            page = where.get(name, "codecs.md" if section == "Codecs" else "flower.md")
-            link = f"[{Path(page).stem}]({page})"
+            other = "background/codecs.md" if section == "Codecs" else "reference/messages.md"
+            page = where.get(name, ROOT / "docs" / other)
+            link = f"[{page.stem}]({Path(os.path.relpath(page, TABLES.parent)).as_posix()})"
             parts.append(f"| `{name}` | {word} | {reason} | {link} |")
     return "\n".join(parts) + "\n"
 

@@ -325,7 +325,8 @@ def test_every_system_takes_a_guard_or_the_page_says_why_not():
             strategy = strategy.inner
         built[name] = type(strategy)
     without = {kind.__name__ for kind in built.values() if not takes_guard(kind)}
-    page = (ROOT / "docs" / "flower.md").read_text().split("## A guard against absurd replies")[1].split("\n## ")[0]
+    text = (ROOT / "docs" / "reference" / "messages.md").read_text()
+    page = text.split("## A guard against absurd replies")[1].split("\n## ")[0]
     # Conditional takes that of the pair around which it stands.
     assert without - {"CodedFedAvg", "Conditional"} == UNGUARDED
     # What hooks make of a pair is no class that anybody names.

@@ -25,7 +25,7 @@ from fedcomp.flower.offline import OFFLINE_ENVIRONMENT
 
 pytestmark = pytest.mark.engines
 
-PAGE = ROOT / "docs" / "engines.md"
+PAGE = ROOT / "docs" / "reference" / "engines.md"
 
 
 def written(start: str) -> list[str]:

@@ -517,7 +517,7 @@ def test_the_commands_settings_are_the_tested_ones() -> None:
 
 def test_the_page_has_the_figures_that_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    page = (Path(__file__).parents[2] / "docs" / "privacy-accounting.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "background" / "privacy-accounting.md").read_text()
     printed = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     rows = [line for line in printed if any(character.isdigit() for character in line.split()[-1])]
     assert len(rows) == 20

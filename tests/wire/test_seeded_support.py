@@ -19,7 +19,7 @@ MASK = (1 << 64) - 1
 
 
 def reference(seed: int, n: int, k: int) -> list[int]:
-    """The definition in docs/wire.md, one word at a time."""
+    """The definition in docs/formats/wire.md, one word at a time."""
 
     def mix(z: int) -> int:
         z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & MASK

@@ -35,7 +35,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def transcribed(n: int, length: int, indices: list[int]) -> tuple[bytes, bytes]:
-    """The definition in docs/wire.md, one bin at a time; bin lengths and counts below 128."""
+    """The definition in docs/formats/wire.md, one bin at a time; bin lengths and counts below 128."""
     length = max(1, min(length, n))
     width = math.ceil(math.log2(length))
     bins = [[i - start for i in indices if start <= i < start + length] for start in range(0, n, length)]
