@@ -65,9 +65,9 @@ def summarise(
 ) -> dict[str, Any]:
     """Return the summary of a run as one JSON-able document.
 
-    ``results`` go by label; ``facts`` are what only the run itself knows: its folder (``run``), when it ``began``, how
-    many ``seconds`` it took, and the ``command`` that repeats it. Each row's ``uplink_ratio`` is the baseline's uplink
-    payload over its own, ``None`` where either sent nothing.
+    ``results`` go by label; ``facts`` are what only the run itself knows: its folder (``run``), its ``definition``,
+    when it ``began``, how many ``seconds`` it took, and the ``command`` that repeats it. Each row's ``uplink_ratio`` is
+    the baseline's uplink payload over its own, ``None`` where either sent nothing.
     """
     found = findings.to_json()
     for beside in ("answer", "claims"):

@@ -1,4 +1,4 @@
-"""The command line: ``python -m experiments.run [NAME]``.
+"""The command line: ``python -m experiments.run [NAME]``; ``book`` in place of a name is :mod:`experiments.book`.
 
 Exit codes: 0 when every claim holds, 1 when a claim fails, 2 for a wrong name, key or value, 3 when a run
 broke, 130 when it was interrupted.
@@ -36,6 +36,7 @@ from fedcomp.experiments.commands import (
     complain,
     invoke,
 )
+from fedcomp.experiments.definition import definition
 from fedcomp.experiments.experiment import Experiment, check_budget
 from fedcomp.experiments.findings import Say
 from fedcomp.experiments.options import Config, show_value
@@ -83,7 +84,9 @@ class RunnerSetup:
 class Request:
     """The arguments of one call, unchecked. Typer reads the command line from these fields."""
 
-    name: Annotated[str | None, typer.Argument(help="Experiment to run.", show_default=DEFAULT)] = None
+    name: Annotated[
+        str | None, typer.Argument(help="Experiment to run; book writes the book of results.", show_default=DEFAULT)
+    ] = None
     show_list: Annotated[
         bool, typer.Option("--list", help="List the experiments, or the settings of NAME, and stop.")
     ] = False
@@ -157,6 +160,11 @@ def main(
     program: str = "python -m experiments.run",
 ) -> int:
     """Run the command line and return its exit code; every error becomes one line on standard error."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["book"]:
+        from fedcomp.experiments import book  # its own options: no experiment has them
+
+        return book.main(words[1:], program=f"{program} book")
     known = replace(setup or RunnerSetup(), program=program)
 
     def run(request: Request) -> int:
@@ -164,7 +172,7 @@ def main(
             return _list(known.catalog, request)
         return _compare(request) if request.compare else _run(known, request)
 
-    return invoke(app, program, arguments, run)
+    return invoke(app, program, words, run)
 
 
 app = command_line(Request, "Run an experiment, write its report, and check its claims.")
@@ -339,6 +347,7 @@ def _execute(
         findings = replace(findings, claims=[replace(claim, gate=False) for claim in findings.claims])
     sessions = folder.sessions()
     facts = {
+        "definition": definition(experiment),
         "run": str(folder.path),
         "began": sessions[0][0],
         "seconds": sum(seconds for _, seconds in sessions),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import subprocess
 import sys
 import time
 import tracemalloc
@@ -338,7 +339,7 @@ def conclude(
     head = {"benchmark": name, "quick": quick}
     show({**head, "rows": found.rows, "claims": claims, "environment": environment})
     failed = [claim.name for claim in found.claims if claim.gate and not claim.ok]
-    line = {**head, "finished": datetime.now(UTC).isoformat(timespec="seconds"), "failed": failed}
+    line = {**head, "commit": _commit(), "finished": datetime.now(UTC).isoformat(timespec="seconds"), "failed": failed}
     line |= {"values": {claim["name"]: claim["value"] for claim in claims}, "environment": environment}
     try:
         HISTORY.parent.mkdir(exist_ok=True)
@@ -347,3 +348,15 @@ def conclude(
     except OSError as error:
         print(f"the history of benchmarks could not be written: {error}", file=sys.stderr)
     return int(bool(failed))
+
+
+def _commit() -> str:
+    """Return the commit of the checkout that this file is in, "none" outside of one."""
+    here = Path(__file__).resolve()
+    if not (here.parents[1] / ".git").exists():
+        return "none"
+    asked = ["git", "-C", str(here.parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "none"

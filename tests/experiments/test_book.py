@@ -1,0 +1,201 @@
+"""The book of results: what is stored, what is stale, and what becomes of a paper's claim."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedcomp.errors import ConfigError
+from fedcomp.experiments import run
+from fedcomp.experiments.book import (
+    RESULTS,
+    BookRequest,
+    finished,
+    judge,
+    keep_benchmarks,
+    missing,
+    pages,
+    store,
+    stored,
+    write_book,
+)
+from fedcomp.experiments.catalog import CATALOG, get_experiment
+from fedcomp.experiments.definition import definition, digest_of
+from fedcomp.experiments.published import PUBLISHED, Published
+
+ROOT = Path(__file__).parents[2]
+KNOWN = {name: get_experiment(name) for name in ("scalecom", "modular_sum")}
+
+
+def claim(name: str, ok: bool | None) -> dict[str, Any]:
+    return {"name": name, "ok": ok, "value": 2.0, "op": "<=", "bound": 3.0}
+
+
+def system(*evidence: str) -> Published:
+    return Published("S", "A, 2000", "It is small", "abstract", "Bytes", "scalecom", evidence, "systems/scalecom.md")
+
+
+def summary(**changed: Any) -> dict[str, Any]:
+    asked = {"quick": False, "engine": "inprocess", "settings": {}} | changed.pop("config", {})
+    return {
+        "experiment": "scalecom",
+        "config": asked,
+        "changed": [],
+        "definition": definition(KNOWN["scalecom"]),
+        "findings": {"tables": [], "figures": [{"kind": "curves"}], "tasks": []},
+        "claims": [
+            {**claim(name, True), "source": "derived", "gate": True, "skipped": ""}
+            for name in ("CLT-k: downlink grows, times", "CLT-k, rotating leader: memory norm")
+        ],
+        "rows": [],
+        "environment": {
+            "finished": "2026-01-02 03:04:05 UTC",
+            "system": "Linux",
+            "cores": "2",
+            "flwr": "1",
+            "torch": "2",
+        },
+        "data": "",
+        "seconds": 2.0,
+        "answer": "It does.",
+        "notes": "long",
+        "run": "runs/1",
+        **changed,
+    }
+
+
+def keep(folder: Path, name: str, content: dict[str, Any]) -> None:
+    (folder / name).mkdir(parents=True)
+    (folder / name / "summary.json").write_text(json.dumps(content), "utf-8")
+
+
+@pytest.mark.parametrize(
+    ("ended", "word"),
+    [([True, True], "reproduced"), ([True, False], "partly"), ([False, None], "not reproduced")],
+)
+def test_a_papers_claim_is_judged_by_all_claims_that_speak_to_it(ended: list[bool | None], word: str) -> None:
+    claims = [*(claim(f"points lost {i}", ok) for i, ok in enumerate(ended)), claim("other", False)]
+    found, why = judge(system("points lost ?"), claims)
+    assert found == word
+    assert "other" not in why
+    assert ("Missed: points lost" in why) == (False in ended)
+
+
+def test_evidence_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no claim of 'scalecom' is called like 'points'"):
+        judge(system("points"), [claim("points lost", True)])
+    with pytest.raises(ConfigError, match="nothing of its evidence could be measured"):
+        judge(system("points*"), [claim("points lost", None)])
+
+
+CODE = """
+'''What it asks.'''
+CLAIMS = '''
+    row | points lost | <= 1.0 | gate: measured .5 here
+'''
+NOTES = "These are eight words for a reader, not code"
+ROWS = {"top-k": "topk codec.density=0.01 feedback=true a=1 b=2 c=3 d=4 e=5"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ("What it asks", "What it answers", True),
+        ("measured .5 here", "measured .6 here", True),
+        ("for a reader", "for every reader", True),
+        ("\nROWS", "\n# A comment.\nROWS", True),
+        ("<= 1.0", "<= 2.0", False),
+        ("| gate", "| goal", False),
+        ("density=0.01", "density=0.02", False),
+        ("ROWS = {", "ROWS = 3 * {", False),
+    ],
+)
+def test_a_definition_changes_with_what_is_computed_and_not_with_texts(old: str, new: str, same: bool) -> None:
+    assert old in CODE
+    assert (digest_of([CODE]) == digest_of([CODE.replace(old, new)])) is same
+
+
+def test_only_finished_runs_at_default_settings_are_kept_and_the_newest(tmp_path: Path) -> None:
+    out, results = tmp_path / "runs", tmp_path / "docs" / "results"
+    keep(out, "1-scalecom", summary(answer="old"))
+    keep(out, "2-scalecom", summary(answer="new"))
+    keep(out, "3-scalecom", summary(answer="quick", config={"quick": True}))
+    keep(out, "4-scalecom", summary(answer="other engine", config={"engine": "ray"}))
+    keep(out, "5-scalecom", summary(answer="other settings", changed=["lr=1"]))
+    keep(out, "6-gone", summary(experiment="gone"))
+    (out / "7-scalecom").mkdir()
+    store(finished(out, KNOWN), results)
+    kept = stored(results)
+    assert [each["answer"] for each in kept.values()] == ["new"]
+    assert kept["scalecom"]["findings"]["figures"] == []
+    assert not {"run", "notes"} & set(kept["scalecom"])
+    assert missing(KNOWN, results) == ["modular_sum"]
+
+
+def test_a_stale_run_is_named_and_made_again(tmp_path: Path) -> None:
+    store({"scalecom": summary(definition="0")}, tmp_path)
+    assert missing(KNOWN, tmp_path) == ["modular_sum", "scalecom"]
+    made = pages(KNOWN, tmp_path)
+    assert "**stale**: the experiment has changed since" in made["index.md"]
+    assert "**stale**" in made["scalecom.md"]
+    store(
+        {"scalecom": summary(environment={**summary()["environment"], "finished": "2026-02-02 00:00:00 UTC"})}, tmp_path
+    )
+    assert "stale**:" not in pages(KNOWN, tmp_path)["index.md"]
+
+
+def test_what_was_missed_comes_first_on_a_page(tmp_path: Path) -> None:
+    held = summary()["claims"]
+    store({"scalecom": summary(claims=[*held, {**held[0], "name": "a missed one", "ok": False}])}, tmp_path)
+    page = pages(KNOWN, tmp_path)["scalecom.md"]
+    assert "`python -m experiments.run scalecom`" in page
+    assert page.index("a missed one") < page.index("CLT-k: downlink")
+
+
+def test_full_runs_of_benchmarks_are_added_once(tmp_path: Path) -> None:
+    line = {"benchmark": "wire", "quick": False, "commit": "abc", "finished": "2026-01-02T00:00", "failed": []}
+    line |= {"values": {"ratio": 2.0}, "environment": {"system": "Linux", "cores": "2"}}
+    other = {**line, "commit": "def", "values": {"ratio": 3.0}}
+    history = tmp_path / "bench.jsonl"
+    history.write_text("".join(json.dumps(each) + "\n" for each in (line, {**line, "quick": True}, other)), "utf-8")
+    for _ in range(2):
+        keep_benchmarks(history, tmp_path)
+    assert len((tmp_path / "benchmarks.jsonl").read_text("utf-8").splitlines()) == 2
+    page = pages(KNOWN, tmp_path)["benchmarks.md"]
+    assert "| ratio | 3 | 2 |" in page
+    assert "(def)" in page
+
+
+def test_a_book_is_written_in_a_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run.main(["book", "--minutes", "0"]) == 2
+    assert "write the book in a checkout" in capsys.readouterr().err
+    assert run.main(["book", "--quick"]) == 2
+
+
+def test_what_does_not_fit_into_the_time_is_named(tmp_path: Path, capsys: Any) -> None:
+    results = tmp_path / "docs" / "results"
+    results.parent.mkdir()
+    assert write_book(BookRequest(minutes=0.0, out=tmp_path / "runs"), results) == 0
+    said = capsys.readouterr().err
+    assert all(f"left for --full or --minutes: {name} " in said for name in CATALOG if name != "compare")
+    assert "not run yet" in (results / "index.md").read_text("utf-8")
+
+
+def test_every_published_system_has_an_experiment_and_a_page() -> None:
+    assert len({each.name for each in PUBLISHED}) == len(PUBLISHED) >= 24
+    for each in PUBLISHED:
+        assert each.experiment in CATALOG
+        assert (ROOT / "docs" / each.page).is_file(), each.page
+
+
+@pytest.mark.slow
+def test_the_pages_of_the_repository_are_those_of_what_is_stored() -> None:
+    known = {name: get_experiment(name) for name in CATALOG}
+    results = ROOT / RESULTS
+    for place, text in pages(known, results).items():
+        assert (results / place).read_text("utf-8") == text, f"{place}: run python -m experiments.run book --minutes 0"
