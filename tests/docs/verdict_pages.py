@@ -28,7 +28,7 @@ def places(page: Path) -> dict[str, str]:
     """Return what a page is about: names of verdicts below its title or a section's heading, with their anchors."""
     text = page.read_text("utf-8")
     assert re.match(r"# .+\n\n", text)
-    found = {}
+    found: dict[str, str] = {}
     for heading in re.finditer(r"^(?P<level>#{1,2}) (?P<title>.+)\n\n(?P<block>(?:>.*\n)*)", text, re.M):
         slug = re.sub(r"[^\w -]", "", heading["title"].lower()).replace(" ", "-")
         anchor = f"#{slug}" if heading["level"] == "##" else ""
