@@ -160,7 +160,7 @@ def test_links_lead_to_the_place_on_the_site() -> None:
     for page, link, expected in (
         ("README.md", "[a](docs/reference/messages.md#bytes)", "[a](reference/messages.md#bytes)"),
         ("README.md", "[a](examples/quickstart_pytorch)", "[a](examples/quickstart_pytorch.md)"),
-        ("docs/systems/dgc.md", "[a](../README.md)", "[a](../pages.md)"),
+        ("docs/systems/eden.md", "[a](../README.md)", "[a](../pages.md)"),
         ("docs/background/codecs.md", "[a](../../CONTRIBUTING.md#add-a-codec)", "[a](../contributing.md#add-a-codec)"),
         ("docs/background/codecs.md", "[The C](../../setup.py) and [b](#b)", "The C and [b](#b)"),
         ("CONTRIBUTING.md", "[fedcomp/rules.py](fedcomp/rules.py)", "`fedcomp/rules.py`"),
