@@ -23,7 +23,6 @@ SMALLER: dict[str, tuple[tuple[str, str], ...]] = {
     "docs/reference/engines.md": (("rounds=10, clients=10", "rounds=1, clients=2"),),
     "docs/how-to/no-server.md": (("    400,\n", "    10,\n"),),
     "docs/how-to/record-privacy.md": (("rounds=10, clients=5", "rounds=1, clients=2"),),
-    "docs/background/gossip.md": (("        300,\n        layout", "        10,\n        layout"),),
     "docs/systems/dp-fedavg.md": (
         ("rounds=3, clients=20", "rounds=1, clients=20"),
         ("for seed in (0, 1)", "for seed in (0,)"),
