@@ -73,4 +73,5 @@ def test_a_run_of_a_notebook_prints_what_is_stored(path: Path) -> None:
     stored = list(notebooks.texts(notebooks.read(path)))
     found = list(notebooks.texts(notebooks.executed(path)))
     assert len(found) == len(stored)
-    assert [(a, b) for a, b in zip(found, stored, strict=True) if not near(a, b)] == []
+    other = [(a, b) for a, b in zip(found, stored, strict=True) if not near(a, b)]
+    assert other == [], "run python docs/site/notebooks.py"
