@@ -34,6 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "cnn": ("digits", {"model": "cnn"}, {"epochs": 1}),
     "lstm": ("tiny-shakespeare", {"model": "lstm"}, {"epochs": None, "max_steps": 5}),
 }
+LONG = pytest.mark.long
 BY_NAME = {line.name: line for line in LINES}
 
 
@@ -65,7 +66,7 @@ def traffic(task: Any, strategy: Any, clients: int, rounds: int, **limits: Any) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n == "lstm" else ()) for n in MODELS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=LONG if n in ("cnn", "lstm") else ()) for n in MODELS])
 def test_bytes_are_those_of_a_real_run(name: str) -> None:
     task_name, options, limits = MODELS[name]
     task = get_task(task_name, **options)
@@ -91,8 +92,8 @@ def test_bytes_of_sampled_clients_are_those_of_a_real_run() -> None:
 @pytest.mark.parametrize(
     ("name", "asked", "clients"),
     [
-        ("coded sum", {"privacy": "hide"}, 10),
-        ("coded relay", {"vanish": True}, 6),
+        ("coded sum", {"privacy": "hide"}, 6),
+        ("coded relay", {"vanish": True}, 4),
         ("DpFedAvg", {"privacy": "client"}, 4),
         ("G", {"median": True}, 4),
     ],
