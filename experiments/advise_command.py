@@ -26,7 +26,7 @@ class Question:
     clients: Annotated[int, typer.Option(metavar="N", help="Clients in all.")] = 10
     fraction: Annotated[float, typer.Option(metavar="X", help="Share of the clients that take part in a round.")] = 1.0
     rounds: Annotated[int, typer.Option(metavar="N", help="Rounds of the run.")] = 30
-    link: Annotated[str, typer.Option(metavar="LINK", help="A preset, or UP[/DOWN][@LATENCY]: 1mbit/8mbit@50ms.")] = (
+    link: Annotated[str, typer.Option(metavar="LINK", help="A preset, or rates and latency: 1mbit/8mbit@50ms.")] = (
         "10mbit"
     )
     may_lose: Annotated[float, typer.Option(metavar="POINTS", help="Points of accuracy that may be lost.")] = 1.0
@@ -37,7 +37,9 @@ class Question:
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")] = False
 
 
-APP = command_line(Question, "Say which line of fedcomp fits a model and a link, and how many bytes it sends.")
+APP = command_line(
+    Question, "Say which line fits a model (a state dict: .pt, .npz or .safetensors) and a link, and what it sends."
+)
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "fedcomp advise") -> int:

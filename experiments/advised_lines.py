@@ -272,8 +272,8 @@ LINES: Final = (
     ),
     Line(
         "DpFedAvg",
-        "fc.Compressed(fc.DpFedAvg(FedAvg(fraction_evaluate=0.0), clip=1.0, noise_multiplier=2.0, population={clients}, "
-        "budget=8.0{drawn}), fc.TopK(density=0.05))",
+        "fc.Compressed(fc.DpFedAvg(FedAvg(fraction_evaluate=0.0), clip=1.0, noise_multiplier=2.0, "
+        "population={clients}, budget=8.0{drawn}), fc.TopK(density=0.05))",
         lambda inner, of: fc.Compressed(
             fc.DpFedAvg(inner, clip=1.0, noise_multiplier=2.0, population=of.population), fc.TopK(density=0.05)
         ),
