@@ -109,7 +109,7 @@ class Advice:
 
     def __str__(self) -> str:
         head = ("", "up", "down", "up, run", "down, run", "s a round", "client", "server", "keeps", "points lost")
-        lines = [head]
+        lines: list[tuple[str, ...]] = [head]
         for at in self.candidates:
             amounts = (at.up, at.down, at.up_run, at.down_run)
             memory = (at.client_memory, at.server_memory, at.kept)
@@ -302,16 +302,13 @@ def _trial(line: Line, at: Situation, arrays: Arrays, link: Link) -> NDArray[np.
             drawn = set(sorted(words, key=words.__getitem__)[:shown])
             return [node for node in super().get_node_ids() if self.partition_of(node) in drawn]
 
-        def kept(self) -> float:
-            return sum(len(node.stored()) for node in self._nodes.values()) / nodes
-
     with _silent(), Cohort(_client(), nodes, shuffle_replies=False) as inner:
         grid = MeteredGrid(inner)
         initial = ArrayRecord({name: Array(np.ascontiguousarray(array)) for name, array in arrays.items()})
         mean = FedMedian if line.purpose == "median" else FedAvg
         strategy = line.make(mean(fraction_evaluate=0.0), amounts(at.scaled(nodes, shown)))
         fit(strategy, grid, initial, rounds)
-        kept = inner.kept()
+        kept = sum(len(inner.node(partition).stored()) for partition in range(nodes)) / nodes
     ledger = grid.ledger
     each = np.zeros((rounds, 3))
     for i in range(rounds):
@@ -377,7 +374,7 @@ def _moved(msg: Any, context: Any) -> Any:
     """Train: every tensor moves by noise whose rows and columns have scales of their own.
 
     Normal values of equal scale would cost an index or an entropy coder more than updates do: in these the last layer
-    and single rows are larger. The three figures were fitted to updates of the tasks of ``tests/experiments``.
+    and single rows are larger. The three figures were fitted to the models of the tests.
     """
     from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 
@@ -390,8 +387,8 @@ def _moved(msg: Any, context: Any) -> Any:
             moved[tensor] = Array((values + noise(values.shape, i, number, partition)).astype(values.dtype))
         else:
             moved[tensor] = array
-    content = {name: ArrayRecord(moved), "metrics": MetricRecord({"train_loss": 1.0, "num-examples": 100 + partition})}
-    return Message(RecordDict(content), reply_to=msg)
+    metrics = MetricRecord({"train_loss": 1.0, "num-examples": 100 + partition})
+    return Message(RecordDict({name: ArrayRecord(moved), "metrics": metrics}), reply_to=msg)
 
 
 def noise(shape: tuple[int, ...], tensor: int, number: int, partition: int) -> NDArray[np.float32]:

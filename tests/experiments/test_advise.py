@@ -72,7 +72,7 @@ def test_bytes_are_those_of_a_real_run(name: str) -> None:
     task = get_task(task_name, **options)
     found = {c.name: c for c in advise(arrays_of(task), clients=4, rounds=6).candidates}
     assert set(found) == {line.name for line in LINES if line.purpose == "bytes"}
-    for line in ("FedAvg", "A", "B", "C", "D", "E", "I"):
+    for line in ("FedAvg", "A", "B", "C", "D", "E", "H", "I"):
         strategy = BY_NAME[line].make(FedAvg(fraction_evaluate=0.0), None)
         predicted = found[line].up_run, found[line].down_run
         assert predicted == pytest.approx(traffic(task, strategy, 4, 6, **limits), rel=0.1), line
@@ -107,6 +107,7 @@ def test_bytes_of_other_systems_are_those_of_a_real_run(name: str, asked: dict[s
     assert (found.up_run, found.down_run) == pytest.approx(traffic(task, strategy, clients, 4, epochs=1), rel=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_large_model_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
@@ -115,9 +116,10 @@ def test_a_large_model_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
     direct = {c.name: c for c in advise(model, rounds=4).candidates}
     monkeypatch.setattr(advising, "DIRECT", 30_000)
     for found in advise(model, rounds=4).candidates:
-        assert (found.up, found.down) == pytest.approx((direct[found.name].up, direct[found.name].down), rel=0.05)
+        assert (found.up, found.down) == pytest.approx((direct[found.name].up, direct[found.name].down), rel=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_model_of_a_trillion_values_needs_no_memory() -> None:
     advice = advise(parameters=10**12, rounds=4)
