@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m ex
 def write_book(request: BookRequest, results: Path = RESULTS) -> int:
     """Store what is finished, make what is missing within the time that is asked for, write the pages."""
     if not results.parent.is_dir():
-        raise ConfigError(f"there is no folder {results.parent} here; write the book in a checkout of the project")
+        raise ConfigError(f"there is no folder {results.parent} here; the book is written in a checkout of the project")
     known = {name: get_experiment(name) for name in CATALOG}
     store(finished(request.out, known), results)
     left = missing(known, results)

@@ -45,7 +45,7 @@ def test_a_test_that_a_page_names_exists(path: Path) -> None:
 def test_commands_name_modules_experiments_and_tests_that_exist(path: Path) -> None:
     text = path.read_text()
     wrong = [m for m in re.findall(r"python -m ([a-z_][\w.]*)", text) if importlib.util.find_spec(m) is None]
-    for command, known in (("experiments.run", CATALOG), ("experiments.bench", BENCHMARKS)):
+    for command, known in (("experiments.run", {*CATALOG, "book"}), ("experiments.bench", BENCHMARKS)):
         wrong += [name for name in re.findall(rf"python -m {command} ([a-z]\w*)", text) if name not in known]
     wrong += [name for name in re.findall(r"pytest ((?:tests|examples)[\w/.]*)", text) if not (ROOT / name).exists()]
     wrong += [name for name in re.findall(r"python (examples/[\w/.]+)", text) if not (ROOT / name).exists()]

@@ -42,6 +42,7 @@ from page_reading import PAGES, ROOT, Command, commands
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.bench import BENCHMARKS
+from fedcomp.experiments.book import app as book
 from fedcomp.experiments.catalog import CATALOG, get_experiment
 from fedcomp.experiments.options import Config
 from fedcomp.experiments.run import Request, app
@@ -134,7 +135,14 @@ def asked(command: Command) -> tuple[str | None, frozenset[str]]:
     return name, frozenset(options)
 
 
-EXPERIMENTS = distinct("python -m experiments.run")
+BOOK = distinct("python -m experiments.run book")
+EXPERIMENTS = [command for command in distinct("python -m experiments.run") if command not in BOOK]
+
+
+@pytest.mark.parametrize("command", BOOK, ids=at)
+def test_e1_the_book_is_asked_for_as_its_command_takes_it(command: Command) -> None:
+    """``tests/experiments/test_book.py`` writes one."""
+    typer.main.get_command(book).make_context("page", arguments(command, 4))
 
 
 def tiny(command: Command) -> list[str]:
