@@ -46,6 +46,12 @@ SMALLER: dict[str, tuple[tuple[str, str], ...]] = {
     "docs/systems/eden.md": (("rounds=20, clients=8", "rounds=1, clients=2"), ("range(16)", "range(1)")),
     "docs/systems/key-region.md": (("rounds=30, clients=8", "rounds=1, clients=2"),),
     "docs/systems/sparse_push.md": (("    800,\n", "    10,\n"),),
+    "docs/tutorials/first-app.md": (
+        ("rounds=10, fault=None", "rounds=1, fault=None"),
+        ("rounds=30)", "rounds=1)"),
+        ("rounds=3)", "rounds=1)"),
+        ("rounds=30, fault", "rounds=1, fault"),
+    ),
     "docs/systems/record-dp.md": (("rounds=10, clients=5", "rounds=1, clients=2"),),
 }
 """By page: what takes long, and what is run in its place."""
