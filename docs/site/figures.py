@@ -194,7 +194,7 @@ def tree(theme: str) -> str:
     s = Svg(
         1000,
         520,
-        "Which line is mine?",
+        "Which line do I need?",
         " ".join(f"{question} Yes: {line}." for question, line in QUESTIONS) + " No: top-k of two bits.",
         theme,
     )
@@ -216,11 +216,11 @@ def tree(theme: str) -> str:
 
 
 def pair(theme: str) -> str:
-    """The way of an update to the server, and of the model back."""
+    """The path of an update to the server, and of the model back."""
     s = Svg(
         1000,
         392,
-        "The way of an update through fedcomp",
+        "The path of an update through fedcomp",
         "Client: the app trains; its update and the memory are added and encoded; what is not sent becomes the memory. "
         "Server: the frame is checked and decoded, added to a sum, and the Flower strategy makes the step. The model, "
         "or its change through a downlink codec, goes back with the note which frames were used.",
