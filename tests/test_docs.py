@@ -53,37 +53,6 @@ def test_commands_name_modules_experiments_and_tests_that_exist(path: Path) -> N
     assert not wrong
 
 
-FOLDERS = (
-    "strategies",
-    "strategies/coded",
-    "strategies/gcn",
-    "strategies/gossip",
-    "strategies/private",
-    "clients",
-    "clients/coded",
-    "clients/edge",
-    "clients/private",
-    "experiments",
-    "experiments/security",
-    "fedcomp/flower",
-    "fedcomp/privacy",
-    "fedcomp/gossip",
-    "fedcomp/graphs",
-    "coding",
-)
-
-
-@pytest.mark.parametrize("package", FOLDERS)
-def test_the_page_on_architecture_names_every_file_of_a_package(package: str) -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    names = sorted(p.stem for p in (ROOT / package).glob("*.py") if p.stem != "__init__")
-    assert names
-    # A line that begins with the path of another folder is about that one.
-    here = f"`{package.removeprefix('fedcomp/')}/"
-    lines = [line for line in text.splitlines() if here in line or not re.search(r"`\w+/", line)]
-    assert not [name for name in names if not re.search(rf"[`/]{name}`", "\n".join(lines))]
-
-
 def test_names_of_the_changelog_are_public() -> None:
     named = set(re.findall(r"`fc\.(\w+)`", (ROOT / "CHANGELOG.md").read_text("utf-8")))
     assert len(named) > 10

@@ -99,7 +99,11 @@ def generated() -> dict[str, str]:
         if tables := [reference.options(entry, shown) for entry in reference.with_options(listed)]:
             title = f"# Options: {reference.AREAS[key].title[0].lower()}{reference.AREAS[key].title[1:]}\n"
             made[f"options/{key}.md"] = "\n".join([title, *tables])
-    return made | {"options/settings.md": reference.settings(), "reference/commands.md": reference.commands()}
+    return made | {
+        "options/settings.md": reference.settings(),
+        "reference/commands.md": reference.commands(),
+        "reference/modules.md": reference.modules(),
+    }
 
 
 def unpack_wheel(folder: Path) -> None:

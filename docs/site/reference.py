@@ -14,6 +14,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 from unittest import mock
 
@@ -403,4 +404,54 @@ def commands() -> str:
             if not text:
                 raise LookupError(f"fedcomp {command} --help says nothing")
             lines += ["", f"## fedcomp {command}", "", "```text", text, "```"]
+    return "\n".join(lines) + "\n"
+
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+FOLDERS: Final = ("fedcomp", "coding", "strategies", "clients", "experiments")
+"""The folders that hold the package, lowest layer first."""
+
+
+def sentences() -> dict[str, dict[str, str]]:
+    """Return the first sentence of every module, by package and by the module's own name, packages in layer order.
+
+    The name of the package itself is empty.
+
+    Raises
+    ------
+    LookupError
+        For a module without a docstring.
+    """
+    found: dict[str, dict[str, str]] = {}
+    bare = []
+    for folder in FOLDERS:
+        for path in sorted(
+            (ROOT / folder).rglob("*.py"), key=lambda each: (each.parent, each.stem != "__init__", each.stem)
+        ):
+            inside = path.relative_to(ROOT).parent.parts
+            package = ".".join(inside if folder == "fedcomp" else ("fedcomp", *inside))
+            text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+            sentence = re.match(
+                r".+?(?<!et al)[.!?](?=\s|$)|.+", " ".join(linked(text.partition("\n\n")[0], {}).split())
+            )
+            if sentence is None:
+                bare.append(path.relative_to(ROOT).as_posix())
+                continue
+            found.setdefault(package, {})[path.stem.replace("__init__", "")] = sentence[0]
+    if bare:
+        raise LookupError(f"modules without a docstring: {', '.join(bare)}")
+    return found
+
+
+def modules() -> str:
+    """Return the page of all modules: the first sentence that each says of itself, package by package."""
+    lines = [
+        "# Modules",
+        "",
+        "The first sentence of every module, package by package. [Architecture](../architecture.md) explains how they "
+        "fit together.",
+    ]
+    for package, said in sentences().items():
+        lines += ["", f"## {package}", "", said.get("", ""), "", "| module | |", "|---|---|"]
+        lines += [f"| `{name}` | {_cell(text)} |" for name, text in said.items() if name]
     return "\n".join(lines) + "\n"

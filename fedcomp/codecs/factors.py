@@ -137,6 +137,13 @@ class Factors(Codec):
     of plain SGD its factors are those of all steps, and the update is their sum (derived); after steps with momentum,
     weight decay or clipping it is not, which is noticed at the client: such an update travels whole, or reduced.
 
+    In a frame every tensor has one entry, whose shape states its form. One axis: the tensor whole; kind sparse holds
+    the rows that are not zero, kind dense without elements is a bias that follows from its layer's factors. Two axes:
+    outer products with left and right side by side, slopes and right, or inputs alone. A frame with slopes names the
+    seed of their signs (field 4), which must be that of the round and sender. Row i of pass k of the matrix ``w`` with
+    h outputs has the signs of the words from i ceil(h / 64) on of the stream ``Key(seed, "signs/w", layer=k)``; a set
+    bit is -1.
+
     Examples
     --------
     >>> from fedcomp.layout import TensorSpec, Update

@@ -24,6 +24,9 @@ _BLOCK = 1 << 16
 class QSGD(PositionalCodec):
     """Round every coordinate at random to ``norm * level / levels`` of its bucket, unbiased.
 
+    The expected squared error is at most ω‖x‖², ``ω = min(B / (4 s²), √B / s)`` for s levels and buckets of B values
+    (derived; the paper's first term is four times as large).
+
     Parameters
     ----------
     levels : int

@@ -11,12 +11,13 @@ TABLES = ("background/threat-model", "how-to/connect-clients")
 PAGES = (*TABLES, "background/privacy", "systems/local-dp")
 SAYS_NOTHING_OF_ITS_OWN = {
     "background/threat-model": {
+        "Who sees what": "leads to the pages that promise",
         "What cannot be closed": "what is not promised",
+        "Compression protects nothing": "what is not promised",
         "What is not protected": "what is not promised",
     },
     "how-to/connect-clients": {
         "What is not protected": "what is not promised",
-        "Why not gRPC": "what another transport would not keep",
     },
     "background/privacy": {
         "Which system": "leads to the pages that promise",

@@ -61,6 +61,23 @@ def test_every_public_name_is_on_one_page_of_the_reference(written: dict[str, st
     assert {f"fedcomp.{name}" for name in fc.__all__ if name != "__version__"} <= set(entries)
 
 
+def test_every_module_is_listed_with_its_first_sentence(written: dict[str, str]) -> None:
+    listed = re.findall(r"^\| `(\w+)` \| (.+) \|$", written["reference/modules.md"], re.MULTILINE)
+    files = [path for folder in reference.FOLDERS for path in (generate.ROOT / folder).rglob("*.py")]
+    assert Counter(name for name, _ in listed) == Counter(path.stem for path in files if path.stem != "__init__")
+    assert [name for name, sentence in listed if not sentence.endswith((".", ".)", "?"))] == []
+
+
+def test_a_module_without_a_docstring_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "coding").mkdir()
+    (tmp_path / "coding" / "told.py").write_text('"""It adds (A et al. 2020). And more."""\n')
+    monkeypatch.setattr(reference, "ROOT", tmp_path)
+    assert reference.sentences() == {"fedcomp.coding": {"told": "It adds (A et al. 2020)."}}
+    (tmp_path / "coding" / "bare.py").write_text("x = 1\n")
+    with pytest.raises(LookupError, match=r"without a docstring: coding/bare\.py$"):
+        reference.sentences()
+
+
 def test_names_that_cannot_be_shown_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fc._PLACES, "TopK", "fedcomp.elsewhere")
     with pytest.raises(LookupError, match=r"fedcomp\.elsewhere is on no page"):
@@ -143,7 +160,7 @@ def test_links_lead_to_the_place_on_the_site() -> None:
     for page, link, expected in (
         ("README.md", "[a](docs/reference/messages.md#bytes)", "[a](reference/messages.md#bytes)"),
         ("README.md", "[a](examples/quickstart_pytorch)", "[a](examples/quickstart_pytorch.md)"),
-        ("docs/systems/dgc.md", "[a](../README.md)", "[a](../pages.md)"),
+        ("docs/systems/eden.md", "[a](../README.md)", "[a](../pages.md)"),
         ("docs/background/codecs.md", "[a](../../CONTRIBUTING.md#add-a-codec)", "[a](../contributing.md#add-a-codec)"),
         ("docs/background/codecs.md", "[The C](../../setup.py) and [b](#b)", "The C and [b](#b)"),
         ("CONTRIBUTING.md", "[fedcomp/rules.py](fedcomp/rules.py)", "`fedcomp/rules.py`"),

@@ -1,4 +1,4 @@
-"""The table "What goes together" of docs/choose/use-this-when.md: what it says of each pair is what the pair does."""
+"""The first table of docs/reference/compatibility.md: what it says of each pair is what the pair does."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian
 from page_reading import ROOT
 
 import fedcomp as fc
-from fedcomp.layout import Layout
-from fedcomp.versions import check_codec
 
 CODECS = {
     "`EDEN`": fc.EDEN(bits=1),
+    "`Auto`": fc.Auto(),
     "`QSGD`": fc.QSGD(levels=127),
     "`TopK` and kin": fc.TopK(density=0.01, values="q2"),
     "`FixedPoint(RandomK)`": fc.FixedPoint(fc.RandomK(0.1), clip=0.5, levels=127),
     "`ScaledSign`": fc.ScaledSign(),
     "`SignSGD` (votes)": fc.SignSGD(step=0.001),
+    "`DGC`": fc.DGC(density=0.01),
+    "`Factors`": fc.Factors(rank=4),
 }
 
 
@@ -35,12 +36,14 @@ COLUMNS: dict[str, Callable[[Any], Any]] = {
     "coded relay": lambda codec: fc.CodedFedAvg(fc.Compressed(FedAvg(), codec), code="mds"),
     "coded sum": lambda codec: fc.CodedFedAvg(fc.Compressed(FedAvg(), codec), construction="sumcode"),
     "`DpFedAvg`": private,
-    "as a downlink": lambda codec: check_codec(codec, Layout.flat(100_000)),
+    "`Buffered`": lambda codec: fc.Buffered(fc.Compressed(FedAvg(), codec), concurrency=4, buffer=2),
+    "pipelined": lambda codec: fc.PipelinedStrategy(fc.Compressed(FedAvg(), codec), width=2),
+    "as a downlink": lambda codec: fc.Compressed(FedAvg(), fc.Identity(), codec),
 }
 
 
 def rows() -> dict[str, dict[str, str]]:
-    text = (ROOT / "docs" / "choose" / "use-this-when.md").read_text("utf-8").partition("## What goes together")[2]
+    text = (ROOT / "docs" / "reference" / "compatibility.md").read_text("utf-8").partition("\n\n## Rules")[0]
     head, _, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     return {line[0]: dict(zip(head, line[1:], strict=True)) for line in lines}
 

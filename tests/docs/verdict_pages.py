@@ -1,6 +1,7 @@
 """Verdicts on the pages: ``python tests/docs/verdict_pages.py`` writes the words of ``fedcomp.verdicts`` there.
 
-A page of a system names its subjects below its title, one a line: ``> Verdict on `topk`: **recommended**. Why.``
+A page of a system names its subjects below its title, one a line: ``> Verdict on `topk`: **recommended**. Why.`` On a
+page of several systems such lines stand below the headings of their sections.
 """
 
 from __future__ import annotations
@@ -23,13 +24,21 @@ def line(name: str) -> str:
     return f"> Verdict on `{name}`: **{word}**. {reason}"
 
 
+def places(page: Path) -> dict[str, str]:
+    """Return what a page is about: names of verdicts below its title or a section's heading, with their anchors."""
+    text = page.read_text("utf-8")
+    assert re.match(r"# .+\n\n", text)
+    found: dict[str, str] = {}
+    for heading in re.finditer(r"^(?P<level>#{1,2}) (?P<title>.+)\n\n(?P<block>(?:>.*\n)*)", text, re.M):
+        slug = re.sub(r"[^\w -]", "", heading["title"].lower()).replace(" ", "-")
+        anchor = f"#{slug}" if heading["level"] == "##" else ""
+        found |= {named["name"]: anchor for named in LINE.finditer(heading["block"])}
+    return found
+
+
 def subjects(page: Path) -> list[str]:
-    """Return what a page of a system is about: names of verdicts in the block below its title."""
-    title, blank, *rest = page.read_text("utf-8").split("\n")
-    assert title.startswith("# ")
-    assert not blank
-    block = rest[: next(i for i, text in enumerate(rest) if not text.startswith(">"))]
-    return [found["name"] for text in block if (found := LINE.match(text))]
+    """Return the names of the verdicts on a page, in its order."""
+    return list(places(page))
 
 
 def filled(text: str) -> str:
@@ -39,7 +48,7 @@ def filled(text: str) -> str:
 
 def tables() -> str:
     """Return the page of all verdicts."""
-    where = {name: page for page in SYSTEM_PAGES for name in subjects(page)}
+    where = {name: (page, anchor) for page in SYSTEM_PAGES for name, anchor in places(page).items()}
     parts = [
         "# Verdicts\n",
         "Every codec and every system has one of four words and the measurement behind it.",
@@ -54,8 +63,8 @@ def tables() -> str:
         parts += [f"\n## {section}\n", "| name | verdict | why | page |\n|---|---|---|---|"]
         for name, (word, reason) in entries.items():
             other = "background/codecs.md" if section == "Codecs" else "reference/messages.md"
-            page = where.get(name, ROOT / "docs" / other)
-            link = f"[{page.stem}]({Path(os.path.relpath(page, TABLES.parent)).as_posix()})"
+            page, anchor = where.get(name, (ROOT / "docs" / other, ""))
+            link = f"[{page.stem}]({Path(os.path.relpath(page, TABLES.parent)).as_posix()}{anchor})"
             parts.append(f"| `{name}` | {word} | {reason} | {link} |")
     return "\n".join(parts) + "\n"
 

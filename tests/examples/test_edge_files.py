@@ -107,9 +107,11 @@ def test_docker_compose_reads_the_file():
 
 COMMANDS = [
     line.split("#")[0].strip()
-    for page in ("how-to/raspberry-pi.md", "background/threat-model.md")
+    for page in ("how-to/raspberry-pi.md", "how-to/deploy.md")
     for line in re.findall(
-        r"(?:^|bin/|`)(fedcomp (?:certificates|link) [^`\n]*)", (ROOT / "docs" / page).read_text(), re.M
+        r"(?:^|bin/|`)(fedcomp (?:certificates|link) [^`\n]*)",
+        re.sub(r"\\\n +", "", (ROOT / "docs" / page).read_text()),
+        re.M,
     )
 ]
 
