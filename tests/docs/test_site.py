@@ -177,7 +177,7 @@ def test_a_picture_of_the_first_page_becomes_an_image_for_each_theme() -> None:
     assert "](figures/bytes-accuracy-light.svg#only-light)\n![" in text
     picture = '<picture>\n<source srcset="../figures/a-dark.svg">\n<img alt="x" src="../figures/a-light.svg"></picture>'
     expected = "![x](../figures/a-light.svg#only-light)\n![x](../figures/a-dark.svg#only-dark)"
-    assert generate.fitted(picture, "docs/systems/dgc.md", places) == expected
+    assert generate.fitted(picture, "docs/systems/eden.md", places) == expected
 
 
 def test_a_fence_says_its_language_alone() -> None:
