@@ -21,7 +21,7 @@ _EXACT: Final = [*product(_MODELS, ("dAD", "rank-dAD, all ranks")), ("chain of l
 # Rivals of as many uplink bytes, to one per cent, or more. A comparison is worth nothing if the rival had fewer.
 _RIVALS: Final = (
     ("rank-dAD, 2", "PowerSGD, 4"),
-    ("rank-dAD, 4", "PowerSGD, 6"),
+    ("rank-dAD, 4", "PowerSGD, 8"),
     ("rank-dAD, 2", "top-k 12 %, q8 + EF"),
     ("rank-dAD, 4", "top-k 24 %, q8 + EF"),
 )
@@ -65,7 +65,7 @@ EXPERIMENT = Experiment(
         "rank-dAD, 4": f"{_RANK} feedback=false codec.rank=4",
         "rank-dAD, 2 + EF": f"{_RANK} feedback=true codec.rank=2",
         "PowerSGD, 4": "power-sgd codec.rank=4",
-        "PowerSGD, 6": "power-sgd codec.rank=6",
+        "PowerSGD, 8": "power-sgd codec.rank=8",
         "top-k 12 %, q8 + EF": "topk feedback=true codec.density=0.12 codec.values=q8",
         "top-k 24 %, q8 + EF": "topk feedback=true codec.density=0.24 codec.values=q8",
         "8 bits": "qsgd feedback=false codec.levels=127",
@@ -91,7 +91,7 @@ EXPERIMENT = Experiment(
                 "rank-dAD, 2",
                 "rank-dAD, 2 + EF",
                 "rank-dAD, 4",
-                "PowerSGD, 6",
+                "PowerSGD, 8",
                 "top-k 24 %, q8 + EF",
             )
         )
@@ -101,8 +101,8 @@ EXPERIMENT = Experiment(
     answer=(
         "dAD sends {dAD | times fewer up:.1f} and edAD {edAD | times fewer up:.1f} times fewer uplink bytes than "
         "FedAvg for the same steps; rank-dAD, 4, {rank-dAD, 4 | times fewer up:.0f} times, "
-        "{rank-dAD, 4 | points lost:.1f} points lost, where PowerSGD, 6 loses "
-        "{PowerSGD, 6 | points lost:.1f} and top-k 24 %, q8 + EF {top-k 24 %, q8 + EF | points lost:.1f} (tuned alike)."
+        "{rank-dAD, 4 | points lost:.1f} points lost, where PowerSGD, 8 loses "
+        "{PowerSGD, 8 | points lost:.1f} and top-k 24 %, q8 + EF {top-k 24 %, q8 + EF | points lost:.1f} (tuned alike)."
     ),
     rounds=150,
     clients=4,

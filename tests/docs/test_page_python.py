@@ -22,11 +22,7 @@ SMALLER: dict[str, tuple[tuple[str, str], ...]] = {
     "docs/background/error-feedback.md": (("range(1, 2001)", "(500, 2000)"),),
     "docs/reference/engines.md": (("rounds=10, clients=10", "rounds=1, clients=2"),),
     "docs/how-to/no-server.md": (("    400,\n", "    10,\n"),),
-    "docs/reference/messages.md": (
-        ("num_rounds=200", "num_rounds=4"),
-        ("observe_every=200", "observe_every=4"),
-        ("strategy.reports[200].gossip", "strategy.reports[4].gossip"),
-    ),
+    "docs/how-to/record-privacy.md": (("rounds=10, clients=5", "rounds=1, clients=2"),),
     "docs/background/gossip.md": (("        300,\n        layout", "        10,\n        layout"),),
     "docs/systems/choco.md": (("300, layout=layout", "10, layout=layout"),),
     "docs/systems/coded-training.md": (("trials=10_000", "trials=200"),),

@@ -158,7 +158,7 @@ def test_the_command_line_has_every_command_and_its_options(written: dict[str, s
 def test_links_lead_to_the_place_on_the_site() -> None:
     places = generate.sources()
     for page, link, expected in (
-        ("README.md", "[a](docs/reference/messages.md#bytes)", "[a](reference/messages.md#bytes)"),
+        ("README.md", "[a](docs/reference/messages.md#which-flower)", "[a](reference/messages.md#which-flower)"),
         ("README.md", "[a](examples/quickstart_pytorch)", "[a](examples/quickstart_pytorch.md)"),
         ("docs/systems/eden.md", "[a](../README.md)", "[a](../pages.md)"),
         ("docs/background/codecs.md", "[a](../../CONTRIBUTING.md#add-a-codec)", "[a](../contributing.md#add-a-codec)"),
