@@ -1,7 +1,7 @@
 """The packet: one coded symbol of every generation of one payload, with what a receiver needs to use it.
 
 Forty fixed bytes, the coefficients in one of five forms, then the body; little-endian throughout, laid out byte by byte
-in ``docs/background/coding.md``. A packet is parsed under the receiver's own :class:`PacketLimits`: nothing is
+in ``docs/formats/packets.md``. A packet is parsed under the receiver's own :class:`PacketLimits`: nothing is
 allocated from what a header claims, and only :class:`fedcomp.coding.errors.PacketError` comes out.
 """
 

@@ -1,6 +1,6 @@
 """How many shards a payload needs: from the loss of relays and the wanted probability of decoding.
 
-``python -m fedcomp.coding.plan`` prints the tables of ``docs/background/coding.md``: with ``--measure TRIALS`` beside
+``python -m fedcomp.coding.plan`` prints a table of ``docs/background/coding.md``: with ``--measure TRIALS`` beside
 the formula's rate of singular matrices the one that the decoder's own elimination finds, with ``--payload BYTES`` the
 lengths of packets.
 """

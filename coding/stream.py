@@ -3,7 +3,7 @@
 Coefficients that travel as a seed are redrawn by the receiver, so their stream is part of the wire format. Library
 generators give no such promise over versions; this one is a few lines of 64-bit arithmetic (Steele, Lea, Flood, "Fast
 splittable pseudorandom number generators", OOPSLA 2014; recalled) and is pinned by byte vectors in
-``docs/background/coding.md``. It is no cipher: whoever knows a seed, or one word of output, knows the whole stream.
+``docs/formats/packets.md``. It is no cipher: whoever knows a seed, or one word of output, knows the whole stream.
 Nothing here may hide anything.
 """
 

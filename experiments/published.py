@@ -243,7 +243,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "At least 400 times smaller messages within a point, and four settings of unlike data",
         "sparse_push",
         ("exponential, IID, 2 values: *", "*digits per node, 1 %: points below SGP, closed"),
-        "systems/sparse_push.md",
+        "systems/push-sum.md",
     ),
     Published(
         "CHOCO and DeepSqueeze",
@@ -253,7 +253,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "CHOCO reaches the mean; DeepSqueeze with the same compressor does not",
         "consensus",
         ("CHOCO, top-k, ring: last error", "DeepSqueeze, top-k: last error*"),
-        "systems/choco.md",
+        "systems/gossip-undirected.md",
     ),
     Published(
         "COLD and Dyna-COLD",
@@ -263,7 +263,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "Iterations at most 1.2 times those of NIDS at 25 times fewer bits; the error falls along a straight line",
         "cold",
         ("Dyna-COLD, 1 bit, *: iterations, times NIDS'", "Dyna-COLD, 1 bit, *: times fewer*", "COLD, 1 bit and*"),
-        "systems/cold.md",
+        "systems/gossip-exact.md",
     ),
     Published(
         "PowerGossip",
@@ -273,7 +273,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "Accuracy within a point of D-PSGD, and of CHOCO with top-k and with scaled signs",
         "power_gossip",
         ("PowerGossip, rank 1: accuracy over*", "PowerGossip, rank 2: accuracy over*"),
-        "systems/power_gossip.md",
+        "systems/gossip-undirected.md",
     ),
     Published(
         "TopAgg votes at record level",

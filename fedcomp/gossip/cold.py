@@ -2,8 +2,8 @@
 
 J. Zhang, K. You, L. Xie, "Innovation Compression for Communication-Efficient Distributed Optimization With Linear
 Convergence", IEEE TAC 68(11), 2023, arXiv:2105.06697 (abstract). Implements the published idea: neighbours are sent the
-compressed *innovation*, the decision vector minus what they already know of it. The iteration was derived here and is
-documented in docs/systems/cold.md; without compression it is NIDS, which is tested.
+compressed *innovation*, the decision vector minus what they already know of it. The iteration was derived here; without
+compression it is NIDS, which is tested.
 
     z_i = x_i - η ∇f_i(x_i) - η D_i
     q_i = C(z_i - ẑ_i)                         sent

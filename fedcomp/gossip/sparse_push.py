@@ -2,8 +2,7 @@
 
 Implements the idea published by Aketi, Singh and Rabaey, "Sparse-Push: Communication- & Energy-Efficient Decentralized
 Distributed Learning over Directed & Time-Varying Graphs with non-IID Datasets", 2021, arXiv:2102.05715, of which the
-abstract could be read; there is no code. The iteration is derived, see docs/systems/sparse_push.md. Node i, in every
-iteration:
+abstract could be read; there is no code. The iteration is derived here. Node i, in every iteration:
 
     z = x / w;   x <- x - lr v(g(z));   z = x / w           the local step, on the numerator
     for every out-neighbour j:

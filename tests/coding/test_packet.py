@@ -116,7 +116,7 @@ def test_every_field_stands_at_its_offset() -> None:
 
 
 def test_the_packet_of_a_payload_is_pinned_from_cut_to_checksum() -> None:
-    """The example of docs/background/coding.md: 130 bytes in two symbols of 128, parity 8b f1 ... of row 1/2, 1/3."""
+    """The example of docs/formats/packets.md: 130 bytes in two symbols of 128, parity 8b f1 ... of row 1/2, 1/3."""
     made = encoder("mds", bytes(range(130)), symbols=2, round=1, source=2, run=3, shards=3).packet(2)
     data = made.to_bytes()
     header = "524c01000400010000000200000000000100020080000000820000000fcf3ac1d5a4d53a74a9b485"

@@ -23,25 +23,22 @@ SMALLER: dict[str, tuple[tuple[str, str], ...]] = {
     "docs/reference/engines.md": (("rounds=10, clients=10", "rounds=1, clients=2"),),
     "docs/how-to/no-server.md": (("    400,\n", "    10,\n"),),
     "docs/how-to/record-privacy.md": (("rounds=10, clients=5", "rounds=1, clients=2"),),
-    "docs/background/gossip.md": (("        300,\n        layout", "        10,\n        layout"),),
-    "docs/systems/choco.md": (("300, layout=layout", "10, layout=layout"),),
-    "docs/systems/coded-training.md": (("trials=10_000", "trials=200"),),
-    "docs/systems/cold.md": (("np.zeros(20), 300,", "np.zeros(20), 10,"),),
     "docs/systems/dp-fedavg.md": (
         ("rounds=3, clients=20", "rounds=1, clients=20"),
         ("for seed in (0, 1)", "for seed in (0,)"),
         ("rounds=12, clients=50", "rounds=1, clients=4"),
     ),
     "docs/systems/dp-sgd.md": (("steps = 0.1, 60", "steps = 0.1, 3"),),
-    "docs/systems/dyna_cold.md": (("start, 400, layout", "start, 10, layout"),),
     "docs/systems/eden.md": (("range(16)", "range(1)"),),
-    "docs/systems/sparse_push.md": (("    800,\n", "    10,\n"),),
     "docs/tutorials/first-app.md": (
         ("rounds=10, fault=None", "rounds=1, fault=None"),
         ("rounds=30)", "rounds=1)"),
         ("rounds=3)", "rounds=1)"),
         ("rounds=30, fault", "rounds=1, fault"),
     ),
+    "docs/systems/gossip-exact.md": (("zeros, 400, layout", "zeros, 10, layout"),),
+    "docs/systems/gossip-undirected.md": (("start, 300, layout", "start, 10, layout"),),
+    "docs/systems/push-sum.md": (("starts, 800, layout", "starts, 10, layout"),),
     "docs/systems/record-dp.md": (("rounds=10, clients=5", "rounds=1, clients=2"),),
 }
 """By page: what takes long, and what is run in its place."""
