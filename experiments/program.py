@@ -16,6 +16,7 @@ USAGE = """\
 usage: fedcomp COMMAND ...
 
   run [EXPERIMENT]   run an experiment and write its report, or --compare two runs; --list shows them
+  advise [FILE]      say which line fits a model and a link, and how many bytes it sends
   bench NAME         measure what something costs; --list shows what, and 'coding' is the codes
   node               start a node that trains for a SuperLink elsewhere, and keep it running
   certificates DIR   make the certificates of a server and the keys of its nodes
@@ -29,6 +30,7 @@ fedcomp COMMAND --help says what a command takes."""
 COMMANDS: Final = {
     "run": "fedcomp.experiments.run",
     "bench": "fedcomp.experiments.bench.__main__",
+    "advise": "fedcomp.experiments.advise_command",
     "bench coding": "fedcomp.coding.bench.__main__",
     "node": "fedcomp.clients.edge",
     "edge": "fedcomp.clients.edge",
@@ -57,4 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except BrokenPipeError:
             return unread()
         return OK
-    return complain(f"no command {command!r}; fedcomp has run, bench, node, certificates, link and status", WRONG_INPUT)
+    return complain(
+        f"no command {command!r}; fedcomp has run, advise, bench, node, certificates, link and status", WRONG_INPUT
+    )

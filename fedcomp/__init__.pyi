@@ -59,6 +59,7 @@ from fedcomp.privacy.local import Privatise as Privatise
 from fedcomp.privacy.sampling import Sampling as Sampling
 
 # Running, counting and breaking it on purpose.
+from fedcomp.experiments.advise import advise as advise
 from fedcomp.flower.faults import RandomFaults as RandomFaults
 from fedcomp.flower.faults import ScriptedFaults as ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid as InProcessGrid

@@ -121,6 +121,12 @@ def not_shared() -> None:
 
 
 EXPERIMENTS = (
+    Row(
+        "give one of the two",
+        lambda path: fedcomp.advise(),
+        lambda path: bool(fedcomp.advise(parameters=100, rounds=1).candidates),
+        long=True,
+    ),
     row("write an Option with a rule and a sentence", not_shared, lambda: option("patience", OWN) is OWN),
     row(
         "the app of fedcomp {}", told(lambda: bundle("0.0.7")), lambda: bundle(VERSION) and bundle("0.0.7", of="0.0.7")

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+import notebooks
 import reference
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -45,7 +46,14 @@ LINK: Final = re.compile(r"(?<!!)\[(?P<text>[^\[\]]*)\]\((?P<target>[^()\s#]+)(?
 def sources() -> dict[str, str]:
     """Return by each page's place in the repository its place on the site; both as POSIX paths."""
     ours = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
-    return {name: name.removeprefix("docs/") for name in ours} | dict(ELSEWHERE)
+    shown = {f"docs/tutorials/{path.name}": f"tutorials/{path.stem}.md" for path in notebooks.paths()}
+    return {name: name.removeprefix("docs/") for name in ours} | shown | dict(ELSEWHERE)
+
+
+def text_of(name: str) -> str:
+    """Return the Markdown of a source; of a notebook, what it shows."""
+    path = ROOT / name
+    return notebooks.page(path)[0] if path.suffix == ".ipynb" else path.read_text("utf-8")
 
 
 PICTURE: Final = re.compile(
@@ -128,11 +136,15 @@ def main() -> None:
     """Write everything anew."""
     shutil.rmtree(BUILD, ignore_errors=True)
     places = sources()
-    pages = {place: fitted((ROOT / name).read_text("utf-8"), name, places) for name, place in places.items()}
+    pages = {place: fitted(text_of(name), name, places) for name, place in places.items()}
     for place, text in (pages | generated()).items():
         path = BUILD / "pages" / place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
+    for path in notebooks.paths():
+        shutil.copy(path, BUILD / "pages" / "tutorials")
+        for name, figure in notebooks.page(path)[1].items():
+            (BUILD / "pages" / "tutorials" / name).write_text(figure, "utf-8")
     shutil.copytree(ROOT / "docs" / "figures", BUILD / "pages" / "figures")
     shutil.copy(HERE / "site.css", BUILD / "pages")
     texts = reference.prepared(reference.entries())

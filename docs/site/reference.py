@@ -129,8 +129,9 @@ AREAS: Final[Mapping[str, Area]] = {
     "running": Area(
         "Running and counting",
         "Grids in this process, faults on purpose, bytes and reports.",
-        ("fedcomp.flower",),
+        ("fedcomp.flower", "fedcomp.experiments.advise"),
         (
+            *of("fedcomp.experiments.advise", "Advice", "Candidate"),
             *of("fedcomp.flower.report", "Report", "ReportSection"),
             *of("fedcomp.flower.ledger", "TrafficLedger", "wire_bytes"),
         ),

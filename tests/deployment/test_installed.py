@@ -197,7 +197,7 @@ def test_the_commands_of_an_installation(programs: Path, tmp_path: Path) -> None
     wrong = fresh(programs, "fedcomp", "walk", cwd=tmp_path)
     assert (wrong.returncode, wrong.stderr) == (
         2,
-        "error: no command 'walk'; fedcomp has run, bench, node, certificates, link and status\n",
+        "error: no command 'walk'; fedcomp has run, advise, bench, node, certificates, link and status\n",
     )
 
 

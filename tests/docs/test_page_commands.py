@@ -79,6 +79,7 @@ RUN_BY = {
     "examples/quickstart_pytorch/compare.py": "tests/examples/test_quickstart_pytorch.py",
     "examples/gossip_pytorch/run.py": "tests/examples/test_gossip_pytorch.py",
     "docs/site/figures.py": "tests/docs/test_site.py",
+    "docs/site/notebooks.py": "tests/docs/test_notebooks.py",
 }
 """Programs that a test of their own runs at tiny sizes."""
 

@@ -1,0 +1,530 @@
+"""Which line of ``docs/choose/use-this-when.md`` fits a model and a link, with the bytes that it will send.
+
+Bytes are not computed from formulas. A few rounds are run in this process, with the model's layout, random updates,
+and the strategy and codec of the line; the traffic ledger counts what they send. ``fedcomp advise`` prints the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Final
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import ConfigError, optional
+from fedcomp.experiments.advised_lines import LINES, Line, Situation, amounts, measured_loss
+from fedcomp.rng import Key
+from fedcomp.rules import Flag, Int, OneOf, Real, checked
+from fedcomp.timing import Link, parse_link
+
+Arrays = dict[str, NDArray[Any]]
+
+DIRECT: Final = 250_000
+"""Values of a model that is tried as it is. A larger one is tried at two smaller sizes: bytes are linear in them."""
+LARGEST: Final = 10**12
+SMALL: Final = 4096
+"""Values of a tensor that is not shrunk."""
+NODES: Final = 15
+"""The most nodes of a trial."""
+SEND_AT_LEAST: Final = 0.9
+"""Compression that leaves more than this part of the link time is not recommended."""
+DIFFERENT: Final = 1.1
+"""Link times that differ by less are equal; the line that was measured to lose less is then first."""
+
+CLIENT_MODELS, SERVER_MODELS = 9, 3
+"""Models in memory at the peak, at most: docs/reference/limits.md, ``python -m experiments.bench upkeep``."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One line and what it will cost.
+
+    Attributes
+    ----------
+    name, code : str
+        The line's name on the page, and what to paste.
+    up, down : float
+        Bytes of all messages that a client sends and receives in a round in which it takes part, on average over the
+        run; those between clients are in both.
+    up_run, down_run : float
+        Bytes of all clients in all rounds.
+    seconds : float
+        Link time of a round, on average over the run. Training and encoding come on top.
+    client_memory, server_memory, kept : float
+        Bytes of models at the peak, at most; bytes that a client keeps between rounds. The server holds the replies of
+        a round as well.
+    lost : float or None
+        Points of accuracy that the line was measured to lose against FedAvg, the worst of three tasks; None where
+        nothing was measured.
+    fits : str
+        Empty, or why the line does not fit.
+    note : str
+        What has to be true for it.
+    """
+
+    name: str
+    code: str
+    up: float
+    down: float
+    up_run: float
+    down_run: float
+    seconds: float
+    client_memory: float
+    server_memory: float
+    kept: float
+    lost: float | None
+    fits: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What :func:`advise` found; ``str()`` of it is the table that ``fedcomp advise`` prints.
+
+    Attributes
+    ----------
+    candidates : tuple of Candidate
+        The recommendation first, then the other lines that fit, then those that do not.
+    reason : str
+        Why the first one is recommended, in one sentence.
+    notes : tuple of str
+        What the figures leave out.
+    parameters : int
+        Values of the model.
+    """
+
+    candidates: tuple[Candidate, ...]
+    reason: str
+    notes: tuple[str, ...]
+    parameters: int
+
+    def __str__(self) -> str:
+        head = ("", "up", "down", "up, run", "down, run", "s a round", "client", "server", "keeps", "points lost")
+        lines: list[tuple[str, ...]] = [head]
+        for at in self.candidates:
+            amounts = (at.up, at.down, at.up_run, at.down_run)
+            memory = (at.client_memory, at.server_memory, at.kept)
+            lost = "not measured" if at.lost is None else f"{at.lost:.1f}"
+            cells = (*map(_size, amounts), f"{at.seconds:.3g}", *map(_size, memory), lost)
+            lines.append((at.name, *cells))
+        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        table = [
+            "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+            for line in lines
+        ]
+        first = self.candidates[0]
+        text = [self.reason, "", f"  {first.code}", *([f"  {first.note}"] if first.note else []), "", *table, ""]
+        text += [f"{at.name} does not fit: {at.fits}" for at in self.candidates if at.fits]
+        return "\n".join([*text, *self.notes])
+
+
+def advise(
+    model: str | Path | Mapping[str, Any] | None = None,
+    *,
+    parameters: int | None = None,
+    clients: int = 10,
+    fraction: float = 1.0,
+    rounds: int = 30,
+    link: str | Link = "10mbit",
+    may_lose: float = 1.0,
+    privacy: str = "none",
+    vanish: bool = False,
+    server: bool = True,
+    median: bool = False,
+) -> Advice:
+    """Return which line to paste for a model and a link, with the bytes and seconds of every candidate.
+
+    Parameters
+    ----------
+    model : str, Path or mapping of str to array, optional
+        A state dict: a ``.pt`` or ``.pth``, ``.npz`` or ``.safetensors`` file, or its arrays by name. No code in a file
+        is executed.
+    parameters : int, optional
+        Number of the model's values, in place of ``model``: one flat tensor stands for it.
+    clients : int
+        Number of clients in all.
+    fraction : float
+        Share of the clients that take part in a round.
+    rounds : int
+        Number of rounds.
+    link : str or Link
+        A client's link: a preset such as ``"lte"``, or ``UP[/DOWN][@LATENCY]`` as ``"1mbit/8mbit@50ms"``.
+    may_lose : float
+        Points of accuracy that compression may cost.
+    privacy : {"none", "hide", "client", "record"}
+        Whether the server may see only the sum of the updates, or which unit a privacy guarantee covers.
+    vanish : bool
+        Whether clients leave for good in the middle of a round.
+    server : bool
+        Whether a server may hold the model. Without one the clients train by gossip.
+    median : bool
+        Whether the server looks at single updates, as FedMedian and Krum do.
+
+    Returns
+    -------
+    Advice
+        Candidates, the recommendation first. ``print()`` shows them as a table.
+
+    Raises
+    ------
+    ConfigError
+        For a file that is not a state dict of numbers, a value out of range, or requirements that no line meets
+        together.
+    MissingExtra
+        When a ``.pt`` file is given and torch is not installed.
+
+    Examples
+    --------
+    >>> advice = advise(parameters=5_000, rounds=5, link="1mbit")
+    >>> advice.candidates[0].name
+    'A'
+    """
+    if (model is None) == (parameters is None):
+        raise ConfigError("advise() needs a model or a number of parameters: give one of the two")
+    arrays = _flat(parameters) if model is None else load(model) if isinstance(model, str | Path) else _checked(model)
+    size = int(parameters or sum(a.size for a in arrays.values()))
+    at = Situation(
+        clients=checked("clients", clients, Int(2, 10**9)),
+        fraction=checked("fraction", fraction, Real(above=0.0, most=1.0)),
+        rounds=checked("rounds", rounds, Int(1, 10**6)),
+        may_lose=checked("may_lose", may_lose, Real(least=0.0, most=100.0)),
+        privacy=checked("privacy", privacy, OneOf("none", "hide", "client", "record")),
+        vanish=bool(checked("vanish", vanish, Flag())),
+        server=bool(checked("server", server, Flag())),
+        median=bool(checked("median", median, Flag())),
+    )
+    where = parse_link(link) if isinstance(link, str) else link
+    if reason := at.contradiction():
+        raise ConfigError(reason)
+    # Of memory a model is 4 bytes a value, as it travels.
+    found = [_candidate(line, at, arrays, size, where) for line in LINES if line.concerns(at)]
+    plain = next(c for c in found if c.name == "FedAvg") if at.server else None
+    return _ranked(found, plain, size, at)
+
+
+def _ranked(found: Sequence[Candidate], plain: Candidate | None, size: int, at: Situation) -> Advice:
+    def order(each: Candidate) -> tuple[Any, ...]:
+        # Link times within a tenth of each other are one step of the scale.
+        step = round(math.log(max(each.seconds, 1e-9)) / math.log(DIFFERENT))
+        return bool(each.fits), step, each.lost if each.lost is not None else math.inf, each.up_run
+
+    ranked = sorted(found, key=order)
+    first = ranked[0]
+    if plain is not None and not plain.fits and first is not plain and first.seconds > SEND_AT_LEAST * plain.seconds:
+        ranked = [plain, *(each for each in ranked if each is not plain)]
+        first = plain
+    if first is plain:
+        reason = "Take plain FedAvg: no line that fits saves a tenth of its link time."
+    elif plain is None or plain.fits:
+        reason = f"Take {first.name}: it is the line for what you ask, and needs {first.seconds:.3g} s a round."
+    else:
+        lost = "" if first.lost is None else f", and was measured to lose {first.lost:.1f} points at most"
+        reason = (
+            f"Take {first.name}: it has the shortest link time of the lines that fit, {first.seconds:.3g} s a round "
+            f"instead of {plain.seconds:.3g}{lost}."
+        )
+    notes = [
+        "up, down: bytes of a client in a round in which it takes part; messages between clients are in both.",
+        "s a round: link time alone; training and encoding come on top.",
+        "client, server: models in memory at the peak, at most; the server holds the round's replies as well.",
+        "keeps: what is stored of a client between rounds.",
+        "points lost: worst of three tasks, `python -m experiments.run readme`; your model may lose more.",
+    ]
+    if size > DIRECT:
+        notes.append(f"The model has more than {DIRECT} values: bytes were extrapolated from two smaller ones.")
+    if any(line.name == each.name and line.remembers and not each.fits for each in found for line in LINES):
+        notes.append(
+            "C, D, E and I keep error feedback: a longer server step is worth a try, for Auto 2 at .5 bit, 3 at .1, "
+            "4 at .02."
+        )
+    return Advice(tuple(ranked), reason, tuple(notes), size)
+
+
+def _candidate(line: Line, at: Situation, arrays: Arrays, size: int, link: Link) -> Candidate:
+    def cost(shape: Arrays) -> NDArray[np.float64]:
+        return _trial(line, at, shape, link)
+
+    if size <= DIRECT:
+        figures = cost(arrays)
+    else:
+        small, large = (_shrunk(arrays, goal) for goal in (DIRECT // 2, DIRECT))
+        n, m = (sum(a.size for a in each.values()) for each in (small, large))
+        low, high = cost(small), cost(large)
+        # Of a model that cannot shrink (thousands of small tensors) both are the same.
+        figures = high + (high - low) * (size - m) / (m - n) if m > n else high * size / m
+    up, down, seconds, kept = (float(value) for value in figures)
+    many = at.rounds * at.participants
+    return Candidate(
+        line.name,
+        line.code(at),
+        up,
+        down,
+        up * many,
+        down * many,
+        seconds,
+        4.0 * size * CLIENT_MODELS,
+        4.0 * size * SERVER_MODELS,
+        kept,
+        measured_loss(line, at),
+        line.unfit(at),
+        line.note,
+    )
+
+
+def _trial(line: Line, at: Situation, arrays: Arrays, link: Link) -> NDArray[np.float64]:
+    """Return bytes up and down of a participant in a round and the link seconds of a round, on average over a run, and
+    the bytes of a client's state."""
+    from flwr.app import Array, ArrayRecord
+    from flwr.serverapp.strategy import FedAvg, FedMedian
+
+    from fedcomp.flower.grid import InProcessGrid
+    from fedcomp.flower.metered import MeteredGrid
+    from fedcomp.flower.rounds import fit
+
+    # Clients of the pair do not see each other; of the others the bytes depend on how many there are.
+    shown = min(at.participants, 2 if line.purpose in ("bytes", "median", "record") else NODES)
+    nodes = max(shown, min(at.clients, NODES, math.ceil(shown / at.fraction)))
+    # The first rounds differ: models go whole, memories are empty. The later half stands for the rest of the run.
+    rounds = min(at.rounds, max(4, math.ceil(3 * nodes / shown)) if shown < nodes else 4)
+
+    class Cohort(InProcessGrid):
+        def get_node_ids(self) -> list[int]:
+            words = Key(0, "advise/cohort", round=self.round or 0).u64_of(range(nodes))
+            drawn = set(sorted(words, key=words.__getitem__)[:shown])
+            return [node for node in super().get_node_ids() if self.partition_of(node) in drawn]
+
+    with _silent(), Cohort(_client(), nodes, shuffle_replies=False) as inner:
+        grid = MeteredGrid(inner)
+        initial = ArrayRecord({name: Array(np.ascontiguousarray(array)) for name, array in arrays.items()})
+        mean = FedMedian if line.purpose == "median" else FedAvg
+        strategy = line.make(mean(fraction_evaluate=0.0), amounts(at.scaled(nodes, shown)))
+        fit(strategy, grid, initial, rounds)
+        kept = sum(len(inner.node(partition).stored()) for partition in range(nodes)) / nodes
+    ledger = grid.ledger
+    each = np.zeros((rounds, 3))
+    for i in range(rounds):
+        up, down = (ledger.by("message_type", round=i + 1, direction=d, link="hub") for d in ("up", "down"))
+        # A message between clients is the sender's row alone, and crosses two links.
+        peer = ledger.total(round=i + 1, link="peer") / shown
+        each[i, :2] = sum(up.values()) / shown + peer, sum(down.values()) / shown + peer
+        # As timing.simulated_seconds(), of a participant with the mean of the bytes.
+        crossings = ledger.total("messages", round=i + 1, link="hub") / shown
+        crossings += 2 if peer else 0
+        each[i, 2] = (
+            8.0 * each[i, 0] / link.up_bits_per_s + 8.0 * each[i, 1] / link.down_bits_per_s + link.latency_s * crossings
+        )
+    steady = each[rounds // 2 :].mean(axis=0)
+    averages = (each.sum(axis=0) + (at.rounds - rounds) * steady) / at.rounds
+    return np.append(averages, kept)
+
+
+def _client() -> Any:
+    """Return an app whose training is noise, and which answers the systems of all lines."""
+    from flwr.clientapp import ClientApp
+
+    from fedcomp.clients.client import client
+    from fedcomp.clients.gossip import gossip_node
+    from fedcomp.clients.half import ClientHalf
+    from fedcomp.clients.programs import Brought, bring
+    from fedcomp.flower.asks import system_asked
+    from fedcomp.systems.private.record import Account, Records
+
+    def noised(me: Any, plan: Any, learn: Callable[[], Any]) -> Any:
+        update, said = learn(), f"{me.key.round:032x}"
+        return update, Account("advise", plan.steps, plan.steps * max(1, me.key.round), said), {}
+
+    def records(msg: Any, context: Any, call_next: Any) -> Any:
+        if msg.metadata.message_type != "train" or system_asked(msg.content) != Records.ID:
+            return call_next(msg, context)
+        return bring(Records.ID, lambda m, c: Brought(noised), lambda: call_next(msg, context))
+
+    app = ClientApp()
+    app.train()(_moved)
+    half = ClientHalf("record_dp", records, outside=("compression", "private"), needs=("compression",))
+    return client(app, half, gossip_node(lambda msg, context, setup: _Noise(int(context.node_config["partition-id"]))))
+
+
+class _Noise:
+    """What a gossip node of a trial learns from."""
+
+    def __init__(self, partition: int) -> None:
+        self._partition = partition
+
+    def gradient(self, arrays: Mapping[str, Any], key: Key) -> Arrays:
+        named = enumerate(arrays.items())
+        return {name: 20.0 * noise(a.shape, i, key.round, self._partition) for i, (name, a) in named}
+
+    def buffers_after(self) -> Arrays:
+        return {}
+
+    def evaluate(self, arrays: Mapping[str, Any]) -> dict[str, float]:
+        return {"loss": 0.0}
+
+
+def _moved(msg: Any, context: Any) -> Any:
+    """Train: every tensor moves by noise whose rows and columns have scales of their own.
+
+    Normal values of equal scale would cost an index or an entropy coder more than updates do: in these the last layer
+    and single rows are larger. The three figures were fitted to the models of the tests.
+    """
+    from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+
+    partition, number = int(context.node_config["partition-id"]), int(msg.content["config"].get("server-round", 0))
+    moved = {}
+    name, record = next(iter(msg.content.array_records.items()))
+    for i, (tensor, array) in enumerate(record.items()):
+        values = array.numpy()
+        if values.dtype.kind == "f" and values.size:
+            moved[tensor] = Array((values + noise(values.shape, i, number, partition)).astype(values.dtype))
+        else:
+            moved[tensor] = array
+    metrics = MetricRecord({"train_loss": 1.0, "num-examples": 100 + partition})
+    return Message(RecordDict({name: ArrayRecord(moved), "metrics": metrics}), reply_to=msg)
+
+
+def noise(shape: tuple[int, ...], tensor: int, number: int, partition: int) -> NDArray[np.float32]:
+    """Return a random update of a tensor: scales are the same in all rounds and clients, values are not."""
+    rows, columns = (shape[0] if len(shape) > 1 else 1), math.prod(shape[1:] if len(shape) > 1 else shape)
+    scales = Key(0, "advise/scales").at(partition=tensor).generator()
+    values = Key(0, f"advise/{tensor}", round=number, partition=partition).generator()
+    update = values.standard_normal((rows, columns), np.float32)
+    update *= np.exp(0.6 * scales.standard_normal((rows, 1))).astype(np.float32)
+    update *= np.exp(0.35 * scales.standard_normal((1, columns))).astype(np.float32)
+    return (update * np.float32(0.05 * (rows * columns) ** -0.75)).reshape(shape)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep warnings about the trial's rounds off the screen: they are not the user's."""
+    logger = logging.getLogger("flwr")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def load(path: str | Path) -> Arrays:
+    """Return the arrays of a state dict in a file, by name; no code in it is executed.
+
+    Raises
+    ------
+    ConfigError
+        When the file cannot be read, is none of the three kinds, or holds anything but arrays of numbers.
+    MissingExtra
+        When it needs torch, and torch is not installed.
+    """
+    path = Path(path)
+    kind = path.suffix.lower()
+    try:
+        if kind in (".pt", ".pth"):
+            return _checked(_torch_file(path))
+        if kind == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                return _checked({name: file[name] for name in file.files})
+        if kind == ".safetensors":
+            return _checked(_safetensors(path))
+    except ConfigError:
+        raise
+    # All that a damaged file makes torch, zipfile, json and numpy raise.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, EOFError, BadZipFile) as error:
+        raise ConfigError(f"{path} cannot be read as a state dict: {type(error).__name__}: {error}") from error
+    raise ConfigError(f"{path.name} is not a state dict that is read here: expected .pt, .pth, .npz or .safetensors")
+
+
+def _torch_file(path: Path) -> Mapping[str, Any]:
+    with optional("a .pt file"):
+        import torch
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise ConfigError(
+            f"{path} holds more than tensors, which is not loaded since it could be code; save model.state_dict()"
+        ) from error
+    for key in ("state_dict", "model_state_dict", "model"):
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if not isinstance(found, Mapping) or not all(isinstance(each, torch.Tensor) for each in found.values()):
+        raise ConfigError(f"{path} is not a state dict; save model.state_dict()")
+    # numpy has no bfloat16.
+    return {n: (t.float() if t.dtype == torch.bfloat16 else t).detach().numpy() for n, t in found.items()}
+
+
+_SAFE_DTYPES: Final = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8",
+    "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "?"
+}  # fmt: skip
+
+
+def _safetensors(path: Path) -> Arrays:
+    """Read the file by its header: eight bytes of length, JSON with places of arrays, then the arrays."""
+    data = np.memmap(path, np.uint8, "r")
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    if not 2 <= length <= min(data.size - 8, 100_000_000):
+        raise ValueError("no header")
+    body, found = data[8 + length :], {}
+    for name, at in json.loads(data[8 : 8 + length].tobytes()).items():
+        if name == "__metadata__":
+            continue
+        begin, end = at["data_offsets"]
+        if not 0 <= begin <= end <= body.size:
+            raise ValueError(f"{name} is outside of the file")
+        raw = body[begin:end].tobytes()
+        if at["dtype"] == "BF16":
+            values = (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = np.frombuffer(raw, _SAFE_DTYPES[at["dtype"]])
+        found[name] = values.reshape(at["shape"])
+    return found
+
+
+def _checked(model: Mapping[str, Any]) -> Arrays:
+    arrays = {str(name): np.asarray(array) for name, array in model.items()}
+    for name, array in arrays.items():
+        if array.dtype.kind not in "fiub":
+            raise ConfigError(f"{name} is an array of {array.dtype}, and a model has numbers")
+    if not any(array.size for array in arrays.values() if array.dtype.kind == "f"):
+        raise ConfigError("the model has no floating-point values, so there is nothing to compress")
+    return arrays
+
+
+def _flat(parameters: Any) -> Arrays:
+    # Of a larger model no more than this is tried.
+    size = min(checked("parameters", parameters, Int(1, LARGEST)), DIRECT)
+    return {"values": Key(0, "advise/model").generator().standard_normal(size, np.float32)}
+
+
+def _shrunk(arrays: Arrays, goal: int) -> Arrays:
+    """Return the same tensors with fewer rows, of about ``goal`` values together; small ones stay as they are."""
+    small = sum(array.size for array in arrays.values() if array.size <= SMALL)
+    part = max(0.0, goal - small) / max(1, sum(array.size for array in arrays.values()) - small)
+
+    def cut(array: NDArray[Any]) -> NDArray[Any]:
+        if array.size <= SMALL or part >= 1.0:
+            return array
+        row = array.size // len(array)
+        # A few long rows: columns go as well.
+        flat = array.reshape(len(array), row)
+        rows = min(len(array), max(1, math.ceil(SMALL / row), round(len(array) * part)))
+        columns = min(row, max(SMALL // rows, round(array.size * part / rows)))
+        return np.ascontiguousarray(flat[:rows, :columns])
+
+    return {name: cut(array) for name, array in arrays.items()}
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if nbytes < 999.5 or unit == "TB":
+            return f"{nbytes:.3g} {unit}" if nbytes < 999.5 else f"{nbytes:.0f} {unit}"
+        nbytes /= 1000
+    raise AssertionError

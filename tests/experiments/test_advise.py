@@ -1,0 +1,287 @@
+"""``fedcomp advise``: it predicts what runs send, recommends what the page says, and executes nothing of a file."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg, FedMedian
+from page_reading import ROOT
+
+import fedcomp as fc
+from fedcomp.experiments import advise as advising
+from fedcomp.experiments import program
+from fedcomp.experiments.advise import advise, load
+from fedcomp.experiments.advised_lines import ACCURACY, LINES, Situation, amounts
+from fedcomp.gossip.choco import CHOCO
+from fedcomp.gossip.sparse_push import SparsePush
+from fedcomp.rng import Key
+from fedcomp.tasks import get_task
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "linear": ("breast-cancer", {}, {"epochs": 1}),
+    "mlp": ("digits", {"hidden": "64"}, {"epochs": 1}),
+    "cnn": ("digits", {"model": "cnn"}, {"epochs": 1}),
+    "lstm": ("tiny-shakespeare", {"model": "lstm"}, {"epochs": None, "max_steps": 5}),
+}
+LONG = pytest.mark.long
+BY_NAME = {line.name: line for line in LINES}
+
+
+def arrays_of(task: Any) -> dict[str, Any]:
+    return {name: tensor.numpy() for name, tensor in task.model(0).state_dict().items()}
+
+
+def traffic(task: Any, strategy: Any, clients: int, rounds: int, **limits: Any) -> tuple[int, int]:
+    """Return the bytes up and down of a run that trains, messages between clients in both."""
+    app = ClientApp()
+
+    @app.train()
+    def train(msg: Message, context: Any) -> Message:
+        model, number = task.blank(), int(msg.content["config"]["server-round"])
+        model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+        partition = int(context.node_config["partition-id"])
+        data = task.client(partition, clients)
+        key = Key(0, "batches", round=number, partition=partition)
+        found = task.train(model, data, lr=0.1, batch_size=16, key=key, **limits)
+        content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord(found)}
+        return Message(RecordDict(content), reply_to=msg)
+
+    with fc.InProcessGrid(fc.client(app), clients) as inner:
+        grid = fc.MeteredGrid(inner)
+        strategy.start(grid, ArrayRecord(task.model(0).state_dict()), num_rounds=rounds)
+    peer = grid.ledger.total(link="peer")
+    up, down = (grid.ledger.total(direction=direction, link="hub") for direction in ("up", "down"))
+    return up + peer, down + peer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param(n, marks=LONG if n in ("cnn", "lstm") else ()) for n in MODELS])
+def test_bytes_are_those_of_a_real_run(name: str) -> None:
+    task_name, options, limits = MODELS[name]
+    task = get_task(task_name, **options)
+    found = {c.name: c for c in advise(arrays_of(task), clients=4, rounds=6).candidates}
+    assert set(found) == {line.name for line in LINES if line.purpose == "bytes"}
+    for line in ("FedAvg", "A", "B", "C", "D", "E", "H", "I"):
+        strategy = BY_NAME[line].make(FedAvg(fraction_evaluate=0.0), None)
+        predicted = found[line].up_run, found[line].down_run
+        assert predicted == pytest.approx(traffic(task, strategy, 4, 6, **limits), rel=0.1), line
+
+
+@pytest.mark.slow
+def test_bytes_of_sampled_clients_are_those_of_a_real_run() -> None:
+    task = get_task("digits", hidden="64")
+    found = {c.name: c for c in advise(arrays_of(task), clients=6, fraction=0.5, rounds=20).candidates}
+    for line in ("A", "B"):
+        strategy = BY_NAME[line].make(FedAvg(fraction_train=0.5, fraction_evaluate=0.0), None)
+        predicted = found[line].up_run, found[line].down_run
+        assert predicted == pytest.approx(traffic(task, strategy, 6, 20, epochs=1), rel=0.1), line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "asked", "clients"),
+    [
+        ("coded sum", {"privacy": "hide"}, 6),
+        ("coded relay", {"vanish": True}, 4),
+        ("DpFedAvg", {"privacy": "client"}, 4),
+        ("G", {"median": True}, 4),
+    ],
+)
+def test_bytes_of_other_systems_are_those_of_a_real_run(name: str, asked: dict[str, Any], clients: int) -> None:
+    task = get_task("digits", hidden="16")
+    advice = advise(arrays_of(task), clients=clients, rounds=4, **asked)
+    (found,) = (c for c in advice.candidates if c.name == name)
+    inner = (FedMedian if name == "G" else FedAvg)(fraction_evaluate=0.0)
+    strategy = BY_NAME[name].make(inner, amounts(Situation(clients, 1.0, 4, **asked)))
+    assert (found.up_run, found.down_run) == pytest.approx(traffic(task, strategy, clients, 4, epochs=1), rel=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_large_model_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    model = {f"w{i}": rng.standard_normal((200, 150)).astype(np.float32) for i in range(2)}
+    model["bias"] = rng.standard_normal(200).astype(np.float32)
+    direct = {c.name: c for c in advise(model, rounds=4).candidates}
+    monkeypatch.setattr(advising, "DIRECT", 30_000)
+    for found in advise(model, rounds=4).candidates:
+        assert (found.up, found.down) == pytest.approx((direct[found.name].up, direct[found.name].down), rel=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_model_of_a_trillion_values_needs_no_memory() -> None:
+    advice = advise(parameters=10**12, rounds=4)
+    plain = next(c for c in advice.candidates if c.name == "FedAvg")
+    assert 3.6e12 < plain.up < 4.4e12
+    assert "extrapolated" in str(advice)
+
+
+def test_what_lines_lose_is_what_the_page_says() -> None:
+    page = (ROOT / "docs" / "choose" / "use-this-when.md").read_text("utf-8")
+    for sampled, rows in ACCURACY.items():
+        part = page.partition("The same with 10 of 30 clients")[2 if sampled else 0]
+        for name, by_task in rows.items():
+            (cells,) = re.findall(rf"^\| {re.escape(name)}[^|\n]*\| \d+ \| \d+ \|(.* / .*)\|$", part, re.MULTILINE)
+            assert [tuple(map(float, cell.split(" / "))) for cell in cells.split("|")] == list(by_task)
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.name)
+def test_every_line_can_be_pasted(line: Any) -> None:
+    names = {"fc": fc, "FedAvg": FedAvg, "FedMedian": FedMedian, "CHOCO": CHOCO, "SparsePush": SparsePush}
+    for at in (Situation(20, 1.0, 30), Situation(100, 0.2, 30)):
+        made = eval(line.code(at), names)
+        assert type(made) is type(line.make(FedAvg(fraction_evaluate=0.0), amounts(at))) or line.name == "FedAvg"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asked", "first"),
+    [
+        ({"link": "1mbit"}, "B"),
+        ({"link": "1mbit", "rounds": 5}, "A"),
+        ({"link": "1mbit", "may_lose": 0.0}, "FedAvg"),
+        ({"link": "1mbit", "fraction": 0.2, "clients": 20, "rounds": 5}, "A"),
+        ({"privacy": "record"}, "RecordDp"),
+        ({"server": False, "clients": 4}, "CHOCO"),
+    ],
+)
+def test_the_first_row_is_the_recommendation(asked: dict[str, Any], first: str) -> None:
+    advice = advise(parameters=5000, **asked)
+    assert advice.candidates[0].name == first
+    assert not advice.candidates[0].fits
+    text = str(advice)
+    assert text.startswith("Take ")
+    assert advice.candidates[0].code in text
+
+
+@pytest.mark.slow
+def test_a_tiny_model_is_sent_as_it_is() -> None:
+    assert advise(parameters=30).candidates[0].name == "FedAvg"
+
+
+@pytest.mark.slow
+def test_lines_with_memory_come_with_the_sentence_about_the_server_step() -> None:
+    assert "a longer server step is worth a try" in str(advise(parameters=5000, rounds=100, may_lose=5.0))
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({}, "needs a model or a number of parameters"),
+        ({"parameters": 10, "model": {"w": np.ones(3, np.float32)}}, "give one of the two"),
+        ({"parameters": 0}, "parameters=0 is not valid"),
+        ({"parameters": 10**13}, "is not valid"),
+        ({"parameters": 10, "privacy": "all"}, "privacy='all' is not valid"),
+        ({"parameters": 10, "fraction": 0.0}, "fraction"),
+        ({"parameters": 10, "link": "fast"}, "not a bandwidth"),
+        ({"parameters": 10, "privacy": "client", "server": False}, "no line is for"),
+        ({"parameters": 10, "privacy": "hide", "clients": 4}, "needs more than 4 clients"),
+        ({"model": {"n": np.arange(3)}}, "no floating-point values"),
+        ({"model": {"n": np.array(["a"])}}, "is an array of"),
+    ],
+)
+def test_what_cannot_be_answered_is_a_config_error(asked: dict[str, Any], text: str) -> None:
+    with pytest.raises(fc.ConfigError, match=re.escape(text)):
+        advise(**asked)
+
+
+class Payload:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_a_file_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "x": Payload(tmp_path / "ran")}, tmp_path / "model.pt")
+    np.savez(tmp_path / "model.npz", w=np.array([Payload(tmp_path / "ran")], dtype=object))
+    for name in ("model.pt", "model.npz"):
+        with pytest.raises(fc.ConfigError):
+            load(tmp_path / name)
+    assert not (tmp_path / "ran").exists()
+
+
+def safetensors(path: Path, header: Any, body: bytes) -> Path:
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+    return path
+
+
+def test_three_kinds_of_files_are_read(tmp_path: Path) -> None:
+    weight, bias = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(2, np.float32)
+    torch.save({"state_dict": {"w": torch.tensor(weight), "b": torch.tensor(bias).bfloat16()}}, tmp_path / "a.pt")
+    np.savez(tmp_path / "a.npz", w=weight, b=bias)
+    header = {
+        "__metadata__": {"format": "pt"},
+        "w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "b": {"dtype": "BF16", "shape": [2], "data_offsets": [24, 28]},
+    }
+    safetensors(tmp_path / "a.safetensors", header, weight.tobytes() + bytes.fromhex("803f803f"))
+    for name in ("a.pt", "a.npz", "a.safetensors"):
+        found = load(tmp_path / name)
+        assert list(found) == ["w", "b"]
+        np.testing.assert_array_equal(found["w"], weight)
+        np.testing.assert_array_equal(found["b"], bias)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.pt", b"not a file of torch"),
+        ("a.npz", b"PK\x03\x04broken"),
+        ("a.npz", b""),
+        ("a.safetensors", b""),
+        ("a.safetensors", b"\xff" * 40),
+        ("a.safetensors", struct.pack("<Q", 2) + b"[]"),
+        ("a.safetensors", struct.pack("<Q", 2) + b"{}"),
+        ("a.bin", b"x"),
+    ],
+)
+def test_a_damaged_file_is_a_config_error(name: str, data: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(fc.ConfigError):
+        load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 800]},
+        {"dtype": "F32", "shape": [9], "data_offsets": [0, 8]},
+        {"dtype": "F8", "shape": [2], "data_offsets": [0, 8]},
+        {"shape": [2]},
+    ],
+)
+def test_a_wrong_header_is_a_config_error(entry: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(fc.ConfigError):
+        load(safetensors(tmp_path / "a.safetensors", {"w": entry}, bytes(8)))
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["advise", "--parameters", "2000", "--rounds", "4", "--link", "1mbit"]
+    assert program.main(words) == 0
+    assert capsys.readouterr().out.startswith("Take ")
+    assert program.main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["candidates"][0]["up"] > 0
+
+
+def test_the_command_says_in_a_line_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["advise", "--parameters", "0"]) == 2
+    assert program.main(["advise", str(tmp_path / "none.npz")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert all(line.startswith("error: ") for line in errors)
