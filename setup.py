@@ -22,6 +22,7 @@ CONTEXTS = Extension(
 # README.md on a page elsewhere: what it links to in a checkout is behind the address of the sources.
 SOURCE = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Source"]
 README = re.sub(r"\]\((?!\w+:|#)", f"]({SOURCE}/blob/main/", Path("README.md").read_text(encoding="utf-8"))
+README = re.sub(r'(?<= src=")|(?<= srcset=")', f"{SOURCE}/raw/main/", README)
 
 setup(
     long_description=README,

@@ -1,9 +1,9 @@
 """One word and one reason for every system and codec: which to take, and when.
 
-``python -m experiments.run --list`` prints them, the pages have them at their tops, ``docs/choose/verdicts.md`` has
-them all (``python tests/docs/verdict_pages.py`` writes them there). A verdict is about what was measured here, on
-models of at most 100,000 parameters unless a page says otherwise; it is not about a paper. It stands in this file and
-not in the declarations because a list must not bring Flower and torch.
+``python -m experiments.run --list`` prints them, ``docs/choose/verdicts.md`` lists them, and each system's page begins
+with its own (``python tests/docs/verdict_pages.py`` writes them there). A verdict is about measurements of this
+project, on models of at most 100,000 parameters unless a page says otherwise; it is not about a paper. Verdicts are in
+this file, apart from the declarations, so that a list needs neither Flower nor torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Word = Literal["recommended", "specialised", "baseline", "superseded"]
 WORDS: Final[Mapping[Word, str]] = MappingProxyType(
     {
         "recommended": "the default in its place: take it unless you know better",
-        "specialised": "the best choice in the one situation that is named",
+        "specialised": "the best choice in the situation that is named",
         "baseline": "a published reference to compare with, or a part of something else",
         "superseded": "something simpler here does at least as well; kept so that the comparison can be repeated",
     }
@@ -26,7 +26,7 @@ WORDS: Final[Mapping[Word, str]] = MappingProxyType(
 
 
 class Verdict(NamedTuple):
-    """What to think of a system or codec."""
+    """What was measured of a system or codec, in one word and one sentence."""
 
     word: Word
     reason: str
@@ -37,242 +37,397 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
         "Codecs": {
             "eden": Verdict(
                 "recommended",
-                "Take one bit first: FedAvg's accuracy from the first round, no memory on the client, any optimiser. "
-                "Not for vectors with few non-zero entries, nor for coded sums.",
+                "One bit a value keeps FedAvg's accuracy within 0.1 points after 40 rounds in 29 times fewer bytes "
+                "up, without memory on the client; sparse vectors and coded sums need another codec.",
             ),
             "auto": Verdict(
                 "specialised",
-                "With feedback ahead of top-k in as many bytes after 5, 10 and 30 rounds on five tasks; without, half "
-                "a bit follows FedAvg where eight clients answer. Not for one client, few sampled ones or FedAdam; "
-                "needs numba or its compiled file on clients of large models.",
+                "With feedback its loss after 5, 10 and 30 rounds is 0 to 11 % lower than that of top-k in as many "
+                "bytes, on five tasks; not for one client, few sampled ones or FedAdam, and large models need numba "
+                "or the compiled kernels.",
             ),
             'EDEN(scale="least")': Verdict(
-                "recommended", "For the downlink: the smallest error; biased, so only under error feedback."
+                "recommended",
+                "As a downlink codec it sends 17 times fewer bytes in 40 rounds; its scale minimises the error and "
+                "is biased, so it needs error feedback.",
             ),
             "EDEN(bits=2)": Verdict(
-                "specialised", "Two to four bits, where one is visibly too few; the server takes longer to decode them."
+                "specialised",
+                "Two bits reduce the squared error from 0.57 to 0.13 of the update, four to 0.01; decoding four "
+                "bits takes the server 6.4 times FedAvg's own time instead of 3.5.",
             ),
             "topk": Verdict(
                 "recommended",
-                'With values="q2" the fewest bytes for runs of 30 rounds and more whose clients return; behind in the '
-                "first ten rounds, and where clients seldom come back.",
+                'With values="q2" and 3 % of the values it sends 89 times fewer bytes and reaches FedAvg within 1.2 '
+                "points after 40 rounds; it is up to 10 points behind after 3, and clients must return.",
             ),
             'TopK(values="float32")': Verdict(
-                "superseded", 'By values="q2": the same accuracy in less than half of the wire bytes.'
+                "superseded",
+                'TopK(values="q2") sends the same coordinates in 9.5 instead of 40 bits each, at about the same '
+                "accuracy.",
             ),
-            'TopK(values="q4")': Verdict("recommended", "For the downlink, at 5 %, beside any uplink codec."),
+            'TopK(values="q4")': Verdict(
+                "recommended",
+                "As a downlink codec at a density of 5 % it sends 23 times fewer bytes in 40 rounds, beside any "
+                "codec of the clients.",
+            ),
             "qsgd": Verdict(
                 "recommended",
-                "Few bits, no memory on the client, no rotation: for medians, frozen layers and sparse updates, where "
-                "EDEN does not fit; with few clients its error is larger.",
+                "Seven levels send 29 times fewer bytes up at FedAvg's accuracy, without memory or rotation; take "
+                "it where EDEN does not fit, with medians, frozen layers and sparse updates.",
             ),
             "QSGD(levels=127)": Verdict(
-                "recommended", "For robust rules, and where no loss may be visible; the fewest bytes are not its aim."
+                "recommended",
+                "It sends about 7 times fewer bytes with an error of 0.005 of the update; take it for medians and "
+                "Krum, and where no loss may be visible.",
             ),
-            "fixedpoint": Verdict("recommended", "What coded sums need: integers that a field can add."),
-            "bounded": Verdict("recommended", "Part of distributed DP, which chooses it by itself."),
+            "fixedpoint": Verdict(
+                "recommended",
+                "It turns values into bounded integers, which coded sums add exactly; they refuse floats.",
+            ),
+            "bounded": Verdict(
+                "recommended",
+                "It is the part of DistributedDp that clips and rounds an update; DistributedDp creates it by itself.",
+            ),
             "feedback": Verdict(
-                "recommended", "Added by itself around biased codecs, which lose much of the update without it."
+                "recommended",
+                "Compressed adds it around biased codecs: top-k at 1 % trains to the loss of dense averaging with "
+                "it and to 2.9 times that loss without.",
             ),
             'ErrorFeedback(memory="float16")': Verdict(
                 "superseded",
-                "It halves what a client keeps between rounds, but needs one model more at its peak, and more time.",
+                "It halves what a client keeps between rounds, but at its peak the client needs one model more, and "
+                "a step takes longer.",
             ),
-            "chain": Verdict("recommended", "For Clip before error feedback: no update is longer than its clip norm."),
-            "identity": Verdict("baseline", "Exact: counted bytes and fault tolerance, and nothing compressed."),
+            "chain": Verdict(
+                "recommended",
+                "It puts Clip before error feedback, so that no update is longer than the clip norm.",
+            ),
+            "identity": Verdict(
+                "baseline",
+                "It sends exact updates: nothing is compressed, but bytes are counted and lost replies are handled.",
+            ),
             "randomk": Verdict(
                 "specialised",
-                "For sums: all clients send the same coordinates, so that coded sums, masks and medians can use them; "
-                "alone it learns more slowly than top-k.",
+                "All clients send the same random coordinates, which coded sums, random masks and medians need; "
+                "alone its loss is 1.7 times that of top-k.",
             ),
             "chunk-topk": Verdict(
                 "specialised",
-                "For layers of very unlike scale: no tensor goes without, and ranking costs the same for any model.",
+                "Every tensor sends some of its values and ranking takes the same time for any model; take it when "
+                "layers have very different scales.",
             ),
-            "adacomp": Verdict("specialised", "There is nothing to set; so the ratio cannot be planned."),
+            "adacomp": Verdict(
+                "specialised",
+                "It has nothing to set: on MNIST it sends 109 times fewer bytes at 95.3 % where FedAvg has 95.7; "
+                "the ratio cannot be planned.",
+            ),
             "efsignsgd": Verdict(
-                "specialised", "One bit a value that medians can use; set block, or its memory keeps growing."
+                "specialised",
+                "One bit a value reaches the loss of dense averaging in 30 times fewer bytes; set block, or its "
+                "memory keeps growing.",
             ),
             "scaledsign": Verdict(
-                "specialised", "The codec of EF-signSGD, and a compressor for CHOCO; set block under error feedback."
+                "specialised",
+                "It sends one bit a value: with CHOCO it reaches 96.2 % in messages 20 times smaller than whole "
+                "models; set block when you use it with error feedback.",
             ),
             "factors": Verdict(
                 "specialised",
-                "Exact gradients in fewer bytes for wide linear layers and small batches, but the server sees the "
-                "examples.",
+                "It sends exact gradients of wide linear layers in fewer bytes when batches are small, but the "
+                "server sees the examples.",
             ),
             "modular": Verdict(
                 "specialised",
-                "Frames that relays add without decoding; summands bounds the sum of all weights, not of clients.",
+                "Relays can add its frames without decoding them; summands must be at least the sum of all weights.",
             ),
             "projection": Verdict(
                 "specialised",
-                "Carries forward gradients: a fixed number of values, with an error that grows with the model.",
+                "It carries forward gradients: the number of values is fixed, so the error grows with the model.",
             ),
-            "replay": Verdict("specialised", "The downlink of forward gradients."),
+            "replay": Verdict(
+                "specialised",
+                "It is the downlink codec of forward gradients and is of no use alone.",
+            ),
             "domain": Verdict(
-                "specialised", "A rotation before quantisers of one scale; EDEN does that better, and it hurts top-k."
+                "specialised",
+                "It rotates or transforms a vector before a quantiser; EDEN does this with less error, and a "
+                "rotation makes top-k worse.",
             ),
-            "threshold": Verdict("baseline", "The number of values has no bound, and falls to none as updates shrink."),
+            "threshold": Verdict(
+                "baseline",
+                "The number of values it sends has no bound, and falls to zero as updates shrink.",
+            ),
             "stc": Verdict(
-                "baseline", 'It is TopK(values="sign"); two bits a value have less error for a few per cent more bytes.'
+                "baseline",
+                'It is TopK(values="sign"); "q2" has about half the squared error on the sent values for 0.4 bits '
+                "more each.",
             ),
             "natural": Verdict(
-                "baseline", "Nine bits a value; QSGD(levels=127) and EDEN(bits=4) have less error in as few bytes."
+                "baseline",
+                "It sends 7.4 times fewer bytes; QSGD(levels=127) and EDEN(bits=4) have a smaller error in about as "
+                "many bytes.",
             ),
             "terngrad": Verdict(
-                "baseline", "Its error is a multiple of the update, so it needs many clients; one bit of EDEN is safer."
+                "baseline",
+                "Its error grows with the largest value, 63 times the squared norm of heavy-tailed values, so it "
+                "needs many clients; one bit of EDEN is safer.",
             ),
-            "signsgd": Verdict("baseline", "Votes have a step of their own to tune, and never settle."),
-            "normsign": Verdict("baseline", "The quantiser of Dyna-COLD."),
+            "signsgd": Verdict(
+                "baseline",
+                "Its votes need a step size of their own: its loss is 0.7 times that of dense averaging on like "
+                "data and 3.5 times on sorted data.",
+            ),
+            "normsign": Verdict(
+                "baseline",
+                "It is the quantiser of Dyna-COLD and is of no use alone.",
+            ),
             "dithering": Verdict(
-                "baseline", "The quantiser of LEAD; one norm for all, where QSGD has one for each bucket."
+                "baseline",
+                "It is the quantiser of LEAD; it has one norm for the whole vector, where QSGD has one for every "
+                "bucket.",
             ),
-            "low-rank": Verdict("baseline", "PowerSGD of one client alone; as a downlink it makes matrices thin."),
-            "chunk": Verdict("superseded", "By ChunkTopK and TopK, which keep more of the update at the same density."),
+            "low-rank": Verdict(
+                "baseline",
+                "It is PowerSGD for one client alone; as a downlink codec it loses more than top-k where matrices "
+                "have no low rank.",
+            ),
+            "chunk": Verdict(
+                "superseded",
+                "ChunkTopK and TopK keep more of the update at the same density: without memory its loss is 5.2 "
+                "times that of dense averaging, and that of top-k 2.9 times.",
+            ),
             "randomblock": Verdict(
-                "superseded", "By RandomK: as many bytes and less spread; a block of the whole model can diverge."
+                "superseded",
+                "RandomK takes as many bytes and loses less: its loss is 1.7 times that of dense averaging, and 2.7 "
+                "times with random blocks.",
             ),
             "sidco": Verdict(
                 "superseded",
-                "By TopK: on CPUs exact selection takes half of its time up to 1 %, at the same bytes and loss.",
+                "On CPUs exact top-k takes half of its time up to a density of 1 %, at the same bytes and loss.",
             ),
             "keyregion": Verdict(
                 "superseded",
-                'By TopK(values="q8"), which needs fewer bytes for the same energy, and whose density is set.',
+                'TopK(values="q8") reaches the same energy in 1.8 times fewer bytes, and its density can be set.',
             ),
             "dgc": Verdict(
                 "superseded",
-                'By TopK(values="q2"): its faster start is the longer step of momentum; worth a try where clients take '
-                "one step of plain SGD a round.",
+                "Its gain is the longer step of momentum: on the quickstart CNN it reaches 94.6 % where TopK with "
+                "16-bit values reaches 97.2 % in about as many bytes.",
             ),
-            "fft": Verdict("superseded", "By TopK with memory, which is as accurate at equal bytes."),
+            "fft": Verdict(
+                "superseded",
+                "TopK with memory reaches the same 97.5 % in the same bytes.",
+            ),
         },
         "Rounds with a server": {
-            "fedavg": Verdict("baseline", "Whole models: what bytes and accuracy of all others are compared with."),
-            "Compressed": Verdict("recommended", "Around any strategy that averages arrays, with any codec above."),
-            "Compressed(downlink=...)": Verdict(
-                "recommended", "On a link with equal rates a compressed uplink alone shortens a training hardly at all."
+            "fedavg": Verdict(
+                "baseline",
+                "It sends whole models; bytes and accuracy of all others are compared with it.",
             ),
-            "Deadline": Verdict("recommended", "With stragglers: rounds end by what the clients took before."),
+            "Compressed": Verdict(
+                "recommended",
+                "It wraps every strategy that averages arrays, with any codec above.",
+            ),
+            "Compressed(downlink=...)": Verdict(
+                "recommended",
+                "With a second codec the server sends 17 to 23 times fewer bytes in 40 rounds; on a link with equal "
+                "rates a compressed uplink alone saves less than half of the transfer time.",
+            ),
+            "Deadline": Verdict(
+                "recommended",
+                "It ends a round after a time that follows from past rounds, so a few slow clients do not delay all "
+                "others.",
+            ),
             "scalecom": Verdict(
                 "specialised",
-                "Only where the downlink must not grow with the clients; two exchanges a round, FedAvg alone.",
+                "The downlink does not grow with the clients: 1.2 kB at 64 clients, where the union of their top-k "
+                "has 22.7 kB; it needs two exchanges a round and FedAvg.",
             ),
             "power-sgd": Verdict(
                 "specialised",
-                "The same purpose, with frames that can be added; top-k with 8-bit values is as good at equal bytes "
-                "both ways.",
+                "Its frames can be added and it loses 0.3 points at rank 4 in 21 times fewer bytes both ways; top-k "
+                "with 8-bit values loses none in as many.",
             ),
             "PipelinedStrategy": Verdict(
                 "specialised",
-                "Server or network idle while clients train, and a step size with a margin.",
+                "It sends the next round before the last one is complete, which saves at most half of the time; the "
+                "largest stable step size halves.",
             ),
             "Buffered": Verdict(
                 "specialised",
-                "Clients of very unlike pace; biased towards the fast ones.",
+                "The server steps as soon as some updates have arrived; take it when some clients are more than "
+                "twice as slow, and expect a bias towards the fast ones.",
             ),
             "conditional": Verdict(
                 "specialised",
-                "Experimental: for long runs whose nodes have nothing new for long; by default nobody is quiet in the "
-                "first twenty rounds.",
+                "Experimental: nodes without new data stay silent; by default all of them answer in the first "
+                "twenty rounds.",
             ),
-            "Sensors": Verdict("specialised", "Experimental: calibrate them on figures in the stream's own order."),
+            "Sensors": Verdict(
+                "specialised",
+                "Experimental: sensors send when their data drift; calibrate them on measurements in the stream's "
+                "own order.",
+            ),
             "forward": Verdict(
                 "specialised",
-                "Clients that cannot back-propagate, models of a few thousand parameters; elsewhere top-k is shorter "
-                "and better.",
+                "Take it where clients cannot back-propagate: on MNIST 32 directions are 12 points behind back- "
+                "propagation, and top-k needs fewer bytes.",
             ),
             "relay-mds": Verdict(
                 "specialised",
-                "Clients that vanish for good and can reach each other; where they come back, plain uploads keep more.",
+                "When clients vanish for good 87 % of the updates count instead of 75 %, but rounds take three "
+                "times as long; when they come back, plain uploads keep more.",
             ),
             "sumcode": Verdict(
                 "recommended",
-                "To hide updates: the server decodes the sum alone, and receives no more from more clients.",
+                "The server sees only the sum of the updates and receives 206 kB from 20 clients, where 8-bit "
+                "uploads are 1,538 kB; clients must reach each other.",
             ),
             "gradient-code": Verdict(
                 "specialised",
-                "Full-batch steps, a few devices that stay slow, data that may be copied; it saves time, and no bytes.",
+                "With slow devices that stay slow, two copies of the data cut a round from 17.5 to 3.4 s at the "
+                "same accuracy; it needs full-batch steps and saves no bytes.",
             ),
             "coded-linear": Verdict(
-                "specialised", "Linear models inside one trust domain, since raw data leave their owners."
+                "specialised",
+                "It trains linear models through lost answers, inside one trust domain only, because raw data leave "
+                "their owners.",
             ),
             "skewed-gcn": Verdict(
                 "specialised",
-                "A graph of many cut edges and a budget of rows; boundary sampling is level at equal rows.",
+                "On a graph of digits it fetches 34 times fewer rows of other owners for 0.5 points; boundary "
+                "sampling is as good at equal rows.",
             ),
             "relay-rlnc": Verdict(
                 "baseline",
-                "As relay-mds but for 0.4 % of failures at exactly K shards (derived); needed above 256 shards.",
+                "It does what relay-mds does and fails in 0.4 % of the cases with exactly K shards; more than 256 "
+                "shards need it.",
             ),
             'sumcode mode="mask"': Verdict(
                 "baseline",
-                "LightSecAgg: the server receives a vector from every client, where mode=share needs one in all.",
+                'It is LightSecAgg: the server receives 3,279 kB from 20 clients, and 206 kB with mode="share".',
             ),
-            "LayerByLayer": Verdict("superseded", "By one message: a round trip more for every layer, the same bits."),
+            "LayerByLayer": Verdict(
+                "superseded",
+                "One message carries the same bits without a round trip for every layer.",
+            ),
             "gradiveq": Verdict(
                 "superseded",
-                "By 8 bits with error feedback: fewer bytes at equal accuracy; its first 20 rounds are dense.",
+                "Eight bits with error feedback send 8.1 times fewer bytes at 98.5 %; it sends 3.1 times fewer at "
+                "98.7 %, because its first 20 rounds are dense.",
             ),
             "lgc": Verdict(
                 "superseded",
-                "By a shared support with 8-bit values: fewer bytes at equal accuracy; the autoencoder of a small "
-                "model is longer than FedAvg's downlink.",
+                "A shared support with 8-bit values sends 55 times fewer bytes at 98.5 %; it sends 11 times fewer "
+                "at 98.8 %.",
             ),
         },
         "Privacy": {
             "dp-fedavg": Verdict(
                 "recommended",
-                "For clients as the unit, with a server that is trusted: the best accuracy at every epsilon.",
+                "With clients as the unit and a trusted server it is the most accurate on digits at epsilon 1 and "
+                "3: 93.8 % at 3, where training without noise reaches 96.1 %.",
             ),
             "record-dp": Verdict(
                 "recommended",
-                "For records as the unit, without trust in the server; top-k behind the noise costs nothing.",
+                "With records as the unit the server need not be trusted: 90.1 % at epsilon 3.4, and 91.0 % with "
+                "top-k in a fifth of the bytes.",
             ),
             "random-mask": Verdict(
-                "specialised", "Shorter messages at record level; with clients as the unit, and few rounds, far behind."
+                "specialised",
+                "With records as the unit it matches DP-SGD in half of the bytes; with 50 clients as the unit and "
+                "12 rounds it reaches 40 % instead of 80 %.",
             ),
-            "AdaptiveClip": Verdict("specialised", "Where no clip norm is known; in few rounds behind a fixed one."),
+            "AdaptiveClip": Verdict(
+                "specialised",
+                "It finds the clip norm during the run; in 12 rounds it reaches 72 % where a fixed one reaches 81 %.",
+            ),
             "distributed-dp": Verdict(
-                "specialised", "A server that sees a noisy sum alone; clients must reach each other."
+                "specialised",
+                "The server sees a noisy sum and no update; clients must reach each other.",
             ),
             "local-dp": Verdict(
                 "specialised",
-                "Nobody is trusted: only for tens of thousands of clients, whose noise then averages out.",
+                "Nobody is trusted, so only tens of thousands of clients average its noise out: with 50 clients it "
+                "reaches 22 % where DpFedAvg reaches 80 %.",
             ),
-            "DP-SGD on one machine": Verdict("baseline", "What the private rows are compared with."),
+            "DP-SGD on one machine": Verdict(
+                "baseline",
+                "Private rounds are compared with it.",
+            ),
             "topagg": Verdict(
                 "superseded",
-                "By DP-FedAvg with top-k, more accurate at equal epsilon; its votes are the shorter message.",
+                "DpFedAvg with top-k is more accurate at equal epsilon, 81.3 instead of 76.7 % at epsilon 1; its "
+                "votes are six times shorter.",
             ),
-            "lsg": Verdict("superseded", "By DP-SGD and random masks, more accurate at equal epsilon."),
+            "lsg": Verdict(
+                "superseded",
+                "DP-SGD and random masks are more accurate at equal epsilon: 89.2 and 89.6 instead of 82.9 % at "
+                "epsilon 1.",
+            ),
             "datalens": Verdict(
-                "superseded", "By releasing class means once; and by DP-FedAvg, if a classifier is what you need."
+                "superseded",
+                "Class means that are released once train a better classifier, 73 instead of 66 % at epsilon 1, and "
+                "DpFedAvg reaches 88 %.",
             ),
         },
         "Without a server": {
             "choco": Verdict(
                 "recommended",
-                "Undirected graphs that do not change, with scaled signs; with top-k its step gamma is delicate.",
+                "On undirected graphs that do not change, scaled signs reach 96.2 % in messages 20 times smaller, "
+                "whole models 94.2 %; with top-k its step gamma is delicate.",
             ),
             "sparse-push": Verdict(
                 "recommended",
-                "Directed, changing or lossy graphs: the mass is kept exactly; very unlike data cost some accuracy.",
+                "On directed, changing or lossy graphs it sends messages 67 times smaller and conserves the mass "
+                "exactly; very unlike data cost up to 5 points.",
             ),
-            "dyna-cold": Verdict("recommended", "The exact optimum of convex problems, in the fewest bits."),
-            "cold": Verdict("specialised", "As Dyna-COLD with any contraction; strong compression is slow."),
-            "lead": Verdict("specialised", "As COLD, damped: for random dithering of few bits."),
-            "gradient-tracking": Verdict("specialised", "The exact optimum on graphs that change, in many more bytes."),
+            "dyna-cold": Verdict(
+                "recommended",
+                "It reaches the exact optimum of a convex problem in 26 times fewer bits than whole vectors.",
+            ),
+            "cold": Verdict(
+                "specialised",
+                "It does what Dyna-COLD does with any contraction; with strong compression it is slow.",
+            ),
+            "lead": Verdict(
+                "specialised",
+                "It reaches the exact optimum with two-bit dithering in 8.9 times fewer bits than NIDS, as COLD does.",
+            ),
+            "gradient-tracking": Verdict(
+                "specialised",
+                "It reaches the exact optimum on graphs that change, and sends whole vectors.",
+            ),
             "power-gossip": Verdict(
-                "specialised", "Nothing to tune; CHOCO with scaled signs needs fewer bytes and a step size."
+                "specialised",
+                "It has nothing to tune: rank 2 matches whole models in messages 13 times smaller; CHOCO with "
+                "scaled signs is better if you can tune a step.",
             ),
-            "dpsgd": Verdict("baseline", "Whole models to neighbours: what the bytes of all others are divided by."),
-            "sgp": Verdict("baseline", "Whole models on directed graphs: the reference of Sparse-Push."),
-            "nids": Verdict("baseline", "The exact optimum in whole vectors."),
-            "beer": Verdict("baseline", "A proof for non-convex objectives; no byte saved over NIDS here."),
-            "coordinate push": Verdict("baseline", "It averages without estimates, and diverges with gradients."),
-            "deepsqueeze": Verdict("superseded", "By CHOCO: with the same compressor its nodes never agree."),
+            "dpsgd": Verdict(
+                "baseline",
+                "It sends whole models to neighbours; the bytes of all others are compared with it.",
+            ),
+            "sgp": Verdict(
+                "baseline",
+                "It sends whole models on directed graphs; Sparse-Push is compared with it.",
+            ),
+            "nids": Verdict(
+                "baseline",
+                "It reaches the exact optimum with whole vectors.",
+            ),
+            "beer": Verdict(
+                "baseline",
+                "It has a proof for non-convex objectives, and needs 801,309 bits an edge where NIDS needs 796,640.",
+            ),
+            "coordinate push": Verdict(
+                "baseline",
+                "It averages vectors without estimates, and diverges with gradients.",
+            ),
+            "deepsqueeze": Verdict(
+                "superseded",
+                "CHOCO with the same compressor reaches 81.8 % where it reaches 67.3 %; its nodes never agree.",
+            ),
         },
     }
 )

@@ -1,7 +1,7 @@
 """Draw the figures of the pages as SVG, one file for each theme: ``python docs/site/figures.py``.
 
 A page includes both: ``![alt](figures/NAME-light.svg#only-light)`` and ``![alt](figures/NAME-dark.svg#only-dark)``.
-Blue is what is sent, orange what is kept, green what counts, red what is lost. Nothing here is measured.
+Blue is what is sent, orange what is kept, green what counts, red what is lost. Measured numbers are read from README.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from svg import THEMES, Svg
 
@@ -194,7 +194,7 @@ def tree(theme: str) -> str:
     s = Svg(
         1000,
         520,
-        "Which line is mine?",
+        "Which line do I need?",
         " ".join(f"{question} Yes: {line}." for question, line in QUESTIONS) + " No: top-k of two bits.",
         theme,
     )
@@ -216,11 +216,11 @@ def tree(theme: str) -> str:
 
 
 def pair(theme: str) -> str:
-    """The way of an update to the server, and of the model back."""
+    """The path of an update to the server, and of the model back."""
     s = Svg(
         1000,
         392,
-        "The way of an update through fedcomp",
+        "The path of an update through fedcomp",
         "Client: the app trains; its update and the memory are added and encoded; what is not sent becomes the memory. "
         "Server: the frame is checked and decoded, added to a sum, and the Flower strategy makes the step. The model, "
         "or its change through a downlink codec, goes back with the note which frames were used.",
@@ -515,6 +515,202 @@ def _solved(values: list[int], points: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(found)
 
 
+class Row(NamedTuple):
+    """A line of README's table: MB up and down in all 40 rounds, accuracy on digits after 3, 8 and 40."""
+
+    name: str
+    up: float
+    down: float
+    accuracy: tuple[float, ...]
+
+
+TRANSFERS: Final = 40 * 10
+"""Messages each way behind a row of README's table: ten clients in each of 40 rounds."""
+
+
+def first_table() -> list[Row]:
+    """Return the rows of README's table, so that the figures say what it says."""
+    found = []
+    for line in (ROOT / "README.md").read_text("utf-8").splitlines():
+        name, up, down, digits, *_ = [*line.strip("| ").split(" | "), "", "", "", ""]
+        if " MB" in up and " MB" in down:
+            mb = [float(cell.partition(" MB")[0]) for cell in (up, down)]
+            found.append(Row(name.strip("*"), *mb, tuple(map(float, digits.split(" / ")))))
+    return found
+
+
+def bytes_accuracy(theme: str) -> str:
+    """README's table: bytes of a training on the left, accuracy on the right."""
+    rows = first_table()
+    s = Svg(
+        1000,
+        430,
+        "Bytes and accuracy of five lines",
+        " ".join(f"{r.name}: {r.up:g} MB up, {r.down:g} MB down, {r.accuracy[-1]:g} % after 40 rounds." for r in rows),
+        theme,
+    )
+    left, scale, top, step = 215.0, 235 / max(max(r.up, r.down) for r in rows), 60.0, 62.0
+    low, high, begin, end = 40.0, 100.0, 590.0, 970.0
+    s.text(left, 30, "MB of a training", 17, "ink", "start", "600")
+    s.text(begin, 30, "accuracy on digits, %", 17, "ink", "start", "600")
+
+    def place(value: float) -> float:
+        return begin + (value - low) / (high - low) * (end - begin)
+
+    for tick in range(int(low), int(high) + 1, 10):
+        x = place(tick)
+        s.arrow(x, top - 10, x, top + step * len(rows) - 8, "line", 0.7, head=False)
+        s.text(x, top + step * len(rows) + 14, str(tick), 14, "soft")
+    for i, row in enumerate(rows):
+        y = top + step * i
+        s.text(left - 14, y + 27, row.name, 16, "ink", "end", "600")
+        for offset, value, colour in ((0, row.up, "blue"), (23, row.down, "orange")):
+            s.rect(left, y + offset, max(scale * value, 2), 19, f"{colour}fill", colour, 2)
+            s.text(left + scale * value + 8, y + offset + 15, f"{value:g}", 15, colour, "start", "600")
+        first, last = row.accuracy[0], row.accuracy[-1]
+        s.arrow(place(first), y + 21, place(last), y + 21, "line", 1.5, head=False)
+        for value, fill in zip(row.accuracy, ("card", "greenfill", "green"), strict=True):
+            s.circle(place(value), y + 21, 8, fill, "green")
+    y = top + step * len(rows) + 48
+    for x, colour, words in ((left, "blue", "clients send"), (left + 150, "orange", "server sends")):
+        s.rect(x, y - 14, 24, 18, f"{colour}fill", colour, 2)
+        s.text(x + 34, y, words, 16, "ink", "start")
+    for x, fill, words in ((begin, "card", "3 rounds"), (begin + 122, "greenfill", "8"), (begin + 190, "green", "40")):
+        s.circle(x + 8, y - 6, 8, fill, "green")
+        s.text(x + 24, y, words, 16, "ink", "start")
+    return s.done()
+
+
+LINKS: Final = ((1, 1), (1, 10), (10, 10), (10, 50))
+"""Rates up and down, in Mbit/s."""
+
+
+def link_time(theme: str) -> str:
+    """The seconds that one client's messages of a round take on a link: README's bytes divided by its rate."""
+    rows = first_table()
+    s = Svg(
+        1000,
+        446,
+        "Seconds of transfer in one round, by link",
+        "Logarithmic scale. For each link, the time that the model takes to a client and its update takes back.",
+        theme,
+    )
+    colours = {"plain FedAvg": "ink", "safe": "blue", "both ways": "green", "smaller": "orange"}
+    shown = [row for row in rows if row.name in colours]
+    low, high, left, right = 0.001, 10.0, 170.0, 930.0
+
+    def place(seconds: float) -> float:
+        return left + math.log(seconds / low) / math.log(high / low) * (right - left)
+
+    for tick in (0.001, 0.01, 0.1, 1, 10):
+        s.arrow(place(tick), 34, place(tick), 392, "line", 0.7, head=False)
+        s.text(place(tick), 24, f"{tick:g} s", 15, "soft")
+    for i, (up, down) in enumerate(LINKS):
+        y = 44 + 88 * i
+        s.text(left - 16, y + 34, f"{up} / {down} Mbit/s", 16, "ink", "end", "600")
+        for j, row in enumerate(shown):
+            seconds = 8 * (row.up / up + row.down / down) / TRANSFERS
+            colour = colours[row.name]
+            fill = "lane" if colour == "ink" else f"{colour}fill"
+            s.rect(left, y + 18 * j, place(seconds) - left, 15, fill, colour, 2)
+            s.text(place(seconds) + 8, y + 18 * j + 13, f"{seconds:.2g} s", 14, colour, "start", "600")
+    x = left
+    for name, colour in colours.items():
+        s.rect(x, 412, 24, 18, "lane" if colour == "ink" else f"{colour}fill", colour, 2)
+        s.text(x + 34, 427, name, 16, "ink", "start")
+        x += 180
+    return s.done()
+
+
+SEEN: Final = (
+    # line, what the server sees, what the users of the model and other clients see, unit of the guarantee
+    ("Compressed", ("every update", "red"), ("the exact mean", "red"), "none"),
+    ("CodedFedAvg, sumcode", ("the exact sum", "orange"), ("the exact mean", "red"), "none"),
+    ("DpFedAvg", ("every update", "red"), ("a noisy mean", "green"), "client"),
+    ("RecordDp", ("noisy updates", "green"), ("a noisy mean", "green"), "record"),
+    ("DistributedDp", ("a noisy sum", "green"), ("a noisy mean", "green"), "client"),
+    ("local_dp", ("noisy updates", "green"), ("a noisy mean", "green"), "client"),
+)
+
+
+def who_sees(theme: str) -> str:
+    """What the server and the users of the model see under each private system."""
+    s = Svg(
+        1000,
+        452,
+        "Who sees what",
+        " ".join(
+            f"{line}: the server sees {server[0]}, users of the model see {users[0]}; guarantee for a {unit}."
+            for line, server, users, unit in SEEN
+        ),
+        theme,
+    )
+    columns = ((250, 270, "the server sees"), (545, 270, "users of the model see"), (840, 140, "guarantee for"))
+    for x, width, head in columns:
+        s.text(x + width / 2, 30, head, 16, "soft", "middle", "600")
+    for i, (line, server, users, unit) in enumerate(SEEN):
+        y = 48 + 58 * i
+        s.text(230, y + 28, line, 17, "ink", "end", "600")
+        for (x, width, _), (words, colour) in zip(columns, (server, users), strict=False):
+            s.rect(x, y, width, 44, "card" if colour == "red" else f"{colour}fill", colour)
+            s.text(x + width / 2, y + 28, words, 17, colour, "middle", "600")
+        x, width, _ = columns[2]
+        s.rect(x, y, width, 44, "lane", None)
+        s.text(x + width / 2, y + 28, unit, 17, "soft" if unit == "none" else "ink")
+    s.text(
+        500,
+        430,
+        "Green: noise is added before. Red: nothing is hidden. Orange: one update is hidden in the sum.",
+        16,
+        "soft",
+    )
+    return s.done()
+
+
+def two_bits(theme: str) -> str:
+    """Ten values of which top-k keeps four, in two bits each, and what waits in the memory."""
+    values = (0.4, -2.9, 0.7, 4.6, -0.3, 1.0, -4.2, -0.8, 3.1, 0.2)
+    kept = sorted(range(len(values)), key=lambda i: -abs(values[i]))[:4]
+    sizes = sorted(abs(values[i]) for i in kept)
+    # The two means that leave the least squared error, as "q2" fits them.
+    small, large = min(
+        ((sizes[:cut], sizes[cut:]) for cut in range(1, len(sizes))),
+        key=lambda parts: sum((v - sum(p) / len(p)) ** 2 for p in parts for v in p),
+    )
+    levels = (sum(small) / len(small), sum(large) / len(large))
+    sent = [0.0] * len(values)
+    for i in kept:
+        sent[i] = math.copysign(min(levels, key=lambda level, i=i: abs(abs(values[i]) - level)), values[i])
+    waits = [v - w for v, w in zip(values, sent, strict=True)]
+    s = Svg(
+        1000,
+        520,
+        "What top-k in two bits sends, and what it keeps",
+        "Ten values. The four largest are sent with a sign and one of two magnitudes, "
+        f"{levels[0]:g} and {levels[1]:g}. The rest and the rounding error wait in the client's memory.",
+        theme,
+    )
+    left, cell, unit = 230.0, 74.0, 12.0
+    panels = (
+        ("update", values, "ink", "ten numbers"),
+        ("sent", sent, "blue", f"sign and {levels[0]:g} or {levels[1]:g}"),
+        ("memory", waits, "orange", "goes into the next round"),
+    )
+    for row, (head, numbers, colour, words) in enumerate(panels):
+        zero = 92 + 162 * row
+        s.text(24, zero - 8, head, 18, "ink", "start", "600")
+        s.text(24, zero + 16, words, 14, "soft", "start")
+        s.arrow(left, zero, left + cell * len(values), zero, "line", 1, head=False)
+        for i, value in enumerate(numbers):
+            x = left + cell * i + 14
+            if abs(value) > 1e-9:
+                fill = "lane" if colour == "ink" else f"{colour}fill"
+                s.rect(x, zero - max(value, 0) * unit, cell - 28, abs(value) * unit, fill, colour, 2)
+                s.text(x + (cell - 28) / 2, zero + (18 if value > 0 else -8), f"{value:.3g}", 15, colour)
+    s.text(500, 506, "Sent and memory add up to the update.", 16, "soft")
+    return s.done()
+
+
 FIGURES: Final[Mapping[str, Callable[[str], str]]] = {
     "tree": tree,
     "pair": pair,
@@ -524,6 +720,10 @@ FIGURES: Final[Mapping[str, Callable[[str], str]]] = {
     "coded": coded,
     "secure-sum": secure_sum,
     "push-sum": push_sum,
+    "bytes-accuracy": bytes_accuracy,
+    "link-time": link_time,
+    "who-sees": who_sees,
+    "two-bits": two_bits,
 }
 
 

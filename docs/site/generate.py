@@ -56,6 +56,12 @@ def text_of(name: str) -> str:
     return notebooks.page(path)[0] if path.suffix == ".ipynb" else path.read_text("utf-8")
 
 
+PICTURE: Final = re.compile(
+    r'<picture>\s*<source [^>]*srcset="(?P<dark>[^"]*)">\s*'
+    r'<img alt="(?P<alt>[^"]*)" src="(?P<light>[^"]*)">\s*</picture>'
+)
+"""A figure as README shows it, which has to change its theme without the site's style sheet."""
+
 FENCE: Final = re.compile(r"^```(\w+) \w+$", re.MULTILINE)
 """The opening of a block that says more than its language, which is for the tests of the pages."""
 
@@ -64,8 +70,17 @@ def fitted(text: str, page: str, places: Mapping[str, str]) -> str:
     """Return a page of the repository as builders take it: links to other pages lead to their place on the site.
 
     Links to files that are not on the site become their text, as code where that is the file's name. A target that is
-    no file of the repository stays as it is, and the builder says that it is broken.
+    no file of the repository stays as it is, and the builder says that it is broken. A figure in two themes becomes two
+    images, of which the site shows one.
     """
+    start = PurePosixPath(places.get(page, page)).parent
+
+    def shown(found: re.Match[str]) -> str:
+        def image(theme: str) -> str:
+            path = os.path.normpath(PurePosixPath(page).parent / found[theme]).removeprefix("docs/")
+            return f"![{found['alt']}]({PurePosixPath(os.path.relpath(path, start)).as_posix()}#only-{theme})"
+
+        return f"{image('light')}\n{image('dark')}"
 
     def replaced(found: re.Match[str]) -> str:
         words, target, anchor = found["text"], found["target"], found["anchor"] or ""
@@ -75,13 +90,12 @@ def fitted(text: str, page: str, places: Mapping[str, str]) -> str:
         if (ROOT / path).is_dir():
             path = f"{path}/README.md"
         if path in places:
-            start = PurePosixPath(places[page]).parent
             return f"[{words}]({PurePosixPath(os.path.relpath(places[path], start)).as_posix()}{anchor})"
         if not (ROOT / path).exists():
             return found[0]
         return f"`{words}`" if path.endswith(words) else words
 
-    return FENCE.sub(r"```\1", LINK.sub(replaced, text))
+    return FENCE.sub(r"```\1", LINK.sub(replaced, PICTURE.sub(shown, text)))
 
 
 def generated() -> dict[str, str]:

@@ -30,6 +30,12 @@ SMALLER: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "docs/systems/dp-sgd.md": (("steps = 0.1, 60", "steps = 0.1, 3"),),
     "docs/systems/eden.md": (("range(16)", "range(1)"),),
+    "docs/tutorials/first-app.md": (
+        ("rounds=10, fault=None", "rounds=1, fault=None"),
+        ("rounds=30)", "rounds=1)"),
+        ("rounds=3)", "rounds=1)"),
+        ("rounds=30, fault", "rounds=1, fault"),
+    ),
     "docs/systems/gossip-exact.md": (("zeros, 400, layout", "zeros, 10, layout"),),
     "docs/systems/gossip-undirected.md": (("start, 300, layout", "start, 10, layout"),),
     "docs/systems/push-sum.md": (("starts, 800, layout", "starts, 10, layout"),),

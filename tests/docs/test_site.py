@@ -170,6 +170,16 @@ def test_links_lead_to_the_place_on_the_site() -> None:
         assert generate.fitted(link, page, places) == expected
 
 
+def test_a_picture_of_the_first_page_becomes_an_image_for_each_theme() -> None:
+    places = generate.sources()
+    text = generate.fitted((generate.ROOT / "README.md").read_text("utf-8"), "README.md", places)
+    assert "<picture>" not in text
+    assert "](figures/bytes-accuracy-light.svg#only-light)\n![" in text
+    picture = '<picture>\n<source srcset="../figures/a-dark.svg">\n<img alt="x" src="../figures/a-light.svg"></picture>'
+    expected = "![x](../figures/a-light.svg#only-light)\n![x](../figures/a-dark.svg#only-dark)"
+    assert generate.fitted(picture, "docs/systems/eden.md", places) == expected
+
+
 def test_a_fence_says_its_language_alone() -> None:
     assert generate.fitted("```python fragment\nx\n```\n", "docs/background/codecs.md", {}) == "```python\nx\n```\n"
 
@@ -182,7 +192,8 @@ def test_figures_are_those_that_the_script_draws(path: Path) -> None:
 def test_every_figure_is_there_in_both_themes_and_on_a_page() -> None:
     names = set(figures.drawn())
     assert names == {path.name for path in (generate.ROOT / "docs" / "figures").iterdir()}
-    pages = "\n".join((generate.ROOT / name).read_text("utf-8") for name in generate.sources())
+    places = generate.sources()
+    pages = "\n".join(generate.fitted((generate.ROOT / name).read_text("utf-8"), name, places) for name in places)
     assert {f"{name}#only-{name.partition('.')[0].rpartition('-')[2]}" for name in names} == set(
         re.findall(r"figures/([\w-]+\.svg#only-\w+)", pages)
     )

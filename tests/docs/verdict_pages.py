@@ -42,7 +42,7 @@ def subjects(page: Path) -> list[str]:
 
 
 def filled(text: str) -> str:
-    """Return a page with the words that are in the code today."""
+    """Return a page with the verdicts of the code."""
     return LINE.sub(lambda found: line(found["name"]), text)
 
 
@@ -51,12 +51,13 @@ def tables() -> str:
     where = {name: (page, anchor) for page in SYSTEM_PAGES for name, anchor in places(page).items()}
     parts = [
         "# Verdicts\n",
-        "One of four words for every codec and every system. The texts are those of `fedcomp/verdicts.py`;",
-        "`python -m experiments.run --list` prints them.\n",
+        "Every codec and every system has one of four words and the measurement behind it.",
+        "`python -m experiments.run --list` prints the same list. To choose by your situation, start with",
+        "[Which line do I need?](use-this-when.md)\n",
         "| word | meaning |\n|---|---|",
         *(f"| **{word}** | {meaning} |" for word, meaning in WORDS.items()),
-        "\nA verdict is about what was measured here, on models of at most 100,000 parameters unless a page says",
-        "otherwise. It is not about a paper. The figures behind it are on the page that it links to.",
+        "\nVerdicts are about measurements of this project, on models of at most 100,000 parameters unless a page",
+        "says otherwise. They are not about the papers. Each page that is linked has the numbers and the command.",
     ]
     for section, entries in VERDICTS.items():
         parts += [f"\n## {section}\n", "| name | verdict | why | page |\n|---|---|---|---|"]
