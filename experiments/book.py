@@ -39,6 +39,8 @@ from fedcomp.experiments.sheets import Sheet, claims_sheet, found_sheet, privacy
 from fedcomp.measuring import HISTORY
 
 RESULTS: Final = Path("docs", "results")
+UNKEPT: Final = frozenset({"compare"})
+"""What answers whatever its caller asks, and has no result of its own."""
 LONGEST: Final = 60
 """Rows of a table that a page shows; longer ones are in the report of a run."""
 
@@ -106,7 +108,7 @@ def finished(out: Path, known: Mapping[str, Experiment]) -> dict[str, dict[str, 
         summary = json.loads(path.read_text("utf-8"))
         asked = summary["config"]
         default = not asked["quick"] and not summary["changed"] and asked["engine"] == "inprocess"
-        if summary["experiment"] in known and default and "definition" in summary:
+        if summary["experiment"] in known.keys() - UNKEPT and default and "definition" in summary:
             found[summary["experiment"]] = summary
     return found
 
@@ -130,13 +132,10 @@ def stored(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def missing(known: Mapping[str, Experiment], results: Path) -> list[str]:
-    """Return the experiments that have no run in the book, or a stale one, the shortest first.
-
-    ``compare`` answers what its caller asks; it has no result of its own.
-    """
+    """Return the experiments that have no run in the book, or a stale one, the shortest first."""
     has = stored(results)
     left = [name for name in known if name not in has or has[name]["definition"] != definition(known[name])]
-    return sorted((name for name in left if name != "compare"), key=lambda name: known[name].minutes)
+    return sorted(set(left) - UNKEPT, key=lambda name: (known[name].minutes, name))
 
 
 def keep_benchmarks(history: Path, results: Path) -> None:
@@ -260,7 +259,7 @@ def index_page(known: Mapping[str, Experiment], has: Mapping[str, Mapping[str, A
     parts += [table(Sheet("", heads, rows)), "\n## All experiments\n"]
     listed = []
     for name, experiment in known.items():
-        if name == "compare":
+        if name in UNKEPT:
             continue
         if name not in has:
             listed.append((f"`{name}`", experiment.question, "not run yet", "", ""))
