@@ -1,6 +1,6 @@
 """``python -m fedcomp.privacy``: what releases cost by every accountant, and how much noise a budget needs.
 
-``table`` prints the figures of ``docs/background/privacy-accounting.md``; ``plan`` answers "how much noise, how many
+``table`` prints the figures of ``docs/background/privacy.md``; ``plan`` answers "how much noise, how many
 rounds".
 """
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m fedcomp.privacy", description="What releases cost, and how much noise a budget needs."
     )
     commands = parser.add_subparsers(dest="command", metavar="command")
-    commands.add_parser("table", help="print the figures of docs/background/privacy-accounting.md (default)")
+    commands.add_parser("table", help="print the figures of docs/background/privacy.md (default)")
     plan = commands.add_parser("plan", help="how much noise for how many rounds")
     plan.add_argument("--epsilon", type=float, help="budget; or give --noise-multiplier to learn what it costs")
     plan.add_argument("--delta", type=float, default=DELTA, help="default %(default)g")
