@@ -106,7 +106,7 @@ def measured(msg: Message, context: Context) -> Objective:
     _, model = job.model(task, msg)
     data, size = task.client(job.partition, job.clients), _integer(job.config, "batch_size", 0)
     if not len(data):
-        raise EmptyPartition(f"partition {job.partition} holds no example of which a loss could be measured")
+        raise EmptyPartition(f"partition {job.partition} holds no example to measure a loss on")
     # As training does: how many threads add something up must not change its bits, and small models gain nothing.
     with single_thread():
         x, y = next(data.batches(batch_size=size, key=job.key("batches"))) if size else data.tensors
@@ -187,7 +187,7 @@ def _graph(task: Task) -> GraphTask:
 
     if not isinstance(task, GraphTask):
         raise ConfigError(
-            f"task {task.name!r} has no graph whose rows clients could exchange; use one such as 'digits-graph'"
+            f"task {task.name!r} has no graph, so clients have no rows to exchange; use one such as 'digits-graph'"
         )
     return task
 
@@ -285,7 +285,7 @@ class NodeJob:
         if self.guarded and not noised:
             raise ConfigError(
                 f"this node has a privacy budget of its own ({OWN_BUDGET} in its node configuration): it trains with "
-                "noise (record-dp), and does nothing else with its records"
+                "noise (record-dp), and uses its records for nothing else"
             )
         from fedcomp.tasks import get_task  # torch: a node that only answers a roll call does without
 

@@ -64,13 +64,13 @@ def client(app: ClientApp, *halves: ClientHalf, only: Iterable[str | ClientHalf]
     if not isinstance(app, ClientApp | WrappedApp):
         raise ConfigError(f"app={app!r} is not valid: a ClientApp")
     if isinstance(app, WrappedApp):
-        raise ConfigError("this app came out of client() already; name all halves in one call")
+        raise ConfigError("client() already made this app; pass all halves in one call")
     for mod in mods_of(app):
         # The functions as well: a half may be listed without its parentheses.
         if isinstance(mod, ClientHalf) or mod is compression or mod in HALVES.values():
             name = getattr(mod, "name", None) or getattr(mod, "__name__", "?")
             raise ConfigError(
-                f"{name} is among the app's own mods, inside of everything client() adds; take it out of "
+                f"{name} is among the app's own mods, which run inside those that client() adds; remove it from "
                 "ClientApp(mods=[...])"
             )
     chosen = _chosen(halves, only)
@@ -100,7 +100,7 @@ def _chosen(halves: Iterable[ClientHalf], only: Iterable[str | ClientHalf] | Non
     rest = [name for name in HALVES if name not in named] if only is None else only
     for half in [*own, *map(_half, rest)]:
         if half.name in chosen:
-            raise ConfigError(f"{half.name} stands twice among the halves of one app; leave one out")
+            raise ConfigError(f"{half.name} is given twice; leave one out")
         chosen[half.name] = half
     return chosen
 
@@ -110,13 +110,13 @@ def _half(named: str | ClientHalf) -> ClientHalf:
         return named
     if not isinstance(named, str):
         if not callable(named):
-            raise ConfigError(f"{named!r} is not the half of a client; expected one of {', '.join(HALVES)}")
+            raise ConfigError(f"{named!r} is not a client half; expected one of {', '.join(HALVES)}")
         name = getattr(named, "__name__", type(named).__name__)
-        raise ConfigError(f"{name} is not the half of a client; write {name}(), or its name in quotes")
+        raise ConfigError(f"{name} is not a client half; write {name}(), or its name in quotes")
     if named not in HALVES:
         close = difflib.get_close_matches(named, HALVES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(HALVES)}"
-        raise ConfigError(f"no half of a client is called {named!r}; {hint}")
+        raise ConfigError(f"there is no client half called {named!r}; {hint}")
     return HALVES[named]()
 
 
@@ -140,4 +140,4 @@ def in_order(halves: Mapping[str, ClientHalf]) -> list[ClientHalf]:
         return [halves[name] for name in sorter.static_order()]
     except CycleError as error:
         circle = " outside of ".join(error.args[1])
-        raise ConfigError(f"no order of these halves is right: {circle}; correct what they declare") from error
+        raise ConfigError(f"these halves cannot be ordered: {circle}; correct their declarations") from error

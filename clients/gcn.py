@@ -148,7 +148,7 @@ def _loaded() -> tuple[_Owner, Steps]:
     """Return the node of the message, and the steps that the system has loaded."""
     owner = _OWNER.get()
     if owner is None or owner.steps is None:
-        raise PayloadError("the message says of no steps on the graph what they are")
+        raise PayloadError("the message does not say which graph steps to run")
     return owner, owner.steps
 
 
@@ -180,8 +180,8 @@ def _train(learner_of: LearnerOf, msg: Message, context: Context) -> Message:
     watch = _Watch() if steps.measures else None
     if watch is not None and "visit" not in takes and len(steps.plans[0].layers) > 1:
         log.warning(
-            "%s.forward takes no 'visit': norms of hidden layers stay unknown, and columns count there as if they had "
-            "never been seen",
+            "%s.forward takes no 'visit': norms of hidden layers stay unknown, and their columns are treated as "
+            "never seen",
             type(model).__name__,
         )
     total, seen = 0.0, 0

@@ -115,7 +115,7 @@ class _Node:
         gradient = local.gradient(z, key)
         if local.untrained and key.round <= 1:
             # Once a run, and not in every iteration: parts may be frozen on purpose.
-            log.warning("node %d has no gradient of %s: these stay as they are", me.node, local.untrained[:5])
+            log.warning("node %d has no gradient of %s: they are not changed", me.node, local.untrained[:5])
         return Learnt(gradient, local.change(), local.at_home())
 
     def evaluate(self, me: Me, z: Real, own: Arrays) -> Mapping[str, float]:

@@ -80,7 +80,7 @@ class ClientHalf:
         """
         if self.mod is None or not self.drop_in:
             raise ConfigError(
-                f"{self.name} cannot stand in ClientApp(mods=[...]), where nothing checks its order; use "
+                f"{self.name} cannot be used in ClientApp(mods=[...]), which does not check its order; use "
                 "fedcomp.client(app)"
             )
         mod = self.mod

@@ -131,7 +131,7 @@ class Links:
             if peer is None or not peer.address:
                 self.failed.setdefault(post.to, "it has no listener")
             elif (rest := self._resting.get(str(post.to))) and rest[0] > self.number and rest[1] == peer.address:
-                self.failed.setdefault(post.to, f"its link failed, and is not tried before round {rest[0]}")
+                self.failed.setdefault(post.to, f"its link failed, and is not retried before round {rest[0]}")
             if parcel is not None and post.to not in self.failed and peer is not None:
                 parcels.append((peer.address, parcel))
             by_post.append((post, letter, parcel))
@@ -218,7 +218,7 @@ class Links:
             letter = self._letter(parcel) if parcel.source == post.source else None
             if letter is not None and Reference.of(reference.number, letter) == reference:
                 return post._replace(data=letter.data)
-        log.warning("node %d: a post of node %d is not in its store", self.node, post.source)
+        log.warning("node %d: a message of node %d is not in its store", self.node, post.source)
         return post
 
     def _parcels(self, number: int) -> list[Parcel]:

@@ -58,7 +58,7 @@ MODEL: Final = "fedcomp.replica.model"
 _ROW: Final = 4096
 """Bytes in a row of words that are summed column by column."""
 
-NOT_WAITING: Final = "no update waits here: this node did not train in this round, or its state was lost"
+NOT_WAITING: Final = "this node has no update: it did not train in this round, or its state was lost"
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class Memory:
         if again:
             found.what = "repeated"
         elif head.consumed == 0 and held.node != _id_of(context):
-            log.warning("this node came back under another id: %s", UNSETTLED)
+            log.warning("this node returned under another id: %s", UNSETTLED)
             found.unsettled = True
         else:
             # By the options that made the frame: the server may announce others by now.
@@ -501,7 +501,7 @@ def _size(record: Any) -> int:
 def _require_room(system: System, size: int) -> None:
     if size > MOST_BYTES:
         raise ConfigError(
-            f"{system!r} would remember {size:,} bytes on this node, its last reply among them, and a node's state has "
+            f"{system!r} would keep {size:,} bytes on this node, its last reply included, and a node's state holds "
             f"{MOST_BYTES:,} at most; use memory='float16' where the codec has it, or a codec without memory, EDEN() "
             "or QSGD()"
         )

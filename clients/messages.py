@@ -26,8 +26,8 @@ from fedcomp.wire import Bf16
 T = TypeVar("T")
 
 NOT_WITHOUT_NOISE = (
-    "the codec asked for privatises updates, and this client cannot or may not use it; it sends nothing without that "
-    "noise. Use the same release on both sides, and accept its codecs"
+    "the server asks for a codec that privatises updates, and this client cannot or may not use it; it sends nothing "
+    "without that noise. Use the same release on both sides, and accept its codecs"
 )
 """Why a client does not answer densely, as it does where a codec only compresses."""
 

@@ -196,12 +196,12 @@ def kept_note(names: list[str], followed: Followed) -> str:
     """Return what a report says of tensors that were found to be kept, and what to do."""
     if len(followed.kept) == len(followed.evidence):
         return (
-            "no tensor of this node's replies depends on what it was sent, so nothing is learnt together: train the "
-            "model that is in the message"
+            "no tensor of this node's replies depends on the model it received, so nothing is learnt together: train "
+            "the model in the message"
         )
     return (
-        f"this node keeps {shorten(', '.join(names))} to itself: what it returns does not depend on what it was sent. "
-        "Error feedback leaves that out from now on; do not send it, or send it exactly (policy=)"
+        f"this node does not train {shorten(', '.join(names))} from the model it receives. Error feedback skips "
+        "these tensors from now on; do not send them, or send them exactly (policy=)"
     )
 
 

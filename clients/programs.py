@@ -164,14 +164,14 @@ def handle(
     downlink, why_not = made(head.downlink, get_codec, agreed)
     exposed = "" if system is None or visible else _exposes(system)
     if exposed:
-        system, why = None, f"this client has not agreed to show the server {exposed}, as {system!r} does"
+        system, why = None, f"{system!r} shows the server {exposed}, and this client has not agreed to that"
     # By way of other clients it is still its system's.
     noised = isinstance(getattr(system, "inner", system), Local)
     if asks_for_noise(head.system) and not noised:
         # What was sent from this node is counted for messages of local privacy, which such a one would pass by.
         return refusal(msg, f"{NOT_WITHOUT_NOISE} ({why or f'the system is {Local.ID!r}'})")
     if shared_only(head.system):
-        return refusal(msg, "updates that get their noise on the way into a sum are not sent without one")
+        return refusal(msg, "updates that get their noise in a sum are not sent outside one")
     # Noise on the update does not help where something else leaves beside it.
     private = wants_private(msg.content) or noised
     exchange = _Exchange(msg, context, call_next, head, system, downlink, (why, why_not), private, first_model)
@@ -222,9 +222,9 @@ class _Exchange:
         if kind == "evaluate" or (kind == "train" and self.refused[0]):
             return self._app_alone()
         if system is None:
-            return refusal(msg, self.refused[0] or "the message says of no system what it asks for")
+            return refusal(msg, self.refused[0] or "the message does not name the system that it is for")
         if not head.sequence:
-            raise SchemaError("an ask that is to be answered has no number", "sequence")
+            raise SchemaError("a request without a sequence number", "sequence")
         try:
             content = answered(context, head)
         except StaleMessage as error:
@@ -254,7 +254,7 @@ class _Exchange:
         layout = laid or Layout.of(before, policy_from_config(head.policy), cast_floats=head.cast)
         memory = Memory.begin(context, head, system, layout, self._asked(system, before))
         if memory.what == "repeated":
-            log.info("round %d: answered before the server was restarted, and answered so again", head.number)
+            log.info("round %d: answered before the server restarted; the same answer is sent again", head.number)
             return Message(memory.repeat(context, head, version, self._store(record, version)), reply_to=msg)
         return self._answered(system, memory, _Training(self, record, version, before, system, memory))
 
@@ -298,7 +298,7 @@ class _Exchange:
 
         def pack(answer: Answer) -> bytes:
             if answer.say is not None or training is None:
-                raise StateError("words and answers without training are of an exchange, and travel in no other way")
+                raise StateError("requests and answers without training belong to an exchange")
             out, fields, framed = self._content(training, answer)
             fields["generation"] = memory.generation
             asks.put(out, AnswerHead(number, head.sequence, **fields), None, framed)
@@ -564,12 +564,14 @@ class _Exchange:
             if made is None:
                 return codec
             if self.system is None:
-                raise StateError(f"step {step.version} is of a system this client does not use: {self.refused[0]}")
+                raise StateError(
+                    f"step {step.version} belongs to a system that this client does not use: {self.refused[0]}"
+                )
             blobs = {}
             for name, wanted in made.blobs.items():
                 data = self._blob(wanted, brought.get(wanted))
                 if data is None:
-                    raise StateError(f"this node lacks the {name} by which step {step.version} is read")
+                    raise StateError(f"this node lacks the {name} needed to read step {step.version}")
                 blobs[name] = data
             derived = self.system.after(step.frame, blobs, made.number, self.head.seed, layout)
             self.blobs |= {digest_of(data): data for data in derived.values()}
@@ -643,7 +645,9 @@ class _Training:
         if isinstance(value, bool) or not isinstance(value, int | float):
             # The value itself is only logged here: the server may be meant to learn of sums alone.
             log.warning("metric %r is %r: it cannot weigh an update", metric, value)
-            raise ConfigError(f"metric {metric!r} is no number in one MetricRecord, as the weight of an update must be")
+            raise ConfigError(
+                f"metric {metric!r} must be a number in exactly one MetricRecord: it is the weight of the update"
+            )
         return float(value)
 
     def stand_in(self, app: Brought) -> None:

@@ -117,7 +117,7 @@ class StoredEdge(Edge):
     def deploy(self, arrays: Arrays, measure: Measure) -> int:
         """Deploy a model, see :meth:`fedcomp.drift.edge.Deployments.deploy`, and leave it in the folder."""
         if not self._deploys:
-            raise ConfigError("this StoredEdge serves what others deploy; give it deployments=Deployments(model)")
+            raise ConfigError("this StoredEdge serves models that others deploy; pass deployments=Deployments(model)")
         self.refresh()
         version = super().deploy(arrays, measure)
         held = {"model": dict(arrays), **self.deployments.made_from(), "state": self.deployments.state_dict()}
@@ -363,7 +363,7 @@ class SensorServer:
             if isinstance(self.edge, StoredEdge):
                 self.edge.refresh()
         except (OSError, FedcompError) as error:
-            log.warning("the deployed model cannot be read, sensors keep theirs: %s", error)
+            log.warning("the deployed model cannot be read; sensors keep the one they have: %s", error)
             return
         for number, link in list(self.links.items()):
             try:
@@ -380,9 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fedcomp.clients.sensors", description="Talk to a node's sensors.")
     parser.add_argument("--listen", required=True, metavar="ADDRESS", help="unix:/path or tcp://host:port")
     parser.add_argument("--folder", required=True, type=Path, metavar="DIR", help="shared with the node's app")
-    parser.add_argument(
-        "--most", type=int, default=64, metavar="N", help="windows that are kept (default: %(default)s)"
-    )
+    parser.add_argument("--most", type=int, default=64, metavar="N", help="windows to keep (default: %(default)s)")
     args = parser.parse_args(argv)
     try:
         server = SensorServer(StoredEdge(args.folder, most=params.integer("most", args.most, low=1)), args.listen)

@@ -103,8 +103,8 @@ def averaging_system(
     def build(settings: Settings, seed: int) -> Averaging:
         if settings["inner"] != "fedavg":
             raise ConfigError(
-                f"inner={settings['inner']!r} does not fit: {strategy.__name__} averages by itself; use server_lr, or "
-                "a system of the drop-in pair"
+                f"inner={settings['inner']!r} does not fit: {strategy.__name__} does its own averaging; use "
+                "server_lr, or a system of the drop-in pair"
             )
         # As for inner strategies, the server draws cohorts.
         evaluated = 1.0 if settings["fraction_evaluate"] else 0.0

@@ -42,8 +42,8 @@ class LayerByLayer(Server):
             raise ConfigError(f"inner is {inner!r}; expected Compressed(strategy, codec), whose frames are divided")
         if find_private(inner.inner) is not None or promises(inner.inner):
             raise ConfigError(
-                f"{type(inner.inner).__name__} keeps a promise of privacy, for which whole updates are bounded and "
-                "noised; this strategy asks for parts of them"
+                f"{type(inner.inner).__name__} promises privacy by clipping and noising whole updates, but this "
+                "strategy asks for parts of them"
             )
         if inner.first_model_at_nodes:
             raise ConfigError("first_model_at_nodes=True does not fit: this strategy sends the first model whole")

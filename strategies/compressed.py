@@ -292,11 +292,11 @@ def remembering(codec: Codec, feedback: bool | None) -> Codec:
             f"{codec!r} needs {codec.phases} exchanges per round; Flower's hooks offer one. Use its own strategy"
         )
     if isinstance(codec, Replay):
-        raise ConfigError(f"{codec!r} is for the way down, not for what clients send; use downlink={codec!r}")
+        raise ConfigError(f"{codec!r} is a downlink codec, not one for client updates; use downlink={codec!r}")
     if feedback is not None:
         params.boolean("feedback", feedback)
     if feedback and codec.lossless:
-        raise ConfigError(f"{codec!r} leaves nothing out, so nothing is to be remembered; leave feedback=True out")
+        raise ConfigError(f"{codec!r} drops nothing, so there is nothing to remember; leave feedback=True out")
     # Unbiased errors average out over rounds and clients; a vote has no error that could be sent later.
     needless = codec.lossless or codec.unbiased or codec.remembers or codec.votes
     wanted = not needless if feedback is None else feedback

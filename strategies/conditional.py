@@ -24,10 +24,7 @@ from fedcomp.strategies.system import System, settings_of
 from fedcomp.strategies.wrapping import require_inner
 from fedcomp.systems.conditional import ConditionalRounds
 
-PRIVATE_REASON: Final = (
-    "whether a node answers would follow from its data, and that is not part of what a private round releases and pays "
-    "for"
-)
+PRIVATE_REASON: Final = "whether a node answers would depend on its data, and a private round does not account for that"
 """Why private rounds are not conditional."""
 
 
@@ -98,13 +95,13 @@ class Conditional(Server):
             )
         require_inner(inner, "Conditional")
         if find_private(inner) is not None or promises(inner):
-            raise ConfigError(f"{type(inner).__name__} keeps a promise of privacy: {PRIVATE_REASON}")
+            raise ConfigError(f"{type(inner).__name__} promises privacy: {PRIVATE_REASON}")
         # Whole models in the format's frames.
         pair = inner if isinstance(inner, Compressed) else Compressed(inner, Identity())
         if pair.first_model_at_nodes:
             raise ConfigError("Conditional sends the first model itself: leave first_model_at_nodes=True out")
         if privatised(pair.codec) is not None:
-            raise ConfigError(f"{pair.codec!r} keeps a promise of privacy: {PRIVATE_REASON}")
+            raise ConfigError(f"{pair.codec!r} promises privacy: {PRIVATE_REASON}")
         super().__init__(ConditionalRounds(pair.codec, max_skip, query), pair.inner, **pair.surroundings)
 
     def _take(self, x: Running, now: Now, step: Step | None) -> Outcome:

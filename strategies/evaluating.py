@@ -136,7 +136,7 @@ class Evaluating(ExchangeStrategy, Stateful):
         report.payload_bytes = sum(payload_bytes(reply) for _, reply in kept)
         if names := sorted({name for _, reply in kept for name in reply.content.array_records}):
             report.notes.append(
-                f"replies to evaluation hold the ArrayRecords {shorten(str(names))}, which nobody reads: "
+                f"replies to evaluation hold the ArrayRecords {shorten(str(names))}, which no code reads: "
                 f"{report.payload_bytes:,} bytes that are in no ratio of training replies"
             )
         self._log.warn(report)

@@ -96,8 +96,8 @@ class ForwardGradients(Server):
     ) -> None:
         if find_private(inner) is not None or promises(inner):
             raise ConfigError(
-                f"{type(inner).__name__} keeps a promise of privacy, for which updates are bounded and noised; slopes "
-                "are neither. Use a codec without forward gradients"
+                f"{type(inner).__name__} promises privacy by clipping and noising updates, but slopes are neither "
+                "clipped nor noised. Use a codec without forward gradients"
             )
         system = Forward(directions, lr, lr_scale, scope, shared, clip, replay, most_signs)
         self.codec = system.codec

@@ -103,7 +103,7 @@ def _outliers(what: str, times: float, figures: Mapping[int, float], past: Seque
     if divided and not known:
         return {
             node: f"the {what} is {value:.4g}, and half of the round's {len(ordered)} replies are at {high:.4g} and "
-            f"more, half at {low:.4g} and less: nobody can tell which is right, and no earlier round does"
+            f"more, half at {low:.4g} and less: it is unclear which half is right, and no earlier round decides it"
             for node, value in figures.items()
         }
     # A single reply without a past has nothing to be compared with.

@@ -162,7 +162,7 @@ class Inbox:
 
     def kept(self, report: Report) -> None:
         """Report that the inner strategy made no model."""
-        report.notes.append(f"{type(self._inner).__name__} made no model of the replies; the model is kept")
+        report.notes.append(f"{type(self._inner).__name__} returned no model for these replies; the model is kept")
 
 
 class SecretInbox(Inbox):

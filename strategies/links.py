@@ -197,9 +197,9 @@ def unpacked(x: Running, read: Reads, node: int, data: bytes) -> Answer:
     content = open_content(data)
     head = asks.find_answer(content)
     if head is None or not head.record:
-        raise Rejected("what came of it another way is no reply of an app that has trained")
+        raise Rejected("the copy that arrived by another route is not a reply of an app that trained")
     if head.partition_id != node:
-        raise Rejected(f"what came of it another way is the reply of partition {head.partition_id}")
+        raise Rejected(f"the copy that arrived by another route is the reply of partition {head.partition_id}")
     frames, exact = asks.data_in(content, FRAME), asks.data_in(content, EXACT).get("")
     trained = read(x, head, Message(content, reply_to=x.base[node]), exact)
     x.credit(node, head.sequence, head.generation)

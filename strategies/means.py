@@ -194,7 +194,7 @@ def not_held(layout: Layout, before: Vector, step: Vector, after: Vector) -> str
     if not names:
         return ""
     return (
-        f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}: every node keeps the model as float32 here, which "
-        "cannot hold steps so small of values so large, and they are lost; Compressed keeps float64 models as they "
-        "are, and so does a policy that returns 'exact' for these tensors"
+        f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}: every node keeps the model as float32 here, and "
+        "float32 loses such small steps of such large values; Compressed keeps float64 models as they are, and so "
+        "does a policy that returns 'exact' for these tensors"
     )

@@ -228,17 +228,17 @@ class Overlapping(ExchangeStrategy, Stateful):
         if not isinstance(inner, Server):
             require_inner(inner, name)
         if own_loop(inner.inner if isinstance(inner, Server) else inner):
-            raise ConfigError(f"{type(inner).__name__} runs a loop of its own, which {name} would pass by")
+            raise ConfigError(f"{type(inner).__name__} runs its own loop, which {name} would bypass")
         ruled = isinstance(inner, Server) and not issubclass(inner._rule.kind, Mean | Single)
         if ruled or find_private(inner) is not None or promises(inner):
             raise ConfigError(
-                f"{type(inner).__name__} keeps a promise of privacy, which is not shown for overlapping rounds; run it "
+                f"{type(inner).__name__} promises privacy, and the promise does not cover overlapping rounds; run it "
                 f"without {name}"
             )
         if isinstance(inner, Server) and (inner.system.KEEPS or inner.system.KEYS or inner.system.LOST == "again"):
             raise ConfigError(
-                f"{inner._name} keeps something from round to round ({inner.system!r}), of which rounds in flight know "
-                f"nothing; run it without {name}"
+                f"{inner._name} keeps something from round to round ({inner.system!r}), and rounds in flight do not "
+                f"see it; run it without {name}"
             )
         self.inner = inner if isinstance(inner, Server) else Compressed(inner, Identity())
         # A step is made on another model than the one that clients trained from: of no float the mean is a step.
@@ -527,8 +527,8 @@ class PipelinedStrategy(Overlapping):
         there = len(self._turn(server_round, grid))
         if there < (least := getattr(self.inner.inner, "min_available_nodes", 0)):
             log.warning(
-                "round %d: %d nodes are online whose turn it is, and %s waits for %d; with width=%d as many have to be "
-                "in every cohort: start more nodes, or lower its min_available_nodes",
+                "round %d: %d available nodes are online, but %s waits for %d; with width=%d every cohort needs that "
+                "many: start more nodes, or lower its min_available_nodes",
                 server_round,
                 there,
                 type(self.inner.inner).__name__,
@@ -664,12 +664,12 @@ class Buffered(Overlapping):
         self._draws = 0
         if self.inner.system.several:
             raise ConfigError(
-                f"{self.inner._name} asks several times in a round ({self.inner.system!r}), which a buffer has no "
-                "place for; use PipelinedStrategy"
+                f"{self.inner._name} asks several times in a round ({self.inner.system!r}), which a buffer does not "
+                "support; use PipelinedStrategy"
             )
         if voting := [codec for codec in self.inner.system.codecs if codec.votes]:
             raise ConfigError(
-                f"{voting[0]!r} sends votes, which cannot count less for their age; use a codec without votes, or "
+                f"{voting[0]!r} sends votes, which cannot be weighted by age; use a codec without votes, or "
                 "PipelinedStrategy"
             )
 
@@ -712,7 +712,7 @@ class Buffered(Overlapping):
                 filled |= {each.node: (flight, each, None) for each in unsent}
             self.flights = [each for each in self.flights if each.waiting]
             if not self.flights:
-                notes.append(short.format(updates, self.buffer, "no other client is there to be asked"))
+                notes.append(short.format(updates, self.buffer, "no other client is available"))
                 break
             # One is enough, as another client is asked in its place at once; all that are there are taken.
             until = min(each.deadline for each in self.flights)
@@ -734,7 +734,7 @@ class Buffered(Overlapping):
     ) -> Exchanges[Outcome]:
         """Say what is left under way when the run ends."""
         if last and (left := sum(len(each.waiting) for each in self.flights)):
-            log.info("%d updates were under way when the run ended; nobody waits for them", left)
+            log.info("%d updates were under way when the run ended; they are dropped", left)
         return None, None
         # Never reached: it makes this function a generator.
         yield Send([])
@@ -812,4 +812,4 @@ class Buffered(Overlapping):
         except StopIteration as end:
             came = {address: ages[address] for address, (_, _, reply) in filled.items() if reply is not None}
             return self._step(x, seen, end.value, came, grid)
-        raise AssertionError(f"{server.system!r} asks twice, and says that it does not")
+        raise AssertionError(f"{server.system!r} asks twice, although it declares one exchange")

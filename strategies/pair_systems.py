@@ -60,7 +60,7 @@ SYSTEMS: Final = (
         "fedavg",
         "FedAvg",
         "McMahan et al. 2017, Communication-efficient learning of deep networks from decentralized data",
-        "the whole model as plain float32 tensors; nothing of fedcomp is in the way",
+        "the whole model as plain float32 tensors; without fedcomp",
         _plain,
     ),
     _pair(

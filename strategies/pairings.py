@@ -29,8 +29,9 @@ def _warn_of_adagrad(rule: Strategy, codec: Codec) -> None:
     """Warn of steps that are divided by what arrived so far: where little arrived they are as long as the first one."""
     if isinstance(rule, FedAdagrad) and codec.sparse(_LARGE):
         log.warning(
-            "%s divides a coordinate's step by all that arrived of it so far; of %r most coordinates hear seldom, and "
-            "their steps stay as long as the first one: training may collapse within a few rounds. Use EDEN() or "
+            "%s divides a coordinate's step by what has arrived for it so far; with %r most coordinates are updated "
+            "seldom, so their steps stay as long as the first one: training may collapse within a few rounds. Use "
+            "EDEN() or "
             "QSGD(levels=7), or FedAdam",
             type(rule).__name__,
             codec,
@@ -48,9 +49,9 @@ def _warn_of_momentum(rule: Strategy, codec: Codec) -> None:
     # The attribute is FedAvgM's, whose 0 means plain averaging.
     doubled = has_moments(rule) or bool(getattr(rule, "server_momentum", None))
     log.warning(
-        "%r makes what clients send up to %g times as long in the long run. That is momentum for clients that make one "
-        "step of plain SGD a round; with several steps a round, or momentum of the clients' own, it comes on top: tune "
-        "the clients' step size with it, or leave momentum out%s",
+        "%r makes what clients send up to %g times as long in the long run. This acts as momentum for clients that "
+        "make one step of plain SGD a round; with several steps a round, or with momentum on the clients, it adds to "
+        "theirs: tune the clients' step size with it, or leave momentum out%s",
         codec,
         round(codec.gain, 1),
         f". {type(rule).__name__} has momentum, too: use FedAvg" if doubled else "",
@@ -68,7 +69,7 @@ def _warn_of_own_coordinates(rule: Strategy, codec: Codec) -> None:
     if adds_to_mean(rule) or not codec.sparse(_LARGE) or codec.common_support(_LARGE, Key(0)) is not None:
         return
     log.warning(
-        "%s looks at single replies, and with %r each client lists coordinates of its own: most replies are zero at "
+        "%s looks at single replies, but with %r each client chooses its own coordinates: most replies are zero at "
         "most coordinates, and what the rule discards is lost. Use RandomK or RandomBlock, whose coordinates all "
         "clients share, a codec that sends all of them (QSGD, ScaledSign), or a weighted mean (%s)",
         type(rule).__name__,

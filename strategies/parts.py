@@ -192,5 +192,5 @@ def around(strategy: Strategy, settings: Settings, seed: int) -> Strategy:
     idle = [prefix for prefix in (CODEC_PREFIX, FEEDBACK_PREFIX, DOWNLINK_PREFIX) if below(settings, prefix)]
     idle += [key for key in ("feedback", "downlink") if settings[key]]
     if idle:
-        raise ConfigError(f"settings {idle} need a codec around which they stand; set codec, for instance codec=qsgd")
+        raise ConfigError(f"settings {idle} need a codec; set codec, for instance codec=qsgd")
     return strategy

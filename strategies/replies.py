@@ -42,7 +42,7 @@ that it failed: it is there, and its memory may be as it was before."""
 
 
 NOT_FINITE: Final = (
-    "the aggregate is not finite: some update was too large to be added, or the server's own step divides by zero; the "
+    "the aggregate is not finite: an update was too large to add, or the server's own step divides by zero; the "
     "model is kept"
 )
 """What a report says of a mean of finite updates that cannot be a model."""
@@ -177,8 +177,8 @@ def agreeing(
         else:
             report.refuse(
                 node_of(item),
-                f"{len(first)} forms of records and metrics are equally frequent ({most} replies each), and none was "
-                f"usual before: nobody can tell which is right. This reply's: {form}",
+                f"{len(first)} forms of records and metrics are equally frequent ({most} replies each), and no "
+                f"earlier round decides which is right. This reply's form: {form}",
             )
     return kept
 

@@ -87,7 +87,9 @@ class RoundLog:
             finally:
                 os.close(file)
         except OSError as error:
-            log.warning("%s, round %d: its end is not in %s: %s", self._name, report.round, path, error)
+            log.warning(
+                "%s, round %d: cannot write the end of the round to %s: %s", self._name, report.round, path, error
+            )
 
     def warn(self, report: Report) -> None:
         """Log what was refused in a round, training or evaluation, and why, and its notes."""

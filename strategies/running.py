@@ -32,7 +32,7 @@ T = TypeVar("T")
 Pushes = Generator[Iterable[Message], list[Message], T]
 """Exchanges one after the other: messages, perhaps with how long they are waited for, and their replies."""
 
-ALL_WEIGHTLESS: Final = "weight 0, as all others of the round: nothing to average"
+ALL_WEIGHTLESS: Final = "weight 0, like all others of the round: nothing to average"
 
 
 class Needs(Protocol):
@@ -270,7 +270,7 @@ class Running:
             Where that was in no exchange of this round, or of a node that does not take part in it.
         """
         if sequence <= self.began or node not in self.addresses:
-            raise AnswerError(f"what node {node} sent under number {sequence} is of no exchange of this round")
+            raise AnswerError(f"what node {node} sent under number {sequence} belongs to no exchange of this round")
         self.sent[node] = sequence, generation
 
     def refuse(self, node: int, reason: str, reply: Message | None = None) -> None:

@@ -188,16 +188,16 @@ class Server(Evaluating):
         self.cast = self._inbox.casts or not system.whole
         if self.downlink is not None and system.makes_steps and self.downlink.lossless:
             raise ConfigError(
-                f"downlink={self.downlink!r} sends models, and {self._name} makes steps, which are changes"
+                f"downlink={self.downlink!r} sends models, but {self._name} makes steps (changes of the model)"
             )
         self.first_model_at_nodes = checked("first_model_at_nodes", first_model_at_nodes, Flag())
         if first_model_at_nodes and self.downlink is None:
             raise ConfigError(
-                "first_model_at_nodes without a downlink: models travel whole in every round. Name a downlink, "
-                "Identity() for models without loss, and give the clients compression(first_model=...)"
+                "first_model_at_nodes needs a downlink: without one, whole models are sent in every round. Set a "
+                "downlink (Identity() for models without loss), and give the clients compression(first_model=...)"
             )
         if system.makes_steps and self.downlink is not None and not returns_mean(self.inner):
-            log.info("%s: what %s makes goes down as the whole model", self._name, type(self.inner).__name__)
+            log.info("%s: what %s makes is sent as the whole model", self._name, type(self.inner).__name__)
         self._begin()
 
     def _begin(self) -> None:
@@ -234,7 +234,7 @@ class Server(Evaluating):
         """Refuse an inner strategy that needs of updates what the system has not."""
         if not issubclass(rule.kind, self.system.RULES):
             raise ConfigError(
-                f"{self._name} has no single updates, which {type(self.inner).__name__} looks at; use one of "
+                f"{self._name} shows no single updates, but {type(self.inner).__name__} looks at them; use one of "
                 f"{', '.join(MEANS)}"
             )
 
@@ -463,7 +463,7 @@ class Server(Evaluating):
 
     def _refuse_lacking(self, x: Running, nodes: Iterable[int]) -> None:
         for node in nodes:
-            x.refuse(node, "lacks, as it says, the very blobs that it was sent")
+            x.refuse(node, "says that it lacks the blobs that this message holds")
 
     def _message(self, x: Running, now: Now, ask: Ask, sequence: int) -> SentMessage:
         """Return an ask as a message."""
@@ -554,7 +554,7 @@ class Server(Evaluating):
             reason = f"error {reply.error.code}: {reply.error.reason}"
             if RESYNC in reason:
                 peer.forget()
-            hint = "; its app answers nothing of this project: wrap it with fedcomp.client(app)"
+            hint = "; its app does not answer fedcomp's messages: wrap it with fedcomp.client(app)"
             raise Rejected(reason + hint if NO_HANDLER in reason else reason)
         head = asks.find_answer(content)
         said = head is not None and (head.record or head.lacks or head.say or head.bare)
@@ -582,7 +582,7 @@ class Server(Evaluating):
         # Who is asked to train may have nothing to do, and says so; then it has nothing to send either.
         has_trained = ask.kind == "train" and bool(head.record)
         if frames and ask.model and not (has_trained or head.bare) and head.partition_id not in x.trained:
-            raise Rejected(f"sends {shorten(str(sorted(frames)))}, and its app has not trained")
+            raise Rejected(f"sends {shorten(str(sorted(frames)))}, but its app has not trained")
         posts = asks.posts_in(content, POST, head.partition_id)
         x.mailbox.require(posts, {*x.base, *self.roster.claims.values(), *x.mailbox.asked})
         if has_trained:
@@ -622,7 +622,7 @@ class Server(Evaluating):
             When it is none, or is not finite.
         """
         if not x.rule.takes_plain:
-            raise Rejected("an update that its client did not privatise; its app lacks the mod")
+            raise Rejected("its client did not privatise the update; its app lacks the mod")
         trained, update = self._inbox.dense(x, node, reply, sent.sequence, whole=self.system.whole)
         trained.unsupported = "" if head is None else head.unsupported
         x.trained[node] = trained
@@ -717,8 +717,8 @@ class Server(Evaluating):
         if unread := sorted(used[0].content.array_records) if used else ():
             report.notes.append(
                 f"replies hold the ArrayRecords {shorten(str(unread))} beside the model, which "
-                f"{type(self.inner).__name__} does not read: they were sent for nothing, "
-                "unless its train_metrics_aggr_fn, which is given them, uses them"
+                f"{type(self.inner).__name__} does not read: they use bandwidth for nothing, unless its "
+                "train_metrics_aggr_fn reads them"
             )
         changes: dict[str, NDArray[Any]] = {}
         if step.model is not None:
@@ -851,7 +851,7 @@ class Server(Evaluating):
             # Each holds a model; a loop that never aggregates would fill the memory.
             self._open.pop(former)[0].close()
             log.warning(
-                "round %d: %d later rounds were configured before it was aggregated: it is given up", former, MAX_OPEN
+                "round %d: %d later rounds were configured before it was aggregated; it is abandoned", former, MAX_OPEN
             )
         assert isinstance(messages, Iterable)
         return list(messages)
@@ -892,7 +892,7 @@ class Server(Evaluating):
         initial = kwargs.get("initial_arrays", args[1] if len(args) > 1 else None)
         if self._started and isinstance(initial, ArrayRecord):
             if self._ended is None or not same_model(initial, self._ended):
-                log.info("started again, with another model: what was remembered of the former training is dropped")
+                log.info("restarted with another model: the memory of the former training is dropped")
                 self._begin()
             self._started = False
         self._timeout = kwargs.get("timeout", args[3] if len(args) > 3 else 3600)
@@ -906,7 +906,7 @@ class Server(Evaluating):
         # Each exchange takes a number, so an unchanged one shows that none was made.
         if self.sequence == before:
             log.warning(
-                "%s.start called none of this strategy's hooks: if it made rounds, nothing in them was compressed",
+                "%s.start called none of this strategy's hooks: if it ran rounds, nothing in them was compressed",
                 type(self.inner).__name__,
             )
         self._ended = result.arrays

@@ -83,8 +83,8 @@ class UpdateRule(ABC):
         """
         if guard is not None and self.bounded:
             raise ConfigError(
-                f"{type(self.strategy).__name__} bounds every update by itself, and a guard would make one client's "
-                "part in the private sum depend on the others'; leave guard out"
+                f"{type(self.strategy).__name__} bounds every update itself, and a guard would make one client's "
+                "contribution to the private sum depend on the others; leave guard out"
             )
 
     def within(self, released: ReleasedLayout) -> None:  # noqa: B027

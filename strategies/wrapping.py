@@ -33,13 +33,13 @@ def require_inner(inner: object, outer: str) -> None:
         for found in held(inner):
             if isinstance(found, ExchangeStrategy) and not found.by_hooks:
                 raise ConfigError(
-                    f"{type(found).__name__} writes its rounds as exchanges of its own and has no hooks that "
-                    f"{outer} could stand around; run it by itself"
+                    f"{type(found).__name__} runs its own exchanges and has no hooks that {outer} could wrap; run it "
+                    "alone"
                 )
             if isinstance(found, FedXgbBagging | FedXgbCyclic):
                 raise ConfigError(
-                    f"{type(found).__name__} exchanges the bytes of boosted trees, which have no differences to "
-                    f"compress or add; run it without {outer}"
+                    f"{type(found).__name__} exchanges the bytes of boosted trees, which cannot be compressed or "
+                    f"added; run it without {outer}"
                 )
         return
     if isinstance(inner, type):
@@ -66,7 +66,7 @@ def require_uncompressed(inner: object) -> None:
     """
     if isinstance(inner, Strategy) and any(getattr(type(found), "by_hooks", False) for found in held(inner)):
         raise ConfigError(
-            f"{type(inner).__name__} compresses already, and frames are not compressed again; put one Compressed "
+            f"{type(inner).__name__} already compresses, and frames are not compressed again; put one Compressed "
             "around the strategy, with chain(...) for several steps and downlink= for the other direction"
         )
 

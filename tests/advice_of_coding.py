@@ -144,7 +144,7 @@ CODING = (
         ),
     ),
     row(
-        "means nothing to a gradient code; use losses=",
+        "has no effect in a gradient code; use losses=",
         lambda: CodedFedAvg(quiet(), construction="gradcode", symbols=3),
         lambda: CodedFedAvg(quiet(), construction="gradcode", losses=1),
     ),
@@ -154,7 +154,7 @@ CODING = (
         lambda: CodedFedAvg(quiet(), construction="gradcode", losses=1),
     ),
     row(
-        "of which a gradient code shows none; use one of {}",
+        "which a gradient code does not show; use one of {}",
         lambda: CodedFedAvg(quiet(FedMedian), construction="gradcode", losses=1),
         lambda: CodedFedAvg(quiet(FedAdam), construction="gradcode", losses=1),
     ),

@@ -339,7 +339,7 @@ def grown() -> bool:
 CLIENTS: tuple[Row, ...] = (
     row("use one such as 'digits-generator'", lambda: teachers("digits"), lambda: teachers("digits-generator")),
     row(
-        "has no graph whose rows clients could exchange; use one such as 'digits-graph'",
+        "has no graph, so clients have no rows to exchange; use one such as 'digits-graph'",
         lambda: generic.graph_part(*of_task("digits")),
         lambda: generic.graph_part(*of_task("digits-graph")).features.size > 0,
     ),
@@ -349,7 +349,7 @@ CLIENTS: tuple[Row, ...] = (
         lambda path: listening(path / "a", "left"),
         lambda path: listening(path / "a", "free") and listening(path / "b", "left", removed=True),
     ),
-    Row("give it deployments=Deployments(model)", deploys, lambda path: deploys(path, Deployments(START, window=20))),
+    Row("pass deployments=Deployments(model)", deploys, lambda path: deploys(path, Deployments(START, window=20))),
 )
 
 
@@ -460,9 +460,7 @@ STRATEGIES: tuple[Row, ...] = (
         lambda: piped(quiet(min_available_nodes=2), 3),
         lambda: piped(quiet(min_available_nodes=2), 4) and piped(quiet(min_available_nodes=1), 3),
     ),
-    row(
-        "which have no differences to compress or add; run it without {}", lambda: fc.Compressed(FedXgbCyclic()), grown
-    ),
+    row("which cannot be compressed or added; run it without {}", lambda: fc.Compressed(FedXgbCyclic()), grown),
 )
 
 

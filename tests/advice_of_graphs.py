@@ -315,7 +315,7 @@ RUNS = (
         lambda: check(spec(row_codec="binary-rice", noise=0.1)),
         lambda: learns(row_codec="dense-f32", noise=0.1) and learns(row_codec="binary-rice", noise=0.0),
     ),
-    row("and the sampler is to make {}; set layers={}", lambda: check(spec(layers=3)), lambda: learns(layers=2)),
+    row("and the sampler should make {}; set layers={}", lambda: check(spec(layers=3)), lambda: learns(layers=2)),
 )
 
 

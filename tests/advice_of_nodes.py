@@ -116,12 +116,12 @@ def replaced_node() -> bool:
 
 CLIENTS = (
     row(
-        "stands twice among the halves of one app; leave one out",
+        "is given twice; leave one out",
         lambda: fc.client(ClientApp(), only=["compression", "compression"]),
         lambda: fc.client(ClientApp(), only=["compression"]),
     ),
     row(
-        "this app came out of client() already; name all halves in one call",
+        "client() already made this app; pass all halves in one call",
         lambda: fc.client(fc.client(ClientApp()), only=["private"]),
         lambda: fc.client(ClientApp(), only=["compression", "private"]),
     ),
@@ -130,7 +130,7 @@ CLIENTS = (
         lambda: fc.client(ClientApp(), only=[fc.compression]),
         lambda: fc.client(ClientApp(), only=[fc.compression()]) and fc.client(ClientApp(), only=["compression"]),
     ),
-    row("take it out of ", lambda: fc.client(ClientApp(mods=[fc.compression()])), lambda: fc.client(ClientApp())),
+    row("remove it from ", lambda: fc.client(ClientApp(mods=[fc.compression()])), lambda: fc.client(ClientApp())),
     row(
         "does not work without {}; add it to only=[...]",
         lambda: fc.client(ClientApp(), only=[fc.votes_only(), "private"]),
@@ -151,7 +151,7 @@ COMMAND = (
         lambda path: ["--privacy-budget", "1.5", "--privacy-ledger", str(path / "spent")],
     ),
     option(
-        "--privacy-delta is of no use without --privacy-budget",
+        "--privacy-delta has no effect without --privacy-budget",
         ["--privacy-delta", "1e-5"],
         lambda path: ["--privacy-delta", "1e-5", "--privacy-budget", "1", "--state-dir", str(path)],
     ),
@@ -161,12 +161,12 @@ COMMAND = (
         lambda path: ["--state-dir", str(path / "ab")],
     ),
     option(
-        "--peer-announce and --peer-store are of no use without --peer",
+        "--peer-announce and --peer-store have no effect without --peer",
         ["--peer-announce", "a.b:9500"],
         ["--peer-announce", "a.b:9500", "--peer", "0.0.0.0:9500"],
     ),
     option(
-        "which others cannot dial; say where they can with --peer-announce",
+        "which others cannot reach; give an address they can reach with --peer-announce",
         ["--peer", "0.0.0.0:9500"],
         ["--peer", "0.0.0.0:9500", "--peer-announce", "a.b:9500"],
     ),
@@ -263,7 +263,7 @@ FLOWER = (
     ),
     Row("folder cannot be made: {}; name another one", below_a_file, lambda path: StateFolder(path / "other", 0)),
     row(
-        "checks its order; use ",
+        "check its order; use ",
         lambda: private()(None, None, None),
         lambda: fc.client(ClientApp(), only=[private()]),
     ),

@@ -41,7 +41,7 @@ def numbered() -> ArrayRecord:
 
 PAIR = (
     row(
-        "has no hooks that {} could stand around; run it by itself",
+        "has no hooks that {} could wrap; run it alone",
         lambda: fc.Compressed(fc.SharedSupport(fc.ScaleCom(0.1))),
         lambda: trains(fc.SharedSupport(fc.ScaleCom(0.1)), (fc.compression,)),
     ),
@@ -57,7 +57,7 @@ PAIR = (
         lambda: trains(fc.Compressed(quiet(), fc.chain(fc.Clip(1e6), fc.TopK(0.1)), downlink=fc.TopK(0.5))),
     ),
     row(
-        "judges single updates, of which a coded sum shows none; leave guard out",
+        "checks single updates, which a coded sum does not show; leave guard out",
         lambda: coded_sum(fc.Compressed(quiet(), INTEGERS, guard=fc.Norms())),
         lambda: same(coded_sum(fc.Compressed(quiet(), INTEGERS)), quiet(), halves=CODED),
     ),
@@ -67,22 +67,22 @@ PAIR = (
         lambda: trains(fc.SharedBasis(fc.PowerSGD(form="two-exchange")), (fc.compression,)),
     ),
     row(
-        "is for the way down, not for what clients send; use downlink={}",
+        "is a downlink codec, not one for client updates; use downlink={}",
         lambda: fc.Compressed(quiet(), fc.Replay(fc.RandomProjection(64))),
         lambda: trains(fc.Compressed(quiet(), fc.RandomProjection(64), downlink=fc.Replay(fc.RandomProjection(64)))),
     ),
     row(
-        "leaves nothing out, so nothing is to be remembered; leave feedback=True out",
+        "drops nothing, so there is nothing to remember; leave feedback=True out",
         lambda: fc.Compressed(quiet(), fc.Identity(), feedback=True),
         lambda: same(fc.Compressed(quiet(), fc.Identity()), quiet()),
     ),
     row(
-        "looks at single updates, of which a coded sum shows none; use one of {}",
+        "looks at single updates, which a coded sum does not show; use one of {}",
         lambda: coded_sum(fc.Compressed(quiet(FedMedian), INTEGERS)),
         lambda: trains(coded_sum(fc.Compressed(quiet(FedAdam), INTEGERS)), CODED),
     ),
     row(
-        "bounds every update by itself, and a guard would make one client's",
+        "bounds every update itself, and a guard would make one client's",
         lambda: fc.Compressed(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE), fc.TopK(0.1), guard=fc.Norms()),
         lambda: trains(fc.Compressed(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE), fc.TopK(0.1)), PRIVATE),
     ),
@@ -92,7 +92,7 @@ PAIR = (
         lambda: trains(fc.Compressed(quiet(FedAvgM), fc.SignSGD(step=0.5))),
     ),
     row(
-        "Name a downlink, Identity() for models without loss",
+        "Set a downlink (Identity() for models without loss)",
         lambda: fc.Compressed(quiet(), fc.TopK(0.1), first_model_at_nodes=True),
         lambda: trains(
             fc.Compressed(quiet(), fc.TopK(0.1), downlink=fc.Identity(), first_model_at_nodes=True),
@@ -105,7 +105,7 @@ PAIR = (
         lambda: trains(fc.Compressed(quiet(), fc.QSGD(levels=7), record="arrays")),
     ),
     row(
-        "Name a downlink, Identity() for models without loss",
+        "Set a downlink (Identity() for models without loss)",
         lambda: Server(Pair(fc.TopK(0.1)), quiet(), first_model_at_nodes=True),
         lambda: trains(
             Server(Pair(fc.TopK(0.1)), quiet(), downlink=fc.Identity(), first_model_at_nodes=True),
@@ -118,7 +118,7 @@ PAIR = (
         lambda: trains(Server(Pair(fc.QSGD(levels=7)), TwoRecords(**ALL), record="arrays"), (fc.compression,)),
     ),
     row(
-        "has no single updates, which {} looks at; use one of",
+        "shows no single updates, but {} looks at them; use one of",
         lambda: Server(systems.SharedSupport(fc.ScaleCom(0.1)), FedMedian(**ALL)),
         lambda: trains(Server(systems.SharedSupport(fc.ScaleCom(0.1)), quiet()), (fc.compression,)),
     ),
@@ -167,12 +167,12 @@ PAIR = (
         ),
     ),
     row(
-        "which a buffer has no place for; use PipelinedStrategy",
+        "which a buffer does not support; use PipelinedStrategy",
         lambda: fc.Buffered(fc.SharedSupport(fc.ScaleCom(0.1), **ALL), concurrency=3, buffer=2),
         lambda: trains(fc.PipelinedStrategy(fc.SharedSupport(fc.ScaleCom(0.1), **ALL), 1)),
     ),
     row(
-        "of which rounds in flight know nothing; run it without",
+        "and rounds in flight do not see it; run it without",
         lambda: fc.PipelinedStrategy(fc.SharedBasis(fc.PowerSGD(2), **ALL)),
         lambda: trains(fc.SharedBasis(fc.PowerSGD(2), **ALL)),
     ),
@@ -187,7 +187,7 @@ PAIR = (
         lambda: trains(fc.PipelinedStrategy(quiet(), compensation=1e-9)),
     ),
     row(
-        "which is not shown for overlapping rounds; run it",
+        "and the promise does not cover overlapping rounds; run it",
         lambda: fc.PipelinedStrategy(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE)),
         lambda: trains(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE), PRIVATE),
     ),

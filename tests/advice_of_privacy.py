@@ -154,7 +154,7 @@ PRIVACY = (
         lambda: trains(shares(sampling=fc.Sampling("everyone")), CODED),
     ),
     row(
-        "is no weighted mean; use one of {}, or Compressed around one",
+        "is not a weighted mean; use one of {}, or Compressed around one",
         lambda: fc.RecordDp(quiet(FedMedian), PLAN, records=100),
         lambda: (
             fc.RecordDp(quiet(), PLAN, records=100)
@@ -177,7 +177,7 @@ PRIVACY = (
         lambda: fc.RecordDp(quiet(), PLAN, records=100) and fc.DpFedAvg(quiet(), clip=1.0, **PROMISE),
     ),
     row(
-        "slopes are neither. Use a codec without forward gradients",
+        "slopes are neither clipped nor noised. Use a codec without forward gradients",
         lambda: fc.ForwardGradients(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE), 8),
         lambda: fc.Compressed(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE), fc.TopK(0.1)),
     ),
@@ -522,7 +522,7 @@ def in_node_config(path: Path, *words: str) -> bool:
 
 NODES_OWN = (
     row(
-        "no place in a record's gradient; use FedAvg (inner=fedavg)",
+        "not part of a record's gradient; use FedAvg (inner=fedavg)",
         lambda: noisy(quiet(FedProx, proximal_mu=0.1)),
         lambda: noisy(quiet()) and system("record-dp", inner="fedavg", noise_multiplier=2.0),
     ),

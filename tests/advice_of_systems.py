@@ -88,7 +88,7 @@ SYSTEMS = (
         {"codec": "", "downlink": "topk", **RECORD},
         {"codec": "qsgd", "downlink": "", **RECORD},
     ),
-    settings("averages by itself; use server_lr, or ", "scalecom", {"inner": "fedadam"}, {"server_lr": 0.5}),
+    settings("does its own averaging; use server_lr, or ", "scalecom", {"inner": "fedadam"}, {"server_lr": 0.5}),
     settings(
         "are set by the server; leave encoder and decoder at 0", "lgc", {"codec.encoder": 1}, {"codec.encoder": 0}
     ),
@@ -100,7 +100,7 @@ SYSTEMS = (
         {"codec": "randomblock", "codec.density": 0.1, "codec.shared": True},
     ),
     settings(
-        "is about clients, and here records are drawn; use record_rate",
+        "samples clients, but this system samples records; use record_rate",
         "record-dp",
         {"sampling": "capped", "cap": 3, **RECORD},
         {"record_rate": 0.2, **RECORD},
@@ -119,7 +119,7 @@ SYSTEMS = (
         lambda: fc.RecordDp(quiet(), PLAN, records=100).adopt(model()) is None,
     ),
     row(
-        "Give it parameters, or train it without ",
+        "Add parameters, or train without ",
         lambda: ended(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE), PRIVATE, start=integers()),
         lambda: trains(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE), PRIVATE),
     ),

@@ -74,8 +74,8 @@ def _as_partition(context: Context, partition: int) -> Iterator[None]:
     if changed:
         raise StateError(
             # Short: a report keeps no more of it.
-            f"the app changed the node's state ({', '.join(names[:3])}) while it trained on partition {partition}; use "
-            "an app, and mods, that keep none: devices that hold the same partition would disagree"
+            f"the app changed the node's state ({', '.join(names[:3])}) while it trained on partition {partition}; "
+            "use an app and mods that keep no state: devices that hold the same partition would disagree"
         )
 
 

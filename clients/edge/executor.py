@@ -225,7 +225,7 @@ class Executor:
             self._zygotes.pop(bundle).close()
         if status not in _ANSWERED:
             log.error(
-                "the process of a message for bundle %s %s; the server gets error 8 for it within a minute",
+                "the process of a message for bundle %s %s; the server gets error 8 within a minute",
                 bundle[:8],
                 f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}",
             )
@@ -245,7 +245,7 @@ class Executor:
         # Not at once: after its reply a process still hands over what it remembers.
         given_up = self._next is not None and time.monotonic() - self._overtaken_since >= OVERTAKEN_SECONDS
         if given_up:
-            log.warning("executor: the SuperNode has given up the message under way; its process is ended")
+            log.warning("executor: the SuperNode abandoned the message under way; its process is ended")
         return given_up
 
     def _acquire(self) -> NodeTask | None:
@@ -255,7 +255,7 @@ class Executor:
         except ConnectionError as error:
             reached = False
             if self._reached:
-                log.warning("executor: no answer from the SuperNode at %s (%s); trying on", self._runtime, error)
+                log.warning("executor: no answer from the SuperNode at %s (%s); trying again", self._runtime, error)
         if reached and not self._reached:
             log.info("executor: the SuperNode at %s answers again", self._runtime)
         self._reached = reached

@@ -122,7 +122,7 @@ def services(options: NodeOptions, secret: Path, log: EventLog) -> list[Service]
             f"the largest that passes within 180 s has {link.reply_bytes} bytes",
         )
     if options.state_dir is None:
-        log("state", "no --state-dir: what clients remember, such as residuals, is lost when the node restarts")
+        log("state", "no --state-dir: client memory, such as residuals, is lost when the node restarts")
     env = environment(options)
     found: list[Service] = []
     if options.peer is not None:
@@ -215,7 +215,7 @@ def _node_config(options: NodeOptions) -> str:
     }
     for key, text in texts.items():
         if any(character in str(text) for character in "'\n\r"):
-            raise ConfigError(f"{key} is {str(text)!r}: the app cannot be told a name with a quote or line break")
+            raise ConfigError(f"{key} is {str(text)!r}: a name with a quote or line break cannot be passed to the app")
     entries = [f"{key}={number!r}" for key, number in numbers.items() if number is not None]
     # Single quotes: what is between them is taken as it stands.
     return " ".join([*entries, *(f"{key}='{text}'" for key, text in texts.items() if text is not None)])

@@ -122,9 +122,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--key", type=_path, metavar="F", help="private key of a registered SuperNode (needs TLS)")
     add("--port", type=int, default=9094, help="loopback port of the node's own helpers; one per node and machine")
     add("--home", type=_path, metavar="D", help="folder for bundles and keys (FLWR_HOME); one per node and machine")
-    add("--state-dir", type=_path, metavar="D", help="what clients remember; default: 'state' below --home, else none")
+    add(
+        "--state-dir",
+        type=_path,
+        metavar="D",
+        help="folder for client memory; default: 'state' below --home, else none",
+    )
     add("--data", type=_path, metavar="PATH", help="where the app finds this node's data")
-    add("--link", type=_link, metavar="RATE", help="of the uplink, e.g. 64kbit: replies travel in fitting pieces")
+    add(
+        "--link",
+        type=_link,
+        metavar="RATE",
+        help="rate of the uplink, e.g. 64kbit: replies are sent in pieces that fit it",
+    )
     add = parser.add_argument_group("supervision").add_argument
     add("--preflight", action="store_true", help="check what the node needs, start nothing")
     add("--give-up", type=float, metavar="S", help="end with status 75 after S seconds without the SuperLink")
@@ -133,17 +143,22 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("apps", "how messages of the apps are handled").add_argument
     add("--allow-bundles", type=_path, metavar="F", help="run only bundles whose SHA-256 is in this file, one a line")
     add("--preload", type=_modules, metavar="M,M", help="modules that are imported once; default: torch and ours")
-    group = parser.add_argument_group("privacy", "what this node keeps to in record-level private training")
+    group = parser.add_argument_group("privacy", "limits of this node in record-level private training")
     add = group.add_argument
     add(
         "--privacy-budget",
         type=float,
         metavar="EPS",
-        help="cross no epsilon beyond EPS, whatever the server plans, and never train without noise; over all runs and "
-        "restarts: needs --privacy-ledger or a state folder",
+        help="never exceed epsilon EPS over all runs and restarts, whatever the server plans, and never train "
+        "without noise; needs --privacy-ledger or a state folder",
     )
     add("--privacy-delta", type=float, metavar="D", help="the delta of that budget; default: 1e-5")
-    add("--privacy-ledger", type=_path, metavar="F", help="what was spent in all runs; default: in the state folder")
+    add(
+        "--privacy-ledger",
+        type=_path,
+        metavar="F",
+        help="file that records what all runs spent; default: in the state folder",
+    )
     group = parser.add_argument_group("peer links", "direct links to other clients, for systems with transport=peers")
     add = group.add_argument
     add(
@@ -179,11 +194,12 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--privacy-budget is {args.privacy_budget:g}; expected an epsilon above 0")
     if args.privacy_budget is not None and not (args.privacy_ledger or args.state_dir or args.home):
         parser.error(
-            "--privacy-budget needs a place that outlives runs and restarts, or each of them could spend it again: add "
+            "--privacy-budget needs a file that outlives runs and restarts, or each of them could spend the budget "
+            "again: add "
             "--privacy-ledger FILE, or --state-dir DIR"
         )
     if args.privacy_delta is not None and args.privacy_budget is None:
-        parser.error("--privacy-delta is of no use without --privacy-budget")
+        parser.error("--privacy-delta has no effect without --privacy-budget")
     if args.privacy_delta is not None and not 0.0 < args.privacy_delta < 1.0:
         parser.error(f"--privacy-delta is {args.privacy_delta:g}; expected a probability above 0 and below 1")
     paths = {f"--{name.replace('_', '-')}": path for name, path in vars(args).items() if isinstance(path, Path)}
@@ -215,14 +231,16 @@ def _check_peer(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
                 f"--peer-keys: the key {args.key} is listed for partition {tls.partition}, not {args.partition}"
             )
     if args.peer is None and (args.peer_announce is not None or args.peer_store is not None):
-        parser.error("--peer-announce and --peer-store are of no use without --peer")
+        parser.error("--peer-announce and --peer-store have no effect without --peer")
     for option, address in (("--peer", args.peer), ("--peer-announce", args.peer_announce)):
         try:
             host = "" if address is None else parse_host_port(address)[0]
         except ConfigError as error:
             parser.error(f"{option}: {error}")
         if _is_wildcard(host) and (option == "--peer-announce" or args.peer_announce is None):
-            parser.error(f"{option} is {address}, which others cannot dial; say where they can with --peer-announce")
+            parser.error(
+                f"{option} is {address}, which others cannot reach; give an address they can reach with --peer-announce"
+            )
 
 
 def _is_wildcard(host: str) -> bool:

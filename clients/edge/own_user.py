@@ -186,7 +186,7 @@ def _guard() -> None:
     def refuse_other_ports(event: str, arguments: tuple[Any, ...]) -> None:
         internet = event == "socket.bind" and arguments[0].family in (socket.AF_INET, socket.AF_INET6)
         if internet and not guarded_configs:
-            raise RuntimeError(f"a port at {arguments[1]} that nothing would guard; this Flower is not supported")
+            raise RuntimeError(f"the port at {arguments[1]} would not be guarded; this Flower is not supported")
 
     uvicorn.Config.__init__ = configure_guarded  # type: ignore[method-assign]
     sys.addaudithook(refuse_other_ports)

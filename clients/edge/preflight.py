@@ -59,13 +59,13 @@ def address(options: NodeOptions) -> Finding:
             context = None if options.root_certificates is None else probe.unverified()
             status = probe.ask(options.address, context).status
         except (OSError, http.client.HTTPException) as error:
-            text = f"{options.superlink} is not reached through the proxy {name} ({error}): put it into no_proxy"
+            text = f"{options.superlink} is not reached through the proxy {name} ({error}): add it to no_proxy"
             return LATER, f"{text}, or see to the proxy"
         # The proxy's own answer for what it cannot reach.
         if options.root_certificates is None and status in (407, 502, 503, 504):
-            text = f"the proxy {name} answers {status} for {options.superlink}: put it into no_proxy"
+            text = f"the proxy {name} answers {status} for {options.superlink}: add it to no_proxy"
             return LATER, f"{text}, or see to the proxy"
-        return OK, f"{options.superlink} answers through the proxy {name}, as the node asks"
+        return OK, f"{options.superlink} answers through the proxy {name}, which the node also uses"
     try:
         places = {str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError as error:
@@ -83,7 +83,7 @@ def tls(options: NodeOptions) -> Finding:
     if options.root_certificates is None:
         if probe.speaks_tls(options.address):
             return WRONG, "the SuperLink speaks TLS: give --root-certificates, not --insecure"
-        return OK, "none, as --insecure asks for: whoever is on the way reads and changes everything"
+        return OK, "none, because of --insecure: anybody on the network path can read and change everything"
     try:
         answer = probe.ask(options.address, ssl.create_default_context(cafile=str(options.root_certificates)))
     except ssl.SSLCertVerificationError as error:
@@ -91,9 +91,9 @@ def tls(options: NodeOptions) -> Finding:
         remedy = "set this clock or renew it" if dates else "give the CA of the SuperLink as --root-certificates"
         return (LATER if dates else WRONG), f"the certificate is refused ({error.verify_message}): {remedy}"
     except ssl.SSLError as error:
-        return WRONG, f"no TLS ({error.reason}): wrong port, a file without certificates, or no TLS there"
+        return WRONG, f"no TLS ({error.reason}): wrong port, a file without certificates, or a server without TLS"
     except (OSError, http.client.HTTPException) as error:
-        return LATER, f"could not be checked ({error}): first see to the address"
+        return LATER, f"could not be checked ({error}): fix the address first"
     days = (ssl.cert_time_to_seconds(str(answer.certificate["notAfter"])) - time.time()) / 86400
     text = f"verified, the certificate ends in {days:.0f} days"
     return OK, text + (": renew it soon" if days < _SOON_DAYS else "")
@@ -103,7 +103,7 @@ def clock(options: NodeOptions) -> Finding:
     """Whether this clock is within what the SuperLink accepts."""
     behind = probe.behind(options.address, tls=options.root_certificates is not None)
     if behind is None:
-        return LATER, "the SuperLink gives no time to compare with: first see to the address"
+        return LATER, "the SuperLink sends no time to compare with: fix the address first"
     side = f"{abs(behind):.0f} s {'behind' if behind > 0 else 'ahead of'} the SuperLink's"
     if not -AHEAD <= behind <= BEHIND:
         return LATER, f"{side}, which refuses 5 s ahead and 305 s behind: let chrony set it"
@@ -139,7 +139,7 @@ def link(options: NodeOptions) -> Finding:
         answer = probe.ask(options.address, context)
         rate = probe.uplink(options.address, context)
     except (OSError, http.client.HTTPException) as error:
-        return LATER, f"could not be timed ({error}): first see to the address"
+        return LATER, f"could not be timed ({error}): fix the address first"
     text = f"round trip {answer.seconds * 1000:.0f} ms"
     if rate is None:
         return OK, f"{text}; the uplink is too fast for an estimate from 16 kB"
@@ -149,7 +149,7 @@ def link(options: NodeOptions) -> Finding:
         suited = Link.of(f"{max(rate, 1000):.0f}bit")
         return OK, f"{text}: give --link {suited.rate / 1000:.0f}kbit"
     if asked is not None and rate < asked / 2:
-        return OK, f"{text}, less than half of --link: give what it is"
+        return OK, f"{text}, less than half of --link: set --link to the measured rate"
     return OK, text
 
 
@@ -161,7 +161,7 @@ def disk(options: NodeOptions) -> Finding:
         there = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(there).free
         if free < _DISK_BYTES:
-            return WRONG, f"{free >> 20} MB free at {there}, {_DISK_BYTES >> 20} MB are needed: make room"
+            return WRONG, f"{free >> 20} MB free at {there}, {_DISK_BYTES >> 20} MB are needed: free some space"
     return OK, f"{free >> 20} MB free at {there}"
 
 
@@ -197,7 +197,7 @@ def ports(options: NodeOptions) -> Finding:
         wanted.append((*parse_host_port(options.peer), "--peer"))
     for host, port, option in wanted:
         if not port_is_free(host, port):
-            return WRONG, f"{host}:{port} is taken or no address of this machine: change {option}"
+            return WRONG, f"{host}:{port} is taken or not an address of this machine: change {option}"
     return OK, ", ".join(f"{host}:{port}" for host, port, _ in wanted) + " free"
 
 

@@ -230,12 +230,12 @@ class Supervisor:
         service.attempt += 1
         service.due = time.monotonic() + seconds
         if self._status is None:
-            text = f"{service.name} is started again in {seconds:.1f} s"
+            text = f"{service.name} restarts in {seconds:.1f} s"
             self._log("restart", text, service=service.name, seconds=round(seconds, 3))
 
     def _stop(self) -> None:
         """End everything below this process: ask, wait, insist."""
-        self._log("stopping", "all processes are asked to end")
+        self._log("stopping", "stopping all processes")
         self.stopping()
         # A SuperNode signs off at its SuperLink, and a server app says that it was stopped; a second signal would end
         # them before they have. The last first: what was started after another needs it.
@@ -336,7 +336,7 @@ class NodeSupervisor(Supervisor):
                     condition.received(now - age)
             except OSError as error:
                 self._kernel_tells = False
-                text = f"the kernel does not tell ({error}): contact is seen in log lines only"
+                text = f"the kernel gives no answer ({error}): contact is seen in log lines only"
                 self._log("contact", text, level="warning")
         if child is not None and condition.node_id is not None:
             condition.state = "running"

@@ -218,7 +218,7 @@ def _handle(runtime: str, token: str, bundle: str, app: ClientApp | None, tell: 
         nonlocal folder
         found = hashlib.sha256(content).hexdigest()
         if found != bundle:
-            raise ConfigError(f"the SuperLink sent bundle {found} under the name of {bundle}; it is not run")
+            raise ConfigError(f"the SuperLink sent bundle {found} under the hash {bundle}; it is not run")
         # Nobody looks into the folder once the app is here.
         if app is None:
             folder = unpack_bundle(content)

@@ -50,7 +50,7 @@ def datalens_teachers(ensemble: TeachersOf) -> ClientHalf:
 
 
 def _bring(msg: Message, context: Context, ensemble: TeachersOf) -> Brought:
-    require_partition(context, "a teacher needs to know which records are its own")
+    require_partition(context, "a teacher must know which records are its own")
 
     def own(me: Me, request: Teachers) -> tuple[NodeTeachers, Arrays]:
         # Where images come instead, there is no generator.

@@ -85,10 +85,10 @@ class Trainee:
             )
         # Its gradient is the same for all records, and would be clipped and noised with theirs.
         if self.proximal:
-            raise ConfigError("FedProx's term has no place in a record's gradient; use FedAvg (inner=fedavg)")
+            raise ConfigError("FedProx's term is not part of a record's gradient; use FedAvg (inner=fedavg)")
         if self.task.options.get("l2"):
             raise ConfigError(
-                f"task.l2={self.task.options['l2']} is no part of a record's gradient; use weight_decay, which is "
+                f"task.l2={self.task.options['l2']} is not part of a record's gradient; use weight_decay, which is "
                 "added after the noise"
             )
 
@@ -130,7 +130,7 @@ def record_dp(trainee_of: TraineeOf) -> ClientHalf:
         if not asked and OWN_BUDGET in context.node_config and kind in ("train", "evaluate"):
             raise ConfigError(
                 f"this node has a privacy budget of its own ({OWN_BUDGET} in its node configuration): it trains with "
-                "noise (record-dp), and does nothing else with its records"
+                "noise (record-dp), and uses its records for nothing else"
             )
         if not asked:
             return call_next(msg, context)
@@ -188,7 +188,7 @@ def train_privately(
     PrivacyLedgerError
         When the node's ledger is of another run, or damaged.
     PrivacyError
-        When the training broke; the reason is in this node's log alone.
+        When the training failed; the reason is in this node's log alone.
     """
     import torch
     from torch.utils.data import TensorDataset
@@ -255,9 +255,9 @@ def _reasons_stay() -> Iterator[None]:
     except ABOUT_SETTINGS:
         raise
     except Exception:
-        log.exception("the private training of this node broke")
+        log.exception("the private training of this node failed")
         # Without its cause, which a traceback would quote.
-        raise PrivacyError("the training broke; the reason is in this node's log") from None
+        raise PrivacyError("the training failed; the reason is in this node's log") from None
 
 
 def _untrained(model: nn.Module) -> list[tuple[Tensor, Tensor]]:

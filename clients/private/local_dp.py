@@ -123,7 +123,7 @@ def _answer(
     frame = data_in(reply.content, FRAME).get("values")
     beside = {*reply.content, *frames(reply.content)} - {FRAME + "values", NODE_RECORD}
     if frame is None or beside:
-        return refusal(msg, "this client sends privatised updates only, and its app's mods made something else")
+        return refusal(msg, "this client sends only privatised updates, but its app's mods produced something else")
     digest = hashlib.sha256(frame).digest()
     # Another frame for the same message is another release: the memory that held the first one is gone.
     if any(last.frame != digest for last in spent):
@@ -208,7 +208,7 @@ class _InFile:
         path = file_of_node(context, "messages", state_dir)
         if path is None:
             raise ConfigError(
-                "this node limits its private messages and has nowhere to count them over runs and restarts, so it "
+                "this node limits its private messages but has no place to count them over runs and restarts, so it "
                 "sends none: start it with --state-dir DIR (state-dir='/absolute/folder' in its node configuration); "
                 "in a simulation write local_privacy(policy, state_dir=Path('/absolute/folder'))"
             )

@@ -88,7 +88,7 @@ def discreet(msg: Message, run: Callable[[], Message], passing: tuple[type[Fedco
     except passing:
         raise
     except Exception:
-        log.exception("this client failed in a private round; the server is told only that it did")
+        log.exception("this client failed in a private round; the server learns only that it failed")
     else:
         if not reply.has_error():
             return reply

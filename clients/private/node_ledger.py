@@ -58,7 +58,7 @@ def within_own(plan: DpSgdPlan, context: Context) -> DpSgdPlan:
         raise ConfigError("the server plans noise from a seed that it knows; a node with a budget of its own draws its")
     if plan.noise == "gaussian":
         raise ConfigError(
-            "the server plans noise of floating point (noise='gaussian'), whose last bits may show what it hides; a "
+            "the server plans floating-point noise (noise='gaussian'), whose last bits may reveal what it hides; a "
             "node with a budget of its own adds integer noise: noise='discrete_gaussian'"
         )
     delta = context.node_config.get(OWN_DELTA, DELTA)
@@ -168,7 +168,7 @@ def _ledger_file(context: Context) -> Path | None:
     found = file_of_node(context, "privacy")
     if found is None:
         raise ConfigError(
-            f"this node has a {OWN_BUDGET} of its own and no place for what it spent that outlives a run: start it "
+            f"this node has a {OWN_BUDGET} of its own, but no file for what it spent that outlives a run: start it "
             "with --privacy-ledger FILE or --state-dir DIR (privacy-ledger='/absolute/file' or "
             "state-dir='/absolute/folder' in its node configuration)"
         )

@@ -43,7 +43,7 @@ def _guard(msg: Message, context: Context, call_next: CallNext) -> Message:
         return call_next(msg, context)
     reason = _why_not(msg)
     if reason:
-        text = f"this client casts private votes (codec {BALLOT!r}) and answers nothing else: {reason}"
+        text = f"this client only answers requests for private votes (codec {BALLOT!r}): {reason}"
         return refusal(msg, text)
     return call_next(msg, context)
 
@@ -57,11 +57,11 @@ def _why_not(msg: Message) -> str:
         # What cannot be read is refused: without it the app would send its whole update.
         codec = asked_config(msg.content)
     except FedcompError as error:
-        return f"what is asked cannot be read ({error})"
+        return f"the request cannot be read ({error})"
     if codec is not None and codec.get("id") == Pair.ID:
         codec = codec.get("codec", {})
     if codec is None:
-        return "nothing is announced, so a dense update is asked for"
+        return "no codec is announced, so the message asks for a dense update"
     if codec.get("id") != BALLOT:
         return f"the codec announced is {codec.get('id')!r}"
     if not wants_private(msg.content):

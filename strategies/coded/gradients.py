@@ -43,12 +43,12 @@ class GradientCoded(Server):
     def __init__(self, inner: Strategy, settings: CodedSettings) -> None:
         for name in _FOREIGN:
             if getattr(settings, name):
-                raise ConfigError(f"{name}={getattr(settings, name)!r} means nothing to a gradient code; use losses=")
+                raise ConfigError(f"{name}={getattr(settings, name)!r} has no effect in a gradient code; use losses=")
         require_may_be_coded(inner, GRADIENT_CODE)
         alone = inner.inner if isinstance(inner, Server) else inner
         if not is_mean(alone):
             raise ConfigError(
-                f"{type(alone).__name__} looks at single updates, of which a gradient code shows none; use one of "
+                f"{type(alone).__name__} looks at single updates, which a gradient code does not show; use one of "
                 f"{', '.join(MEANS)}"
             )
         if alone is not inner:
@@ -83,7 +83,7 @@ class GradientCoded(Server):
             if node in included:
                 continue
             if node in told.get("left_out", ()):
-                section.exclude(address, "nobody who holds its partition answered")
+                section.exclude(address, "no client that holds its partition answered")
             elif reason := now.told.get("skipped", ""):
                 section.exclude(address, f"round skipped: {reason}")
             elif address in x.report.refused:

@@ -194,6 +194,6 @@ def require_may_be_coded(inner: Strategy, construction: str) -> None:
     may_be_coded = getattr(promise, "may_be_coded", lambda construction: True)
     if not may_be_coded(construction) or promises(inner):
         raise ConfigError(
-            f"{type(promise or inner).__name__} trusts the server with updates, not other clients, which relays of "
-            f"the construction {construction!r} are; use distributed_dp() or local_dp()"
+            f"{type(promise or inner).__name__} trusts the server with updates but not other clients, which act as "
+            f"relays in construction {construction!r} are; use distributed_dp() or local_dp()"
         )

@@ -117,10 +117,10 @@ def _summed(inner: Strategy, given: CodedSettings) -> tuple[System, Compressed]:
             f"Compressed({type(inner).__name__}(...), FixedPoint(RandomK(1.0), clip=...))"
         )
     if inner.guard is not None:
-        raise ConfigError(f"{inner.guard!r} judges single updates, of which a coded sum shows none; leave guard out")
+        raise ConfigError(f"{inner.guard!r} checks single updates, which a coded sum does not show; leave guard out")
     if not is_mean(inner.inner):
         raise ConfigError(
-            f"{type(inner.inner).__name__} looks at single updates, of which a coded sum shows none; use one of "
+            f"{type(inner.inner).__name__} looks at single updates, which a coded sum does not show; use one of "
             f"{', '.join(MEANS)}"
         )
     weight = weight_key_of(inner.inner) if own.weighted else None

@@ -70,7 +70,8 @@ def _build(settings: Settings, seed: int) -> Strategy:
     refuse_others(
         settings,
         {"fraction": 1.0},
-        "nodes that do not train still have to answer with rows, and the strategy sees the nodes of the cohort only; "
+        "nodes that do not train still must still answer with rows, but the strategy sees only the nodes of the "
+        "cohort; "
         "set fraction=1",
     )
     if settings["fraction_evaluate"] not in (0.0, 1.0):
@@ -115,7 +116,7 @@ def _check(strategy: SkewedGCN, task: GraphTask, clients: int) -> None:
     layers = task.options["layers"]
     if strategy.system.sampler.layers != layers:
         raise ConfigError(
-            f"the model of task {task.name!r} has {layers} layers, and the sampler is to make "
+            f"the model of task {task.name!r} has {layers} layers, and the sampler should make "
             f"{strategy.system.sampler.layers}; set layers={layers}"
         )
     if strategy.system.rows.codec != _PICKY:

@@ -157,7 +157,7 @@ class GossipRelay(Server):
             Before the first round.
         """
         if "course" not in self.state:
-            raise StateError("the run has not begun: nothing is under way before the first round")
+            raise StateError("the run has not started: nothing is under way before the first round")
         return self.system.course(self.state)
 
     def graph(self, nodes: int) -> Topology:
@@ -282,7 +282,7 @@ class GossipRelay(Server):
             if claim is not None and claim >= self.vertices:
                 section.note("unknown", f"a node says it is vertex {claim} of a graph of {self.vertices}")
             elif claim is not None:
-                section.note("unknown", refused.get(address, f"another node declares partition {claim}, too"))
+                section.note("unknown", refused.get(address, f"another node also declares partition {claim}"))
                 log.warning("round %d: %s", x.report.round, refused.get(address, ""))
         self._strangers = {address for address in outside if self.roster.claims.get(address) is not None}
 

@@ -143,7 +143,7 @@ class DataLens(PrivateStrategy, TeacherVotes):
 
     def check_codec(self, codec: Codec) -> None:
         """Refuse any codec: what is sent is decided by the system."""
-        raise ConfigError("clients of DataLens send votes on images, and no update that a codec could encode")
+        raise ConfigError("clients of DataLens send votes on images, so there is no update for a codec to encode")
 
     def ask(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
         """Draw the nodes whose teachers are asked; nobody when the run is over."""

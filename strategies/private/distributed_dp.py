@@ -54,7 +54,7 @@ _TRUST: Final = (
     "the server follows the protocol: it asks for one sum a round, with the parameters it announced and the clients' "
     "own keys. It then sees no update, only sums with the noise in them, also together with any {threshold} of the "
     "clients; clients add the noise they are told to add. The noise of {telling} of {asked} clients is taken to be "
-    "known; who knows one more, as a client that takes part knows its own, faces {left:.3g} times the noise multiplier"
+    "known; a participant, who also knows its own noise, faces {left:.3g} times the noise multiplier"
 )
 
 
@@ -77,13 +77,13 @@ class NoisyMean(PrivateStrategy):
         super().__init__(inner, **promise)
         if self.adjacency == "add_remove":
             raise ConfigError(
-                "a client that is not there brings no noise, and how much there is shows how many brought it; shares "
-                "of noise keep adjacency='zero_out' and 'replace'"
+                "an absent client adds no noise, so the amount of noise shows how many clients took part; shares of "
+                "noise work with adjacency='zero_out' and 'replace'"
             )
         if self.sampling.kind == "poisson":
             raise ConfigError(
-                "shares of noise are dimensioned for a number of contributors that is known, Poisson sampling draws "
-                "another one each round; use Sampling('capped') or everyone"
+                "shares of noise are sized for a known number of contributors, but Poisson sampling draws another "
+                "number each round; use Sampling('capped') or everyone"
             )
         self.shares = shares
         # A public word of the run; rotations of one norm are all alike, so it costs nothing that everybody knows it.
@@ -293,12 +293,13 @@ class DistributedDp(CodedServer):
         telling = mechanism.contributors - mechanism.counted - mechanism.tolerated
         if threshold < max(1, telling):
             raise ConfigError(
-                f"threshold={threshold}: {telling} clients may tell what they hold; threshold={max(1, telling)} keeps "
+                f"threshold={threshold}: {telling} clients may reveal what they hold; threshold={max(1, telling)} "
+                "keeps "
                 "single updates from them"
             )
         if mechanism.least < max(2, threshold + 1):
             raise ConfigError(
-                f"{mechanism.least} contributors may be left, too few for a sum of which {threshold} learn nothing; "
+                f"{mechanism.least} contributors may be left, too few to keep a sum secret from {threshold} of them; "
                 "lower tolerated or threshold, or ask more clients"
             )
         # As many sums decode as there are symbols and private ones together: exactly the least number of contributors.

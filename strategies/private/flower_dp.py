@@ -79,8 +79,8 @@ def require_clip_is_seen(strategy: Strategy, codec: Codec) -> None:
         _require_kept(caller, codec)
         if isinstance(caller, _CLIPPED_HERE):
             raise ConfigError(
-                f"{type(caller).__name__} stands around {type(strategy).__name__} and would be given compressed "
-                "frames, in which it finds no arrays: it would add noise and clip nothing. Put it inside: "
+                f"{type(caller).__name__} wraps {type(strategy).__name__} and would receive compressed frames "
+                "instead of arrays: it would add noise and clip nothing. Put it inside: "
                 f"{type(strategy).__name__}({type(caller).__name__}(FedAvg(...), ...), codec)"
             )
 

@@ -132,7 +132,7 @@ class Claims(Stateful):
         if account.now != steps:
             raise WrongAccount(f"the node says that it took {account.now} steps, it was asked for {steps}")
         if declared is None:
-            raise WrongAccount("the reply does not say whose records it is of")
+            raise WrongAccount("the reply does not name its partition")
         # Where the engine knows whose they are, nobody can spend what is another's.
         party = holders.known.get(node, declared)
         if self.parties.setdefault(node, party) != party:
@@ -222,15 +222,15 @@ class RecordDp(NoClientEvaluation, Server):
         require_inner(inner, "RecordDp")
         if (private := find_private(inner)) is not None:
             raise ConfigError(
-                f"{type(private).__name__} keeps a promise of privacy of its own, and its clients would not train as "
-                "the plan says; use one of the two"
+                f"{type(private).__name__} promises privacy in its own way, and its clients would not train as the "
+                "plan says; use one of the two"
             )
         pair = inner if isinstance(inner, Compressed) else None
         # The mean itself, or the one in the drop-in pair.
         mean = inner if pair is None else pair.inner
         if not isinstance(mean, Strategy) or not is_mean(mean):
             raise ConfigError(
-                f"{type(mean).__name__} is no weighted mean; use one of {', '.join(MEANS)}, or Compressed around one"
+                f"{type(mean).__name__} is not a weighted mean; use one of {', '.join(MEANS)}, or Compressed around one"
             )
         if getattr(mean, "fraction_evaluate", 0.0) != 0.0:
             raise ConfigError(
@@ -238,7 +238,7 @@ class RecordDp(NoClientEvaluation, Server):
                 "fraction_evaluate=0.0, and evaluate on the server (evaluate_fn)"
             )
         if plan.adjacency == "replace":
-            raise ConfigError("adjacency='replace' has no amplification by sampling here; say add_remove or zero_out")
+            raise ConfigError("adjacency='replace' gets no amplification by sampling here; use add_remove or zero_out")
         if guard is not None and pair is not None:
             raise ConfigError(
                 f"{type(inner).__name__} checks the updates: write Compressed(..., guard=...) around the mean"
@@ -345,7 +345,7 @@ class RecordDp(NoClientEvaluation, Server):
             unit_note="records of different clients are disjoint: the figures are those of the client that spent most",
             failure=self.privacy.failure,
             secure=not plan.insecure,
-            dropouts="a training whose reply was lost has cost what it cost, and is accounted by its client",
+            dropouts="a training is charged even if its reply was lost; its client accounts for it",
         )
 
     def summary(self) -> None:
@@ -423,7 +423,8 @@ class RecordDp(NoClientEvaluation, Server):
         said = None if head is None else asks.say_of(reply.content, head, self.system)
         if not isinstance(said, Account):
             raise WrongAccount(
-                "the reply does not say what its training cost: its app lacks record_dp(...), or is no client(app)"
+                "the reply does not say what its training cost: its app lacks record_dp(...), or was not made by "
+                "client(app)"
             )
         return said
 

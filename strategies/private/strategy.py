@@ -109,7 +109,8 @@ class PrivateStrategy(NoClientEvaluation, Private, Strategy, Stateful):
             )
         if getattr(inner, "fraction_train", 1.0) != 1.0:
             raise ConfigError(
-                f"fraction_train={inner.fraction_train!r} of the inner strategy is a sample nobody accounts for; leave "  # type: ignore[attr-defined]
+                f"fraction_train={inner.fraction_train!r} of the inner strategy samples clients without accounting; "
+                "leave "  # type: ignore[attr-defined]
                 "it at 1.0 and give sampling=Sampling(...)"
             )
         super().__init__(**promise)
@@ -150,8 +151,8 @@ class PrivateStrategy(NoClientEvaluation, Private, Strategy, Stateful):
         self._layout = Layout.of(to_arrays(arrays)) if layout is None else layout
         if not self._layout.size:
             raise ConfigError(
-                "the model has no tensor of finite floats, and nothing else is ever released: integers, buffers and "
-                "statistics stay as they are. Give it parameters, or train it without privacy"
+                "the model has no tensor of finite floats, and only those are released: integers, buffers and "
+                "statistics stay as they are. Add parameters, or train without privacy"
             )
 
     def ask(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
@@ -165,8 +166,8 @@ class PrivateStrategy(NoClientEvaluation, Private, Strategy, Stateful):
         """
         if not self.takes_plain and self._released is None:
             raise ConfigError(
-                f"{type(self).__name__} takes what its clients' codec privatised, and nothing plain: it stands inside "
-                "of Compressed, as local_dp(...) and DistributedDp(...) put it"
+                f"{type(self).__name__} takes only updates that its clients' codec privatised: use it inside "
+                "Compressed, as local_dp(...) and DistributedDp(...) do"
             )
         # What is released may be less than the model (a support that all share, kept coordinates): noise and price are
         # for that.
@@ -181,7 +182,7 @@ class PrivateStrategy(NoClientEvaluation, Private, Strategy, Stateful):
 
         chosen, reason = self.draw(there, self._layout, server_round)
         if reason:
-            self._once.warn(reason, f"nobody is asked in round {server_round}: {reason}")
+            self._once.warn(reason, f"no client is asked in round {server_round}: {reason}")
             return []
         config[PRIVATE] = True
         if not self.pad:
@@ -286,8 +287,8 @@ class PrivateRule(UpdateRule):
 
     inbox: ClassVar[type[Inbox]] = SecretInbox
     not_finite: ClassVar[str] = (
-        "the noisy mean is not finite in the model's precision; it is paid for, and the model is kept. Use a wider "
-        "dtype, a smaller clip norm or less noise"
+        "the noisy mean is not finite in the model's precision; the budget is charged, and the model is kept. Use a "
+        "wider dtype, a smaller clip norm or less noise"
     )
     kind: ClassVar[type] = Released
     strategy: PrivateStrategy

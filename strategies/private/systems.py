@@ -184,7 +184,7 @@ def _topagg(settings: Settings, seed: int) -> Strategy:
 def _record_dp(settings: Settings, seed: int) -> Strategy:
     if settings["sampling"] != "everyone":
         raise ConfigError(
-            f"sampling={settings['sampling']!r} is about clients, and here records are drawn; use record_rate"
+            f"sampling={settings['sampling']!r} samples clients, but this system samples records; use record_rate"
         )
     given = settings["record_rate"]
     rate = checked("record_rate", given, Real(above=0.0, most=1.0))
@@ -232,7 +232,7 @@ def _system(
 
 
 _REFUSED: Final = (
-    ("fraction", 1.0, "cohorts of a seed are no secret sample; use sampling, rate and cap"),
+    ("fraction", 1.0, "cohorts drawn from a seed are not a secret sample; use sampling, rate and cap"),
     ("fraction_evaluate", 0.0, "metrics of clients would be released beside the noise; the server evaluates"),
 )
 _COUNT: Final = settings_of(Private, "count")

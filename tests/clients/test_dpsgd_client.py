@@ -249,7 +249,7 @@ def test_a_node_with_a_budget_of_its_own_needs_no_trust_in_the_servers_plan(tmp_
 
 def test_a_node_with_a_budget_of_its_own_decides_on_noise_and_delta(tmp_path: Path):
     own, secure = {OWN_BUDGET: 3.0, STATE_FOLDER: str(tmp_path)}, dataclasses.replace(PLAN, insecure=False)
-    with pytest.raises(ConfigError, match="noise of floating point"):
+    with pytest.raises(ConfigError, match="floating-point noise"):
         Client(plan=dataclasses.replace(secure, noise="gaussian"), **own).train()
     loose = Client(plan=dataclasses.replace(secure, delta=0.9 / 400), **own)
     loose.train()
@@ -278,7 +278,7 @@ def test_a_budget_of_its_own_guards_also_an_app_of_ones_own(kind):
     with InProcessGrid(around, 1, node_config={OWN_BUDGET: 1.0}) as grid:
         content = RecordDict({"arrays": to_record({"w": np.zeros(3, np.float32)}), "config": ConfigRecord({})})
         (reply,) = grid.send_and_receive([Message(content, grid.get_node_ids()[0], kind)])
-    assert "it trains with noise (record-dp), and does nothing else" in reply.error.reason
+    assert "it trains with noise (record-dp), and uses its records for nothing else" in reply.error.reason
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_what_a_proxy_stands_before_is_asked_through_it_as_the_node_asks(proxies
     proxies(f"http://127.0.0.1:{free_port()}", no_proxy="")
     verdict, text = found("address", elsewhere)
     assert verdict == "later"
-    assert "put it into no_proxy" in text
+    assert "add it to no_proxy" in text
 
 
 def test_a_proxy_is_told_the_name_and_the_password_that_it_asks_for(proxies) -> None:
@@ -201,7 +201,7 @@ def test_a_file_that_holds_no_certificate(tmp_path) -> None:
         (290.0, "ok", "290 s behind"),
         (-7.0, "later", "7 s ahead of the SuperLink's"),
         (312.0, "later", "312 s behind the SuperLink's"),
-        (None, "later", "gives no time"),
+        (None, "later", "sends no time"),
     ],
 )
 def test_clock(tmp_path, ahead, verdict, said) -> None:

@@ -256,7 +256,7 @@ def test_a_message_that_the_supernode_has_given_up_holds_up_no_other(
         "first",
         "second",
     ]
-    assert "has given up the message under way" in caplog.text
+    assert "abandoned the message under way" in caplog.text
 
 
 def test_a_message_that_is_done_soon_after_the_next_one_is_there_is_not_ended(

@@ -138,7 +138,7 @@ def test_a_message_without_an_ask_is_refused(kind: str) -> None:
     adopt_identity((1, 1, 1))
     context = Context(1, 100, {"partition-id": 0, "num-partitions": PARTS}, RecordDict(), {})
     message = Message(RecordDict({"config": ConfigRecord({"server-round": 1})}), 2, kind)
-    with pytest.raises(PayloadError, match="says of no steps on the graph what they are"):
+    with pytest.raises(PayloadError, match="does not say which graph steps to run"):
         app(graph())(message, context)
     assert not context.state
 

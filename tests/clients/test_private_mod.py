@@ -215,7 +215,7 @@ def test_a_second_frame_does_not_leave_beside_the_private_one() -> None:
         return reply
 
     reply = ask(local_app(mods=[smuggling, compression(), private()]), codec=LOCAL)
-    assert "made something else" in reply.error.reason
+    assert "produced something else" in reply.error.reason
 
 
 @pytest.mark.parametrize(

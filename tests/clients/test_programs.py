@@ -562,14 +562,14 @@ def test_the_memorys_length_is_reported_with_what_was_sent_of_an_update_alone() 
 
 def test_a_query_answers_the_round_that_was_trained_for_alone() -> None:
     node = Node(LATER)
-    assert "no update waits here" in reason(node.ask(1, "query"))
+    assert "this node has no update" in reason(node.ask(1, "query"))
     node.ask(1)
     before = stored(node)
-    assert "no update waits here" in reason(node.ask(2, "query"))
-    assert "no update waits here" in reason(node.ask(1, "query", session=b"another!"))
-    assert "no update waits here" in reason(node.ask(1, "query", system=PAIR.to_config()))
+    assert "this node has no update" in reason(node.ask(2, "query"))
+    assert "this node has no update" in reason(node.ask(1, "query", session=b"another!"))
+    assert "this node has no update" in reason(node.ask(1, "query", system=PAIR.to_config()))
     node.consumed, node.generation = 3, 2
-    assert "no update waits here" in reason(node.ask(1, "query")), "an older copy of the memory"
+    assert "this node has no update" in reason(node.ask(1, "query")), "an older copy of the memory"
     assert stored(node) == before
     node.consumed = node.generation = 0
     reply = node.ask(1, "query")
@@ -662,7 +662,7 @@ def test_an_ask_without_a_number_or_a_system_is_refused() -> None:
     node = Node()
     with pytest.raises(SchemaError, match="no number"):
         node.ask(1, sequence=0)
-    assert "says of no system" in reason(node.ask(1, system={}))
+    assert "does not name the system" in reason(node.ask(1, system={}))
     assert not node.context.state
 
 
@@ -864,7 +864,7 @@ def test_noise_on_this_node_is_another_halfs() -> None:
 def test_a_memory_larger_than_a_state_can_be_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "MOST_BYTES", 4 * LAYOUT.size - 1)
     node = Node()
-    with pytest.raises(FedcompError, match="would remember"):
+    with pytest.raises(FedcompError, match="would keep"):
         node.ask(1)
     assert node.trained == 0
     monkeypatch.setattr(memory, "MOST_BYTES", 4 * LAYOUT.size + 10)

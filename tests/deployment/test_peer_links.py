@@ -44,6 +44,6 @@ def test_gossip_over_mutual_tls_and_a_node_that_nobody_reaches(tmp_path: Path, m
     assert links["peer"] > sum(links["edge"]) / 2
     for reasons in links["mailbox"]:
         assert sorted(reason[:8] for reason in reasons) == ["link 0>2", "link 1>2"]
-        assert all("Connection refused" in reason or "is not tried before round" in reason for reason in reasons)
+        assert all("Connection refused" in reason or "is not retried before round" in reason for reason in reasons)
     assert sum("Connection refused" in reason for reasons in links["mailbox"] for reason in reasons) >= 2
     assert all("Traceback" not in log for log in logs)

@@ -391,7 +391,7 @@ def test_a_damaged_or_foreign_deployment_is_refused(tmp_path: Path) -> None:
     StoredEdge(tmp_path, Deployments(model(), window=20)).deploy(model(1), reference)
     with pytest.raises(FedcompError, match="same settings"):
         StoredEdge(tmp_path, Deployments(model(), window=30))
-    with pytest.raises(ConfigError, match="give it deployments="):
+    with pytest.raises(ConfigError, match="pass deployments="):
         StoredEdge(tmp_path).deploy(model(1), reference)
     (tmp_path / "deployed").write_bytes(b"damage")
     with pytest.raises(FedcompError, match="damaged"):

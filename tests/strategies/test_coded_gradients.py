@@ -187,7 +187,7 @@ def test_an_approximation_is_labelled_with_its_residual() -> None:
     assert report.residual == pytest.approx(np.sqrt(2.0))
     assert "an approximation" in coded.reports[1].notes[0]
     assert len(report.included) == 4
-    assert set(report.excluded.values()) == {"nobody who holds its partition answered"}
+    assert set(report.excluded.values()) == {"no client that holds its partition answered"}
     exact = strategy(1, approximate=True)
     run(6, exact, fault=losing([2]))
     assert exact.reports[1].coded.residual == 0.0

@@ -385,7 +385,7 @@ def test_what_cannot_keep_a_promise_is_refused(options: dict[str, Any], said: st
 
 
 def test_votes_on_images_are_no_update_that_a_codec_encodes() -> None:
-    with pytest.raises(ConfigError, match="no update that a codec could encode"):
+    with pytest.raises(ConfigError, match="no update for a codec to encode"):
         Compressed(strategy(), TopK(density=0.1))
 
 

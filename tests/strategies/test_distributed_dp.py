@@ -281,10 +281,10 @@ def test_a_bare_request_for_such_an_update_is_refused() -> None:
     codec = BoundedFixedPoint(RandomK(1.0), clip=CLIP, levels=1000, scale=128, sigma=50.0)
     grid = grid_of()
     strategy = Compressed(fedavg(fraction_evaluate=0.0), codec, feedback=False)
-    with pytest.raises(NoUsableReply, match="not sent without one"):
+    with pytest.raises(NoUsableReply, match="not sent outside one"):
         strategy.start(grid, model(), num_rounds=1, timeout=9)
     assert len(grid.received) == NODES
-    assert all(m.has_error() and "not sent without one" in m.error.reason for m in grid.received)
+    assert all(m.has_error() and "not sent outside one" in m.error.reason for m in grid.received)
 
 
 def test_only_a_noisy_sum_may_ask_for_what_gets_its_noise_on_the_way() -> None:
@@ -337,7 +337,7 @@ def test_promises_that_cannot_be_kept_are_refused(options, why: str) -> None:
     ("options", "why"),
     [
         ({"honest": 0.5, "tolerated": 1}, "threshold=3 keeps"),
-        ({"tolerated": 3, "threshold": 3}, "too few for a sum"),
+        ({"tolerated": 3, "threshold": 3}, "too few to keep a sum"),
         ({"population": 0}, "population=N"),
         ({"noise_multiplier": 500.0}, "32767"),
     ],

@@ -235,5 +235,5 @@ def test_guards_of_a_node_stand_outside() -> None:
         order = [each.name for each in in_order(named)]
         assert order.index("compression") > max(map(order.index, ("votes_only", "local_privacy", half.name)))
     strategy = made()
-    with pytest.raises(NoUsableReply, match="casts private votes"):
+    with pytest.raises(NoUsableReply, match="only answers requests for private votes"):
         run(strategy, client(ClientApp(), half, votes_only()), rounds=1)

@@ -280,7 +280,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, mode: str) -> None:
         ({"seed": 0.5}, "seed=0.5 is not valid"),
         ({"sampler": "fastgcn", "structure": "halo"}, "use structure='full'"),
         ({"inner": "fedavg"}, "inner must be a Flower Strategy instance"),
-        ({"inner": strategy()}, "exchanges of its own"),
+        ({"inner": strategy()}, "its own exchanges"),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], said: str) -> None:

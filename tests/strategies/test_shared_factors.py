@@ -376,7 +376,7 @@ def compressed(codec: Codec, inner: Any = None, **options: Any) -> Compressed:
         ),
         (
             lambda: compressed(Factors(), DifferentialPrivacyServerSideFixedClipping(FedAvg(), 1.0, 1.0, 3)),
-            "keeps a promise",
+            "promises privacy",
         ),
     ],
 )

@@ -339,11 +339,11 @@ def test_a_private_vote_leaves_a_frame_and_a_header_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("server", "words"),
     [
-        (lambda: inner(), "nothing is announced"),
+        (lambda: inner(), "no codec is announced"),
         (lambda: Compressed(inner(), TopK(0.1)), "codec announced is 'feedback'"),
         (lambda: Compressed(inner(), SignSGD(0.1)), "codec announced is 'signsgd'"),
         (lambda: Compressed(inner(), BALLOT), "not private"),
-        (lambda: strategy(pair=False, noise_multiplier=1.0), "nothing is announced"),
+        (lambda: strategy(pair=False, noise_multiplier=1.0), "no codec is announced"),
         (
             lambda: Compressed(
                 DpFedAvg(inner(), clip=1.0, noise_multiplier=1.0, population=NODES, delta=1e-3),

@@ -121,7 +121,7 @@ def test_what_no_link_takes_follows_sealed_through_the_server(system: System, tm
         notes = [note for note in peers.server.reports[number].notes if ">2 " in note]
         assert notes
     # The same pair tries nothing in the next rounds.
-    assert not isinstance(system, Passing) or any("is not tried before round" in note for note in notes)
+    assert not isinstance(system, Passing) or any("is not retried before round" in note for note in notes)
 
 
 def test_what_is_not_sealed_never_passes_the_server(tmp_path: Path) -> None:
