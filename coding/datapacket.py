@@ -48,7 +48,7 @@ def unpack_partition(data: bytes, plan_id: bytes, shapes: Mapping[int, tuple[int
         When the bytes are anything but one of those, whole and finite.
     """
     if len(data) < _HEADER.size:
-        raise PacketError(f"{len(data)} bytes are no partition: its header alone has {_HEADER.size}")
+        raise PacketError(f"{len(data)} bytes are not a partition: its header alone has {_HEADER.size}")
     magic, plan, partition, rows, columns, code, check = _HEADER.unpack_from(data)
     if magic != _MAGIC or plan != plan_id:
         raise PacketError(f"a partition of plan {plan.hex()} ({magic!r}) arrived, expected plan {plan_id.hex()}")

@@ -62,11 +62,11 @@ def encoding_matrix(code: str, devices: int, partitions: int, *, density: float 
             "k = 20 (measured), and under an identity they are not MDS; use 'mds'"
         )
     if code not in CODES:
-        raise ConfigError(f"code={code!r} is no encoding matrix{nearest(code, CODES)}")
+        raise ConfigError(f"code={code!r} is not an encoding matrix{nearest(code, CODES)}")
     if not 1 <= partitions <= devices:
         raise ConfigError(f"{partitions} partitions over {devices} devices: expected 1 <= partitions <= devices")
     if not 0.0 < density <= 1.0:
-        raise ConfigError(f"density={density!r} is no share of the coefficients; expected a number in (0, 1]")
+        raise ConfigError(f"density={density!r} is not a fraction of the coefficients; expected a number in (0, 1]")
     if code == "general":
         return _general(devices, partitions, density, seed)
     matrix = np.zeros((devices, partitions))

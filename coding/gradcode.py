@@ -280,7 +280,7 @@ class Assignment(ABC):
                 raise CodingError(f"answer of device {i} holds NaN or infinity")
             # The dtype holds numbers of p and more, with which products would not be exact.
             if self.field is not None and vector.size and int(vector.max()) >= self.field.order:
-                raise CodingError(f"answer of device {i} holds {vector.max()}, no element of {self.field.name}")
+                raise CodingError(f"answer of device {i} holds {vector.max()}, not an element of {self.field.name}")
             first = vector if first is None else first
         assert first is not None
         return first
@@ -314,8 +314,8 @@ class FractionalRepetition(Assignment):
         super().__init__(n, s, field)
         if n % (s + 1):
             raise ConfigError(
-                f"fractional repetition needs groups of s + 1 = {s + 1} devices, and {n} is no multiple of it; use a "
-                "cyclic assignment"
+                f"fractional repetition needs groups of s + 1 = {s + 1} devices, and {n} is not a multiple of it; "
+                "use a cyclic assignment"
             )
         self._ones = np.ones(s + 1, self.dtype)
         self._ones.setflags(write=False)
@@ -535,7 +535,8 @@ class Cyclic(Assignment):
         assert self.field is not None
         if approximate and not self.can_decode_sum(devices):
             raise ConfigError(
-                "a field has no least squares: a cyclic code over a prime field cannot be decoded approximately; use "
+                "least squares do not exist in a field: a cyclic code over a prime field cannot be decoded "
+                "approximately; use "
                 "float64 (field=None), or fractional repetition"
             )
         weights = np.zeros(self.n, self.dtype)

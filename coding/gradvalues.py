@@ -69,7 +69,7 @@ class Arithmetic(ABC):
             if not np.isfinite(row).all():
                 raise CodingError("an answer holds NaN or infinity")
         elif not self.field.check(row):
-            raise CodingError(f"an answer holds {row.max()}, no element of {self.field.name}")
+            raise CodingError(f"an answer holds {row.max()}, not an element of {self.field.name}")
         return row
 
 

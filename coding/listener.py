@@ -97,7 +97,7 @@ class ListenerLimits:
         if min(self.connections, self.per_host, self.per_key) < 1 or not self.seconds > 0 or quotas < 0:
             raise ConfigError(
                 f"connections={self.connections}, per_host={self.per_host}, per_key={self.per_key}, "
-                f"seconds={self.seconds:g}: all must be positive, or nobody could send"
+                f"seconds={self.seconds:g}: all must be positive"
             )
 
 
@@ -174,7 +174,7 @@ class Listener:
             # One limit for reading, keeping and answering: sending a byte at a time does not stretch it.
             async with asyncio.timeout(self._limits.seconds):
                 if busy:
-                    answer = self._refuse(BUSY, "busy", f"{host} came when all connections were taken")
+                    answer = self._refuse(BUSY, "busy", f"{host} connected when all connections were taken")
                 elif self._tls is None:
                     answer = await self._receive(host, reader)
                 else:
@@ -206,7 +206,7 @@ class Listener:
         await writer.start_tls(tls.server, ssl_handshake_timeout=self._limits.seconds)
         partition = tls.peer(writer.get_extra_info("ssl_object"))
         if partition is None:
-            return self._refuse(REFUSED, "unlisted key", f"{host} shows a certificate of a key that is not listed")
+            return self._refuse(REFUSED, "unlisted key", f"{host} presented a certificate for a key that is not listed")
         if self._open_keys[partition] >= self._limits.per_key:
             reason = f"partition {partition} has {self._limits.per_key} connections open"
             return self._refuse(BUSY, "busy", reason)
@@ -272,7 +272,7 @@ class Listener:
                     raise asyncio.IncompleteReadError(header, total)
                 full = self._buffered.total() + len(chunk) > self._limits.buffered_bytes
                 if full or self._buffered[sender] + len(chunk) > most:
-                    return self._refuse(BUSY, "busy", f"{host} sent more than there is memory for now", header)
+                    return self._refuse(BUSY, "busy", f"{host} sent more than the memory that is left", header)
                 data += chunk
                 arrived += len(chunk)
                 self._buffered[sender] += len(chunk)
@@ -394,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _tls(args: argparse.Namespace) -> PeerTls | None:
     if (args.key is None) != (args.peer_keys is None):
-        raise ConfigError("--key and --peer-keys need each other: this node's key, and the list of those it knows")
+        raise ConfigError("--key and --peer-keys must be given together: this node's key, and the list of known keys")
     return None if args.key is None else PeerTls(args.key, PeerKeys.read(args.peer_keys))
 
 
@@ -414,7 +414,7 @@ class _Ready:
 def _parser() -> argparse.ArgumentParser:
     defaults = ListenerLimits()
     parser = argparse.ArgumentParser(prog="python -m fedcomp.coding.listener", description="Receive parcels of peers.")
-    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where to listen, and nowhere else")
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="the only address to listen on")
     parser.add_argument("--store", required=True, type=Path, metavar="DIR", help="where parcels are kept")
     parser.add_argument("--store-bytes", type=int, default=MAX_STORE_BYTES, metavar="B", help="most bytes kept")
     parser.add_argument("--parcel-bytes", type=int, default=defaults.parcel_bytes, metavar="B", help="largest parcel")
@@ -440,18 +440,18 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="B",
-        help="most bytes kept of one key; 0: half of the store",
+        help="most bytes to keep from one key; 0: half of the store",
     )
     parser.add_argument(
         "--key-parcels",
         type=int,
         default=0,
         metavar="N",
-        help="most parcels kept of one key; 0: half of those that the store may hold",
+        help="most parcels to keep from one key; 0: half of those that the store may hold",
     )
     parser.add_argument("--temporary", action="store_true", help="remove the store at the end")
-    parser.add_argument("--until-closed", type=int, metavar="FD", help="leave when the other end of this pipe closes")
-    parser.add_argument("--ready", type=int, metavar="FD", help="write the address to this pipe once it is open")
+    parser.add_argument("--until-closed", type=int, metavar="FD", help="exit when the other end of this pipe closes")
+    parser.add_argument("--ready", type=int, metavar="FD", help="write the address to this pipe once the port is open")
     return parser
 
 

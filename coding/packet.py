@@ -220,7 +220,7 @@ class Packet:
         if not 0 <= self.field < len(FIELDS):
             raise ConfigError(f"field = {self.field}; the packet knows the fields 0 to {len(FIELDS) - 1}")
         if (self.vector is None) == (self.mode in (Mode.DENSE, Mode.SPARSE)):
-            raise ConfigError(f"mode {self.mode.name}: a vector belongs to DENSE and SPARSE, and to no other mode")
+            raise ConfigError(f"mode {self.mode.name}: the modes DENSE and SPARSE have a vector, the others have none")
         if self.vector is not None:
             shape, dtype = (self.symbols,), FIELDS[self.field].dtype
             if self.vector.shape != shape or self.vector.dtype != dtype:
@@ -320,7 +320,7 @@ class Packet:
         # Lengths and offsets below count bytes, whatever the elements of the buffer that came.
         view = bytes_of(data)
         if len(view) < HEADER_BYTES:
-            raise PacketError(f"{len(view)} bytes are no packet: the header alone has {HEADER_BYTES}")
+            raise PacketError(f"{len(view)} bytes are not a packet: the header alone has {HEADER_BYTES}")
         (
             magic,
             version,
@@ -414,11 +414,11 @@ def _check_claims(packet: Packet) -> None:
     if len(packet.digest) != DIGEST_BYTES:
         raise PacketError(f"digest of {len(packet.digest)} bytes; it has {DIGEST_BYTES}")
     if packet.symbol_bytes % dtype.itemsize:
-        raise PacketError(f"S = {packet.symbol_bytes} is no multiple of the field's {dtype.itemsize}-byte elements")
+        raise PacketError(f"S = {packet.symbol_bytes} is not a multiple of the field's {dtype.itemsize}-byte elements")
     if packet.symbol_bytes == 0 and (packet.payload_bytes or packet.generations != 1 or packet.first_generation):
-        raise PacketError("symbols of no bytes; only an empty payload has them, in one generation")
+        raise PacketError("symbols of 0 bytes; only an empty payload has these, in one generation")
     if packet.recoded and mode not in (Mode.DENSE, Mode.SPARSE):
-        raise PacketError(f"a recoded packet in mode {mode.name}; what a relay combined has no seed and no row number")
+        raise PacketError(f"a recoded packet in mode {mode.name}; a relay's combination has no seed and no row number")
     if mode is Mode.SYSTEMATIC and not 0 <= number < symbols:
         raise PacketError(f"systematic index {number} of K = {symbols} symbols")
     if mode is Mode.CAUCHY and not 0 <= number < order - symbols:
@@ -426,7 +426,7 @@ def _check_claims(packet: Packet) -> None:
     if mode is Mode.SEED and not 0 <= number <= MASK:
         raise PacketError(f"seed {number}; a seed has 64 bits")
     if mode in (Mode.DENSE, Mode.SPARSE) and number:
-        raise PacketError(f"number {number} in mode {mode.name}; the vector says it all")
+        raise PacketError(f"number {number} in mode {mode.name}; this mode needs no number")
 
 
 def _check_elements(packet: Packet) -> None:

@@ -229,7 +229,7 @@ def _public_key(text: str) -> EllipticCurvePublicKey:
     try:
         key = serialization.load_ssh_public_key(text.encode())
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise ConfigError(f"{text[:60]}... in the list of peer keys is no public key: {error}") from error
+        raise ConfigError(f"{text[:60]}... in the list of peer keys is not a public key: {error}") from error
     assert isinstance(key, EllipticCurvePublicKey)
     return key
 

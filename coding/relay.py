@@ -383,14 +383,14 @@ class Collector:
             if packet.round != self.plan.round:
                 raise PacketError(f"it is of round {packet.round}, expected {self.plan.round}")
             if packet.source not in self._sources or (asked is not None and packet.source not in asked):
-                raise PacketError(f"nobody asked for source {packet.source}")
+                raise PacketError(f"no request named source {packet.source}")
             source = self._sources[packet.source]
             if source.expected is not None and Commitment.of(packet) != source.expected:
                 raise PacketError(f"it is of another payload than the one source {packet.source} announced")
             if relay >= 0 and source.hashes and packet_hash(data) not in source.hashes:
                 raise PacketError(f"it is not one of the packets that source {packet.source} announced")
             if packet.recoded:
-                raise PacketError("it was recoded; in this plan packets travel as their source made them")
+                raise PacketError("it was recoded; in this plan relays do not recode packets")
             self._check_shape(packet)
             version = self._version(source, packet)
             place = (relay, packet.number)

@@ -113,7 +113,7 @@ class Recoder:
             When nothing is held.
         """
         if not self._held:
-            raise NotDecodable("this relay holds no packet of the payload; there is nothing to send")
+            raise NotDecodable("this relay holds no packet of the payload, so it has nothing to send")
         # A multiple of it would say no more, with coefficients that have to be written out.
         if len(self._held) == 1:
             return self._held[0]

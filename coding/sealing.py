@@ -163,7 +163,7 @@ def _cipher(own: X25519PrivateKey, other: bytes, sender: bytes, recipient: bytes
         secret = own.exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError as error:
         # A point of small order makes every secret the same, known to all.
-        raise SealError(f"the public key {other.hex()} agrees on no secret; it was not made by X25519") from error
+        raise SealError(f"the public key {other.hex()} gives no shared secret; it was not made by X25519") from error
     derived = HKDF(SHA256(), KEY_BYTES + _NONCE_BYTES, salt=None, info=_LABEL + sender + recipient).derive(secret)
     # The key serves one box, so that a nonce derived beside it never meets another message.
     return ChaCha20Poly1305(derived[:KEY_BYTES]), derived[KEY_BYTES:]

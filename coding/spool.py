@@ -177,7 +177,7 @@ class Spool:
                 data = path.read_bytes()
                 parcel = Parcel.from_bytes(data, max(size, HEADER_BYTES))
                 if file_name(parcel, data) != path.name:
-                    raise PacketError("its name does not fit what is in it")
+                    raise PacketError("its name does not match its content")
             except FileNotFoundError:
                 # Taken or dropped between the look at the directory and now.
                 continue
@@ -334,7 +334,7 @@ def parse_spool(address: str) -> Path:
     path = Path(name)
     # ".." could climb out of the marked folder; with a NUL every system call would raise ValueError.
     if not address.startswith(_SCHEME) or not path.is_absolute() or ".." in path.parts or "\0" in name:
-        raise ConfigError(f"peer address {address[:80]!r} is no spool; expected 'spool:/absolute/folder'")
+        raise ConfigError(f"peer address {address[:80]!r} is not a spool; expected 'spool:/absolute/folder'")
     return path
 
 

@@ -202,7 +202,7 @@ class SumPlan:
             extras = tuple(int(most) for most in numbers["extras"])
             own = {k: v for k, v in numbers.items() if k not in ("p", "extras", "private")}
             if field is None:
-                raise ConfigError(f"no field of {numbers['p']!r} elements travels; known are 251, 65521 and 2^31 - 1")
+                raise ConfigError(f"unknown field of {numbers['p']!r} elements; known are 251, 65521 and 2^31 - 1")
             return cls(field=field, extras=extras, threshold=numbers["private"], **own)
         except (KeyError, TypeError, ValueError) as error:
             # A ConfigError is a ValueError too, and says already what is wrong.
@@ -425,7 +425,7 @@ def decode(
     raise CorruptGeneration(
         beyond
         or f"a check symbol of the sum is violated with {plan.needed} relays{tried}: they did not add the same "
-        "contributions, or a shard was damaged. Nothing of it can be used"
+        "contributions, or a shard was damaged. The sum cannot be used"
     )
 
 
@@ -453,7 +453,7 @@ def _beyond(plan: SumPlan, contributors: int, integers: NDArray[np.int64], weigh
 
 
 def _impossible(what: str) -> str:
-    return f"the sum does not lie within the plan's bounds: {what}. Some contributor did not keep to them"
+    return f"the sum does not lie within the plan's bounds: {what}. A contributor exceeded them"
 
 
 def _wraps(field: PrimeField, contributors: int, max_weight: int, bound: int) -> str:

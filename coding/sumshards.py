@@ -83,7 +83,7 @@ class Shard:
             For anything that is not a shard of this plan.
         """
         if len(data) < HEADER_BYTES:
-            raise PacketError(f"{len(data)} bytes are no shard: its header alone has {HEADER_BYTES}")
+            raise PacketError(f"{len(data)} bytes are not a shard: its header alone has {HEADER_BYTES}")
         magic, version, code, kind, relay, source, digest, tag, crc = _HEADER.unpack_from(data)
         # struct skips byte 5, the padding. It has to be 0, so that a shard has one form only.
         if magic != _MAGIC or version != _VERSION or kind not in _KINDS or data[5]:
@@ -105,7 +105,7 @@ class Shard:
         residues = np.frombuffer(body, plan.field.dtype)
         # The wire's type holds numbers of p and more, with which floating-point products would not be exact.
         if not plan.field.check(residues):
-            raise PacketError(f"the shard holds numbers that are no elements of {plan.field.name}")
+            raise PacketError(f"the shard holds numbers that are not elements of {plan.field.name}")
         return cls(kind, relay, source, tag, residues)
 
 
@@ -170,7 +170,7 @@ class HeldTags:
             raise PacketError(f"a report of {len(self.bitmap)} bytes does not fit {plan.contributors} contributors")
         sources = np.flatnonzero(bits).tolist()
         if not known.keys() >= set(sources) or any(not 0 <= s < plan.contributors for s, _ in self.details):
-            raise PacketError("the report names contributors whose tags nobody knows")
+            raise PacketError("the report names contributors with unknown tags")
         found: dict[int, tuple[bytes, ...]] = {source: (known[source],) for source in sources}
         if _tags_digest(plan, {source: known[source] for source in sources}) != self.digest:
             raise PacketError("the relay holds other encodings than the contributors announced")

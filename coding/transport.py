@@ -71,9 +71,9 @@ BUSY: Final = 3
 FAILED: Final = 4
 
 _SAID: Final = {
-    REFUSED: "it is no parcel that peer accepts; run the same release on all nodes and compare their size limits",
+    REFUSED: "that peer does not accept this parcel; run the same release on all nodes and compare their size limits",
     FULL: "that peer's store is full; raise its --peer-store-bytes, or send fewer parcels",
-    BUSY: "that peer has no connection to spare",
+    BUSY: "that peer has no free connection",
     FAILED: "that peer could not write it to its disk; its listener's messages say why",
 }
 _ADDRESSES: Final = ("tcp://host:port", "spool:/folder")
@@ -357,7 +357,9 @@ class _Attempt:
         magic, status, checksum = ACK.unpack(answer)
         (sent,) = struct.unpack_from("<I", self._data, _CRC_AT)
         if magic != ACK_MAGIC:
-            raise ConnectionError(f"it answered {answer!r}, which is no acknowledgement: is another program there?")
+            raise ConnectionError(
+                f"it answered {answer!r}, which is not an acknowledgement: does another program listen there?"
+            )
         # An answer to another parcel would count this one as kept.
         if status == KEPT and checksum != sent:
             raise ConnectionError("it acknowledged another parcel")
@@ -371,7 +373,7 @@ def _connect(place: tuple[str, int], seconds: float) -> socket.socket:
     """
     deadline = time.monotonic() + seconds
     found = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
-    failure: OSError = TimeoutError("no connection came about in time")
+    failure: OSError = TimeoutError("no connection was made in time")
     for family, kind, protocol, _, address in found:
         left = deadline - time.monotonic()
         if left <= 0:
@@ -478,7 +480,7 @@ def transport_of(
                 f"{address} needs the folder its listener writes to; fedcomp.clients.edge calls it --peer-store"
             )
         return TcpTransport(address, Spool(store, max_store_bytes), max_parcel_bytes=max_parcel_bytes, tls=tls)
-    raise ConfigError(f"peer address {address!r} is of no known kind{nearest(address, _ADDRESSES)}")
+    raise ConfigError(f"peer address {address!r} is of an unknown kind{nearest(address, _ADDRESSES)}")
 
 
 def parse_tcp(address: str) -> tuple[str, int]:
@@ -525,5 +527,5 @@ def parse_host_port(text: str) -> tuple[str, int]:
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("no acknowledgement came in time")
+        raise TimeoutError("no acknowledgement arrived in time")
     return left

@@ -40,7 +40,7 @@ class Option:
     Examples
     --------
     >>> from fedcomp.rules import Real
-    >>> Option(0.01, Real(above=0.0, most=1.0), "share of the coordinates sent").parse("codec.density", "0.1")
+    >>> Option(0.01, Real(above=0.0, most=1.0), "fraction that is sent").parse("codec.density", "0.1")
     0.1
     """
 
@@ -118,20 +118,20 @@ _SHARE: Final = Real(above=0.0, most=1.0)
 
 SHARED: Final[Mapping[str, Option]] = {
     "seeds": Option(3, Int(1, 100), "trainings per row, with the seeds from --seed on"),
-    "workers": Option(1, Int(1, 256), "processes that train side by side; changes nothing but the time", neutral=True),
+    "workers": Option(1, Int(1, 256), "processes that train in parallel; affects only the time", neutral=True),
     "steps": Option(
-        "0.1", TEXT, "step sizes of the clients' SGD; each row takes what does best on a validation split", numbers
+        "0.1", TEXT, "step sizes of the clients' SGD to try; each row takes the best on a validation split", numbers
     ),
-    "task.partition": Option("iid", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
+    "task.partition": Option("iid", TEXT, "how examples are partitioned: iid, dirichlet:ALPHA, shards:COUNT"),
     "task.hidden": Option("32", TEXT, "widths of the model's hidden layers; empty: none"),
     "lr": Option(0.1, _POSITIVE, "step size of the clients' SGD"),
     "momentum": Option(0.0, Real(least=0.0, most=0.999), "momentum of the clients' SGD"),
-    "epochs": Option(1, Int(1), "passes over its data a client makes in one round"),
-    "max_steps": Option(0, Int(0), "steps a client makes in one round at most; 0: no limit but the epochs"),
+    "epochs": Option(1, Int(1), "passes of a client over its data in one round"),
+    "max_steps": Option(0, Int(0), "most steps of a client in one round; 0: limited by epochs only"),
     "batch_size": Option(64, Int(0), "examples per step; 0: all of a client"),
-    "fraction": Option(1.0, _SHARE, "share of the clients that train in a round"),
+    "fraction": Option(1.0, _SHARE, "fraction of the clients that train in a round"),
     "link": Option("10mbit", TEXT, "every client's link: a preset or UP[/DOWN][@LATENCY]; empty for none"),
-    "codec.density": Option(0.01, _SHARE, "share of the coordinates sent"),
+    "codec.density": Option(0.01, _SHARE, "fraction of the coordinates that is sent"),
     "codec.levels": Option(127, Int(1, 32767), "positive levels of QSGD"),
     "delta": Option(1e-3, Real(above=0.0, most=0.1), "delta of every guarantee; below one over what it protects"),
 }

@@ -119,7 +119,7 @@ class Roll(GridWrapper):
         heard = self._heard() if silent else {}
         lost = {node: before for node, before in silent.items() if heard.get(node, before) <= before}
         for node in [node for node in lost if node not in self._skipped]:
-            text = "%s missed round %d and was not heard of since: it is skipped until there is a sign of life"
+            text = "%s missed round %d and has been silent since: it is skipped until it answers again"
             log.warning(text, self._title(node), self._round)
         self._skipped |= lost
         self._sent, self._answered = {}, set()
@@ -134,7 +134,7 @@ class Roll(GridWrapper):
         for node, before in list(self._skipped.items()):
             back = node in listed and heard.get(node, before) > before
             if back:
-                log.info("%s gives a sign of life and is asked again", self._title(node))
+                log.info("%s answers again and takes part again", self._title(node))
             if back or node not in listed:
                 del self._skipped[node]
         online = [node for node in listed if node not in self._skipped]
@@ -318,4 +318,4 @@ class Roll(GridWrapper):
         name = self._names.pop(former, former)
         self._names[node], self._ids[name] = name, node
         self.returned.append(partition)
-        log.info("the node of partition %d is back under another node id", partition)
+        log.info("the node of partition %d has returned under another node id", partition)

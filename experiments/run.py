@@ -93,13 +93,11 @@ class Request:
     engine: Annotated[str | None, typer.Option(help=f"{', '.join(engines.ENGINES)}.", show_default="inprocess")] = None
     ray_address: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="A Ray cluster that runs already, for --engine ray.", show_default=False
-        ),
+        typer.Option(metavar="HOST:PORT", help="A running Ray cluster, for --engine ray.", show_default=False),
     ] = None
     client_states: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep what clients remember in files there, in process.", show_default=False),
+        typer.Option(metavar="DIR", help="Folder for client memory, with the in-process engine.", show_default=False),
     ] = None
     checkpoint_every: Annotated[
         int | None, typer.Option(metavar="K", help="Rounds between two checkpoints.", show_default="1")
@@ -114,9 +112,7 @@ class Request:
     assignments: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")
     ] = None
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Smallest sizes: shows that everything works, and checks no claim.")
-    ] = False
+    quick: Annotated[bool, typer.Option("--quick", help="Smallest sizes: a smoke test that checks no claim.")] = False
     resume: Annotated[
         str | None, typer.Option(metavar="RUN", help="Continue a run: its name, its path, or 'last'.")
     ] = None
@@ -131,7 +127,7 @@ class Request:
     ] = False
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where run folders are made.")] = Path("runs")
     tensorboard: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the rounds for TensorBoard, too.", show_default=False)
+        Path | None, typer.Option(metavar="DIR", help="Also write the rounds for TensorBoard.", show_default=False)
     ] = None
 
     @property
@@ -374,7 +370,7 @@ def _announce(experiment: Experiment, folder: RunFolder) -> None:
         size = f"{count(systems, 'system')}, {size}, engine {config.engine}"
     lines = [f"{size}, seed {config.seed}"]
     if _known_minutes(experiment, config):
-        lines.append(f"takes {takes(experiment.minutes)} on two cores that do nothing else")
+        lines.append(f"takes {takes(experiment.minutes)} on two idle cores")
     lines.append("offline: Flower's telemetry and update check are off")
     if proxied(os.environ):
         lines.append("proxy: connections to this machine go past that of the environment")
@@ -385,7 +381,7 @@ def _interrupted(folder: RunFolder, resume: str) -> int:
     finished = sum(len(records) for records in folder.rounds().values())
     cells = len(folder.cells())
     if folder.discard_if_empty():
-        print("interrupted before the first round was finished; nothing to keep", file=sys.stderr)
+        print("interrupted before the first round was finished; nothing was saved", file=sys.stderr)
     else:
         measured = f" and {cells} parts of the measurement" if cells else ""
         print(f"interrupted: {finished} finished rounds{measured} are kept in {folder.path}", file=sys.stderr)
@@ -398,7 +394,7 @@ def _broken(folder: RunFolder, resume: str, error: Exception) -> int:
     write_text(file, "".join(traceback.format_exception(error)))
     reason = str(error) if isinstance(error, FedcompError) else f"{type(error).__name__}: {error}"
     return complain(
-        f"the run broke: {reason}; details in {file}; continue with: {resume}",
+        f"the run failed: {reason}; details in {file}; continue with: {resume}",
         BROKEN,
     )
 

@@ -311,7 +311,9 @@ def specs_of(experiment: Experiment, config: Config) -> list[RunSpec]:
                 own = float(spec.settings.get(BUDGET, 0.0)) or math.inf
                 specs[i] = replace(spec, settings={**spec.settings, BUDGET: min(config.budget, own)})
         if not experiment.measures_privately and not any(BUDGET in spec.settings for spec in specs):
-            raise ConfigError(f"experiment {experiment.name!r} has nothing that a budget could end; leave --budget out")
+            raise ConfigError(
+                f"experiment {experiment.name!r} has no private system that a budget could end; leave --budget out"
+            )
     return specs
 
 

@@ -36,8 +36,8 @@ def check_exact(array: NDArray[Any], spec: TensorSpec, before: NDArray[Any]) -> 
     array = np.asarray(array)
     if array.shape != spec.shape or not np.can_cast(array.dtype, spec.dtype, "same_kind"):
         raise LayoutError(
-            f"buffer {spec.name!r} is {array.dtype}{array.shape}, the model holds {spec.dtype}{spec.shape}; it travels "
-            "exactly and is not converted"
+            f"buffer {spec.name!r} is {array.dtype}{array.shape}, the model holds {spec.dtype}{spec.shape}; it is "
+            "sent exactly and not converted"
         )
     array = array.astype(spec.dtype, copy=False)
     odd = ~np.isfinite(array)

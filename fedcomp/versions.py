@@ -225,7 +225,7 @@ class Broadcast(Stateful):
             frame = codec.join(summands, layout)
             if np.array_equal(_apply(codec, frame, self.reference.copy(), layout), target):
                 return self.push(frame, codec, exact, layout)
-        log.info("version %d is not the sum of what came up, and goes down as the whole model", self.version + 1)
+        log.info("version %d is not the sum of the updates, and is sent as the whole model", self.version + 1)
         return self.adopt(target, exact, layout)
 
     def _advance(self, exact: Arrays, layout: Layout) -> int:

@@ -59,7 +59,7 @@ CODECS = (
         ),
     ),
     row(
-        "{} of Auto are one budget said twice; give one of them",
+        "{} of Auto both set the budget; give one of them",
         lambda: fc.Auto(bits=1.0, bytes="20 kB"),
         lambda: fc.Auto(bits=1.0).budget(160_000) == fc.Auto(bytes="20 kB").budget(160_000) == 20_000,
     ),
@@ -167,7 +167,7 @@ CODECS = (
         lambda: fc.ScaleCom(0.1, memory=False, beta=1.0),
     ),
     row(
-        "a form of its own; leave values={} out",
+        "already sets the form; leave values={} out",
         lambda: fc.GradiVeQ(levels=7, values="q8"),
         lambda: fc.GradiVeQ(levels=7),
     ),

@@ -310,14 +310,14 @@ CODES = (
         lambda: a_packet(round=1.5),
         lambda: Packet.from_bytes(a_packet(round=2).to_bytes(), PacketLimits()).round == 2,
     ),
-    row("and {} is no multiple of it; use a ", lambda: FractionalRepetition(5, 1), lambda: Cyclic(5, 1)),
+    row("and {} is not a multiple of it; use a ", lambda: FractionalRepetition(5, 1), lambda: Cyclic(5, 1)),
     row(
         "unknown scheme {}; choose one of {}",
         lambda: assignment(6, 1, scheme="none"),
         lambda: [assignment(6, 1, scheme=scheme) for scheme in SCHEMES],
     ),
     row(
-        "and no out was given; pass it",
+        "but no out was given; pass it",
         lambda: matmul(IDENTITY, BYTES, accumulate=True),
         lambda: (matmul(IDENTITY, BYTES, out=np.zeros((3, 4), np.uint8), accumulate=True) == BYTES).all(),
     ),

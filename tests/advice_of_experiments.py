@@ -302,7 +302,7 @@ RUNS = (
         lambda path: interrupted(path) == 0 and all_rows(path) and ends(path, "measured", finished=0),
     ),
     Row(
-        "has nothing that a budget could end; leave --budget out",
+        "has no private system that a budget could end; leave --budget out",
         lambda path: failing(tiny(path, "tiny", "--budget", "1")),
         lambda path: ends(path, "tiny"),
     ),
@@ -541,7 +541,7 @@ SECURITY = (
     Row("was made by another process meanwhile; try again when that has ended", two_at_once, one_after_the_other),
     Row("use a machine with Linux's sock_diag", without_sock_diag, linked),
     Row(
-        "remove it, and another is made",
+        "remove it, and a new one is made",
         lambda path: linked(path, b"cut off"),
         lambda path: linked(path, b"cut off", remove=True),
     ),

@@ -367,7 +367,7 @@ SENSORS: tuple[Row, ...] = (
         ),
     ),
     row(
-        "which means nothing here; run the same release on both",
+        "which is unknown here; run the same release on both",
         lambda: SensorMessage.from_bytes(SensorMessage(3, 1, Says.RESYNC).to_bytes()[:-1] + b"\x63"),
         lambda: SensorMessage.from_bytes(SensorMessage(3, 1, Says.RESYNC).to_bytes()).says is Says.RESYNC,
     ),
@@ -382,7 +382,7 @@ SENSORS: tuple[Row, ...] = (
 FLOWER: tuple[Row, ...] = (
     row("a half of client(); give the app's handler another name", lambda: handled("taken"), lambda: handled("mine")),
     row(
-        "Set what is to be restored in the constructor, or give the strategy state_dict() and load_state_dict()",
+        "Set what should be restored in the constructor, or give the strategy state_dict() and load_state_dict()",
         lambda: resumed(Counting),
         lambda: resumed(Made) and resumed(Said),
     ),
@@ -437,7 +437,7 @@ PARTS: tuple[Row, ...] = (
 
 STRATEGIES: tuple[Row, ...] = (
     row(
-        "the trained ones alone", lambda: slopes(frozen=True), lambda: slopes(frozen=True, names=("weight",)), long=True
+        "only the trained ones", lambda: slopes(frozen=True), lambda: slopes(frozen=True, names=("weight",)), long=True
     ),
     row(
         "with the others. Use a codec without votes",

@@ -189,8 +189,14 @@ def explained(mode: str, between: nn.Module | None = None, values: str = "float3
 
 
 CODECS = (
-    row("has no configuration that travels; send its basis", lambda: POWER.mean(basis()).get_config(), basis_arrives),
-    row("configuration that travels; send its index block", lambda: LEADER.on(SUPPORT, 3).get_config(), block_arrives),
+    row(
+        "has no configuration that can be sent; send its basis", lambda: POWER.mean(basis()).get_config(), basis_arrives
+    ),
+    row(
+        "configuration that can be sent; send its index block",
+        lambda: LEADER.on(SUPPORT, 3).get_config(),
+        block_arrives,
+    ),
     row("update waits to be sent here; train first", lambda: sent(LEADER.init(LAYOUT)), lambda: sent(started(LEADER))),
     row(
         "the state's basis id is damaged; start from init(layout)",
@@ -205,7 +211,11 @@ CODECS = (
     row("sum, use total() and place()", lambda: mean_of_two(modular(2), decode=True), lambda: mean_of_two(modular(2))),
     row("raise summands=", lambda: mean_of_two(modular(1)), lambda: mean_of_two(modular(2))),
     row("signs; lower directions", lambda: projected(65), lambda: projected(64)),
-    row("goes on from it; use bf16", lambda: explained("edad", values="q8"), lambda: explained("edad", values="bf16")),
+    row(
+        "computes the others from them; use bf16",
+        lambda: explained("edad", values="q8"),
+        lambda: explained("edad", values="bf16"),
+    ),
     row("of {}; use mode='dad'", lambda: explained("edad", nn.LayerNorm(8)), lambda: explained("dad", nn.LayerNorm(8))),
     row("products; lower them", lambda: reduced(rank=6), lambda: reduced(rank=5) and reduced(rank=6, iterations=3)),
 )

@@ -228,7 +228,7 @@ GOSSIP = (
         lambda: topology_of("digraph:0.5", 9).window,
     ),
     row("takes no parameter; write {}", lambda: topology_of("ring:3", 5), lambda: topology_of("ring", 5)),
-    row("give edges to others only", lambda: topology_of("edges:0-0,0-1", 2), lambda: topology_of("edges:0-1", 2)),
+    row("give only edges to others", lambda: topology_of("edges:0-0,0-1", 2), lambda: topology_of("edges:0-1", 2)),
     row(
         "weights for {} edges; give one weight per edge",
         lambda: Edges(3, [(0, 1), (1, 2)], [0.3], directed=False),
@@ -238,7 +238,7 @@ GOSSIP = (
 
 
 FLOWER = (
-    row("which fit() would pass by; call its ", lambda: ended(Looping(**ALL)), looped),
+    row("which fit() would bypass; call its ", lambda: ended(Looping(**ALL)), looped),
     row(
         "to continue, start it with the arrays it ended with",
         lambda: started_again(True),

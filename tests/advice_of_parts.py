@@ -112,7 +112,7 @@ ROWS: tuple[Row, ...] = (
         lambda: points_the_same_way(HALF),
     ),
     row(
-        "there: the state was damaged where it was kept; start from init(layout)",
+        "can cause: the stored state was damaged; start from init(layout)",
         lambda: region(np.nan),
         lambda: points_the_same_way(REGION),
     ),
@@ -177,7 +177,7 @@ ROWS: tuple[Row, ...] = (
         lambda: SamplerSettings(layers=2, n=(3, 4)) and SamplerSettings(layers=2, n=3),
     ),
     row(
-        "give the seconds of a round that matter as horizon",
+        "give horizon, the seconds of a round",
         lambda: OnOff(mean_on=1.0, mean_off=1.0),
         lambda: OnOff(mean_on=1.0, mean_off=1.0, horizon=9.0)(1, 0),
     ),

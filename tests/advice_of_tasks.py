@@ -288,7 +288,7 @@ DATA = (
         lambda path: linked(path, "nowhere"),
         lambda path: linked(path, "wifi_localization") == "local" and used(path / "without") == "offline",
     ),
-    Row("a folder; put a folder with the data files there, or nothing", instead_of_the_folder, put_there_or_removed),
+    Row("a folder; put a folder with the data files there, or remove it", instead_of_the_folder, put_there_or_removed),
     Row("is not a regular file; put the data file there or remove {}", a_pipe, put_there_or_removed),
 )
 

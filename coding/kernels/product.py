@@ -54,7 +54,7 @@ def matmul(
         raise ConfigError(f"a has shape {a.shape} and b {b.shape}: a needs as many columns as b has rows")
     if out is None:
         if accumulate:
-            raise ConfigError("accumulate adds to what is in out, and no out was given; pass it")
+            raise ConfigError("accumulate adds to the contents of out, but no out was given; pass it")
         out = np.empty((n, size), np.uint8)
     else:
         _check_out(out, (n, size), a, *(b if isinstance(b, Rows) else (b,)))

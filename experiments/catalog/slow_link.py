@@ -41,9 +41,7 @@ EXPERIMENT = Experiment(
         "stock": Option(True, Flag(), "8 MB at 200 kbit/s, too, by stock Flower and by ours"),
         "stock_limit": Option(420.0, Real(least=5.0), "seconds of that"),
         "workers": 2,
-        "links": Option(
-            3, Int(1, 256), "processes that train side by side; changes nothing but the time", neutral=True
-        ),
+        "links": Option(3, Int(1, 256), "processes that train in parallel; affects only the time", neutral=True),
     },
     claims="""
         1 Mbit/s | seconds of FedAvg over the best of ours | >= 10 | goal: a message is a hundredth of the model, and a

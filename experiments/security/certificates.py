@@ -188,7 +188,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def renew(folder: Folder, hosts: Sequence[str] = (), *, now: datetime.datetime | None = None) -> None:
-    """Issue the server certificate again, from the same authority, for the same key: nodes notice nothing.
+    """Issue make the server certificate again, from the same authority, for the same key: nodes notice nothing.
 
     Parameters
     ----------
@@ -378,7 +378,7 @@ def _report(folder: Folder, *, renewed: bool) -> None:
     print("next:")
     print(f"  fedcomp link {where}                      # here: registers the keys and listens for the nodes")
     print(f"  scp {where}/ca.crt {where}/nodes/node-0 NODE:   # to each node its own key, and the certificate")
-    print(f"keep {folder.ca_key} elsewhere: only --renew needs it, and whoever has it can pose as the server")
+    print(f"keep {folder.ca_key} elsewhere: only --renew needs it, and anybody who has it can pose as the server")
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -394,9 +394,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="how nodes reach the server, without a port; may be repeated",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--nodes", type=int, metavar="N", help="a new authority, a server, and keys of N nodes")
+    what.add_argument(
+        "--nodes", type=int, metavar="N", help="make a new authority, a server certificate, and keys for N nodes"
+    )
     what.add_argument("--add-nodes", type=int, metavar="N", help="keys of N more nodes")
-    what.add_argument("--renew", action="store_true", help="the server certificate again, from the same authority")
+    what.add_argument("--renew", action="store_true", help="make the server certificate again, from the same authority")
     return parser
 
 

@@ -44,8 +44,8 @@ CONNECTION: Final = "link"
 """The name under which Flower's command line knows this SuperLink."""
 STATUS_SECONDS: Final = 5.0
 INSECURE: Final = """\
---insecure: no TLS and no keys. Whoever reaches {listen} can join as a node and get models and data of runs, and whoever
-is on the way reads and changes everything. For a network of your own only."""
+--insecure: no TLS and no keys. Anybody who reaches {listen} can join as a node and get models and data of runs.
+Anybody on the network path can read and change everything. Use it only in your own network."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ def prepare(options: LinkOptions) -> tuple[socket.socket, Proxy]:
         own_user.require_owners()
     except OSError as error:
         raise ConfigError(
-            f"this kernel does not say which user opened a connection ({error}), and without that every local user "
-            "could give orders; use a machine with Linux's sock_diag"
+            f"this kernel does not say which user opened a connection ({error}), so every local user could control "
+            "the SuperLink; use a machine with Linux's sock_diag"
         ) from error
     tls, trust = (None, None) if options.insecure else contexts(folder.server, folder.server_key, folder.ca)
     if tls is not None:
@@ -171,7 +171,9 @@ def _require_secret(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if size < 64:
-        raise ConfigError(f"{path} has {size} bytes of 64: it was not written whole; remove it, and another is made")
+        raise ConfigError(
+            f"{path} has {size} bytes of 64: it was not completely written; remove it, and a new one is made"
+        )
 
 
 def _warn_of_end(options: LinkOptions) -> None:
@@ -241,7 +243,7 @@ class LinkSupervisor(Supervisor):
     def look(self, now: float) -> None:
         """See that nodes are still let in."""
         if self._thread.ident is not None and not self._thread.is_alive():
-            self._give_up("proxy", "the proxy has ended; see above", TEMPORARY)
+            self._give_up("proxy", "the proxy ended; see above", TEMPORARY)
 
     def stopping(self) -> None:
         """Let no node in any more."""
@@ -332,17 +334,21 @@ def _raise_descriptors() -> None:
 
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=program, description="Start a SuperLink that nodes elsewhere can reach, and nobody else can command."
+        prog=program, description="Start a SuperLink that remote nodes can reach and that only this user controls."
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder that `fedcomp certificates` made")
     parser.add_argument(
         "--listen", default="0.0.0.0:9092", metavar="HOST:PORT", help="where nodes connect (default: %(default)s)"
     )
     parser.add_argument(
-        "--port", type=int, default=8000, metavar="P", help="the SuperLink's own, on loopback (default: %(default)s)"
+        "--port",
+        type=int,
+        default=8000,
+        metavar="P",
+        help="the SuperLink's own port, on loopback (default: %(default)s)",
     )
     parser.add_argument(
-        "--database", type=Path, metavar="F", help="what it knows of nodes and runs (default: DIR/link/state.db)"
+        "--database", type=Path, metavar="F", help="database of nodes and runs (default: DIR/link/state.db)"
     )
     parser.add_argument(
         "--per-address",
@@ -352,11 +358,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="most connections of one address; a node has about four (default: %(default)s)",
     )
     parser.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="how lines are written (default: %(default)s)"
+        "--log-format", choices=("text", "json"), default="text", help="format of log lines (default: %(default)s)"
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--insecure", action="store_true", help="no TLS and no keys; for a network of your own only")
-    what.add_argument("--register", action="store_true", help="tell the SuperLink that runs of new keys; then end")
+    what.add_argument("--insecure", action="store_true", help="no TLS and no keys; only for your own network")
+    what.add_argument("--register", action="store_true", help="register new keys with the running SuperLink, then exit")
     return parser
 
 

@@ -145,7 +145,7 @@ def examine(request: h11.Request, limits: Limits) -> None:
     """Raise :class:`Refused` unless ``request`` is a call of the fleet API in its one plain form."""
     names = [name for name, _ in request.headers]
     if not PATH.fullmatch(request.target):
-        raise Refused(403, "only the calls of nodes pass here; operators reach the SuperLink on its own machine")
+        raise Refused(403, "this port passes only calls of nodes; operators reach the SuperLink on its own machine")
     # h11 bounds a head that is incomplete; one that came whole is as long as what was read at once.
     if len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers) > limits.head:
         raise Refused(431, f"a head has at most {limits.head} bytes")
@@ -155,7 +155,7 @@ def examine(request: h11.Request, limits: Limits) -> None:
     if b"transfer-encoding" in names and b"content-length" in names:
         raise Refused(400, "a body has a length or is chunked, not both")
     if b"expect" in names or b"upgrade" in names:
-        raise Refused(417, "neither Expect nor Upgrade is of use here")
+        raise Refused(417, "Expect and Upgrade are not supported here")
     if announced(request.headers, limits) > limits.body:
         raise Refused(413, f"a body has at most {limits.body} bytes")
 

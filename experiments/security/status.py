@@ -98,7 +98,7 @@ class Rounds:
             self.last |= {str(node): shown for node in end["nodes"]}
             said = f"{end['name']}, {numbered(shown)}: {end['text']}"
         except (ValueError, KeyError, TypeError) as error:
-            return f"{self.path}: a line says nothing of a round: {error!r}"
+            return f"{self.path}: a line does not describe a round: {error!r}"
         # Clients wrote a part of it.
         return "".join(c if c.isascii() and c.isprintable() else "?" for c in said)
 
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "fedcomp status"
     online = sum(row["state"] == "online" for row in found)
     print(f"{online} of {len(found)} nodes online; refused at the port of the nodes: {refused}")
     if now - document["time"] > ONLINE_SECONDS:
-        print(f"as of {timestamp(document['time'])}: the link does not run any more")
+        print(f"as of {timestamp(document['time'])}: the link is no longer running")
     return OK
 
 

@@ -162,7 +162,7 @@ class Auto(SeededCodec):
         super().__post_init__()
         given = [name for name in ("bits", "bytes", "seconds") if getattr(self, name) not in (AUTO, None)]
         if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} of Auto are one budget said twice; give one of them")
+            raise ConfigError(f"{' and '.join(given)} of Auto both set the budget; give one of them")
         params.assign(self, unbiased=not self.rounded)
 
     @property
@@ -207,7 +207,7 @@ class Auto(SeededCodec):
         a median of such is no median of the updates (derived).
         """
         if single and not self._by_link and 8 * self.budget(size) < size:
-            log.warning("Auto: single updates are looked at, of which less than a bit a value says little")
+            log.warning("Auto: the strategy looks at single updates, and less than a bit a value tells it little")
         bits: float | str = self.bits
         if self._by_link:
             bits = INNER if single else _USUAL
@@ -360,13 +360,13 @@ class Auto(SeededCodec):
         if isinstance(values, wire.SignScale):
             blocks = {values.block, k % values.block or values.block} if values.block else {0}
             if tensor.indices is None or any(size < _TURNED or size & size - 1 for size in blocks):
-                raise SchemaMismatch(f"{stretch.name}: {k} signs in blocks of {values.block} do not stand for levels")
+                raise SchemaMismatch(f"{stretch.name}: {k} signs in blocks of {values.block} do not encode levels")
             taken = k + 32 * values.scales.size
         else:
             require_values(tensor, wire.Codebook, sparse=True)
             assert isinstance(values, wire.Codebook)
             if values.bits != 2:
-                raise SchemaMismatch(f"{stretch.name}: codes of {values.bits} bits do not stand for levels")
+                raise SchemaMismatch(f"{stretch.name}: codes of {values.bits} bits do not encode levels")
             taken = 2 * k
         if taken > most:
             raise LimitExceeded(f"{stretch.name}: {k} values in {taken} bits exceed the budget of {most}")
@@ -578,8 +578,8 @@ def at_link(codec: Codec, size: int, uplink: Callable[[], float], spent: Callabl
 @functools.cache
 def _say_unknown(seconds: float) -> None:
     log.warning(
-        "Auto(seconds=%g): this node does not know what its uplink carries, so half a bit a value travels; say so in "
-        "its configuration: --node-config 'uplink=\"1mbit\"'",
+        "Auto(seconds=%g): this node does not know the rate of its uplink, so it sends half a bit a value; set the "
+        "rate in its configuration: --node-config 'uplink=\"1mbit\"'",
         seconds,
     )
 
@@ -587,6 +587,6 @@ def _say_unknown(seconds: float) -> None:
 @functools.cache
 def _say_portable() -> None:
     log.warning(
-        "Auto: neither numba nor the compiled file of fedcomp is installed, so updates travel as top-k or EDEN of the "
-        "same number of bytes, which loses more; install fedcomp[fast]"
+        "Auto: neither numba nor the compiled file of fedcomp is installed, so updates are sent as top-k or EDEN "
+        "with the same number of bytes, which loses more; install fedcomp[fast]"
     )

@@ -73,7 +73,7 @@ def unnest(state: State, stages: int) -> list[State]:
         stage, _, inner = name.partition(".")
         if stage not in parts or not inner:
             raise StateError(
-                f"the state holds {shown(name)}, which none of the chain's {stages} stages wrote; it is another "
+                f"the state holds {shown(name)}, which belongs to none of the chain's {stages} stages; it is another "
                 "codec's state: start from init(layout)"
             )
         parts[stage][inner] = array

@@ -186,7 +186,7 @@ class SharedCoefficients(Coefficients):
 
     def get_config(self) -> dict[str, object]:
         """Refused: a basis travels as a frame of its own."""
-        raise ConfigError(f"{self!r} has no configuration that travels; send its basis")
+        raise ConfigError(f"{self!r} has no configuration that can be sent; send its basis")
 
     def fields(self, key: Key) -> tuple[tuple[int, bytes], ...]:
         """Return the id of the basis."""

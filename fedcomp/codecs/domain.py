@@ -66,7 +66,7 @@ class Domain(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.codec.phases != 1:
-            raise ConfigError(f"{self.codec!r} needs {self.codec.phases} exchanges and has no domain of its own")
+            raise ConfigError(f"{self.codec!r} needs {self.codec.phases} exchanges and has no domain")
         inner: Any = self.codec
         while isinstance(inner, Wrapper):
             # Who adds up integers asks the fixed-point codec for the mean, and would miss the way back.

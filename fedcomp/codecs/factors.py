@@ -181,8 +181,8 @@ class Factors(Codec):
         _ = self.layers
         if self.mode == "edad" and not FORMS[self.values].relative:
             raise ConfigError(
-                f"in values={self.values!r} little would be left of what comes back to the last layer, which is much "
-                "smaller than inputs, and the server goes on from it; use bf16"
+                f"in values={self.values!r} little would be left of the last layer's gradients, which are much "
+                "smaller than inputs, and the server computes the others from them; use bf16"
             )
         if self.exposes and not self.i_know_inputs_are_visible:
             raise ConfigError(
@@ -329,7 +329,7 @@ class Factors(Codec):
             form.check(tensor.values, spec.name)
             if not received.fits(spec):
                 raise SchemaMismatch(
-                    f"{spec.name}: a {tensor.kind.name.lower()} tensor of shape {tensor.shape} is no form of shape "
+                    f"{spec.name}: a {tensor.kind.name.lower()} tensor of shape {tensor.shape} is not a form of shape "
                     f"{spec.shape} in mode {self.mode!r}"
                 )
         received.require_chain()

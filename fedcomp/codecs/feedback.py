@@ -139,7 +139,7 @@ class ErrorFeedback(Wrapper):
             )
         if codec.votes:
             raise ConfigError(
-                f"{codec!r} sends votes, which are not in the update's unit: what they leave out cannot be remembered. "
+                f"{codec!r} sends votes, which are not in the update's unit, so their error cannot be remembered. "
                 "ScaledSign is the sign codec for error feedback"
             )
         if self.nesterov and not self.momentum:

@@ -235,7 +235,7 @@ class GradiVeQ(InBasis[SliceBasis]):
         super().__post_init__()
         params.assign(self, codec=Identity())
         if self.levels is not None and self.values != "float32":
-            raise ConfigError(f"levels={self.levels} is a form of its own; leave values={self.values!r} out")
+            raise ConfigError(f"levels={self.levels} already sets the form; leave values={self.values!r} out")
 
     @property
     def never_enlarges(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here of the options
@@ -292,7 +292,7 @@ class GradiVeQ(InBasis[SliceBasis]):
         """
         assert self.levels is not None
         if not peaks:
-            raise ConfigError("there are no peaks of which a grid could be made")
+            raise ConfigError("there are no peaks to make a grid of")
         return tuple(shared_grid([float(peak) for peak in part], self.levels) for part in np.stack(peaks).T)
 
     def grids_of(self, steps: Vector) -> tuple[IntegerGrid, ...]:

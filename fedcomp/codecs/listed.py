@@ -138,6 +138,6 @@ def without_densities(layout: Layout, scope: str, codec: Any) -> tuple[Stretch, 
     if asked:
         raise ConfigError(
             f"the layout's density policy sets a density for {len(asked)} tensor(s), first {asked[0]!r}, but {codec!r} "
-            "decides by itself how much it sends; use a policy of only None and 1.0"
+            "decides itself how much it sends; use a policy of only None and 1.0"
         )
     return parts

@@ -125,8 +125,8 @@ def not_finite(update: Update, held: Mapping[str, Vector]) -> FedcompError:
     for name, array in held.items():
         if not all_finite(array):
             return StateError(
-                f"the state's {name} holds NaN or infinity, which no update leaves there: it was damaged where it was "
-                "kept. Nothing was sent; start from init(layout)"
+                f"the state's {name} holds NaN or infinity, which no update can cause: the stored state was damaged. "
+                "Nothing was sent; start from init(layout)"
             )
     largest = max(float(np.abs(array).max(initial=0.0)) for array in held.values())
     return NonFiniteUpdate(

@@ -405,8 +405,8 @@ class AdaptiveCodec(PositionalCodec):
                 )
             if not np.isfinite(array).all():
                 raise StateError(
-                    f"{name} of stretch {stretch.index} ({stretch.name}) holds NaN or infinity, which no update leaves "
-                    "there: the state was damaged where it was kept; start from init(layout)"
+                    f"{name} of stretch {stretch.index} ({stretch.name}) holds NaN or infinity, which no update can "
+                    "cause: the stored state was damaged; start from init(layout)"
                 )
             known[name] = array
         return known

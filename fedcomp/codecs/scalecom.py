@@ -86,7 +86,7 @@ class FixedSupport(PositionalCodec):
 
     def get_config(self) -> dict[str, Any]:
         """Refused: supports travel as index blocks (:func:`support_frame`)."""
-        raise ConfigError("a fixed support has no configuration that travels; send its index block")
+        raise ConfigError("a fixed support has no configuration that can be sent; send its index block")
 
     def __repr__(self) -> str:
         return f"FixedSupport({sum(s.size for s in self.supports)} coordinates, id {self.support_id})"

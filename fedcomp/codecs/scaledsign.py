@@ -68,8 +68,8 @@ class ScaledSign(PositionalCodec):
         if self.block != 1:
             return ""
         return (
-            "block=1 is not valid: a scale for every coordinate makes frames longer than the float32 values, which no "
-            "receiver takes; block must be 0 or at least 2"
+            "block=1 is not valid: a scale for every coordinate makes frames longer than the float32 values, which "
+            "receivers refuse; block must be 0 or at least 2"
         )
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:

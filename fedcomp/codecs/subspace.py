@@ -185,7 +185,7 @@ class SliceBasis:
             # The last dimension of carriers is the one that only the frame knows.
             fits = len(tensor.shape) == len(shape) and tensor.shape[:2] == shape[:2] and tensor.shape[-1] <= shape[-1]
             if not fits or tensor.kind is not DENSE or tensor.dtype != "float32":
-                raise SchemaMismatch(f"a tensor of shape {tensor.shape} is no part of a basis, which has {shape}")
+                raise SchemaMismatch(f"a tensor of shape {tensor.shape} is not part of a basis, which has {shape}")
             found.append(np.asarray(tensor.values.decode()).reshape(tensor.shape))
         step = 2 if center else 1
         means: Sequence[Float32 | None] = found[1::2] if center else [None] * len(slices.parts)

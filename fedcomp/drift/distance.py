@@ -148,7 +148,7 @@ def calibrated(reference: ArrayLike, window: int, key: Key, *, splits: int = 200
             "or make the window smaller"
         )
     if sample[0] == sample[-1]:
-        log.warning("all %d figures of the reference are %g: they tell nothing of drift", sample.size, sample[0])
+        log.warning("all %d figures of the reference are %g: they cannot show drift", sample.size, sample[0])
     stream = np.asarray(reference).reshape(-1)
     apart, together = [], []
     for split in range(splits):

@@ -307,7 +307,7 @@ class Edge:
     def drop(self) -> None:
         """Count a window that had to go, and say so."""
         self.dropped += 1
-        log.warning("more than %d windows came and nobody looked at them; the oldest is dropped", self.most)
+        log.warning("more than %d windows arrived without being read; the oldest is dropped", self.most)
 
     def push(self, sensor: int, link: SensorLink) -> None:
         """Send a sensor the deployed model, unless it has it."""
@@ -445,7 +445,7 @@ class SensorEndpoint(Stateful):
             (whole,) = deployment.steps
             vector, exact = _WHOLE.decode(whole.frame, layout), decode_exact(whole.exact, layout)
         if digest(vector, exact) != deployment.digest:
-            raise StateError(f"what came of it is not version {deployment.version}: digests differ")
+            raise StateError(f"the received model is not version {deployment.version}: digests differ")
         self._vector, self._exact = vector, exact
         self.sensor.deploy(deployment.version, deployment.sketch, deployment.threshold)
 

@@ -104,7 +104,7 @@ class SensorMessage:
             raise SensorError(f"a sensor's message has {len(data)} bytes, expected {HEADER.size} to {MAX_BYTES}")
         sensor, version, says = HEADER.unpack_from(data)
         if says not in tuple(Says):
-            raise SensorError(f"a sensor's message says {says}, which means nothing here; run the same release on both")
+            raise SensorError(f"a sensor's message says {says}, which is unknown here; run the same release on both")
         kind = Says(says)
         if kind in (Says.HEARTBEAT, Says.RESYNC):
             if len(data) > HEADER.size:

@@ -233,7 +233,7 @@ def _scale(optimizer: torch.optim.Optimizer, layers: list[_Layer], collected: Ca
             if call.scale is None:
                 call.scale = rates.get(layer.parameter, 0.0)
     if not any(rates.values()):
-        note = f"{type(optimizer).__name__} with these settings is not plain SGD: its steps are no sums of gradients"
+        note = f"{type(optimizer).__name__} with these settings is not plain SGD: its steps are not sums of gradients"
         if note not in collected.notes:
             collected.notes.append(note)
 
@@ -295,7 +295,7 @@ def _note_others(model: nn.Module, layers: list[_Layer], collected: Captured) ->
     silent = [layer.names[0] for layer in layers if not layer.calls and layer.names[0] not in collected.outer]
     fused: Sequence[str] = [name for name, module in model.named_modules() if isinstance(module, _FUSED)]
     if silent or fused:
-        collected.notes.append(f"nothing was captured of {', '.join([*fused, *silent][:10])}: it travels as a gradient")
+        collected.notes.append(f"nothing was captured of {', '.join([*fused, *silent][:10])}: it is sent as a gradient")
 
 
 __all__ = ["BATCH_NORM", "capture", "chain_of", "collecting"]

@@ -99,7 +99,7 @@ class Captured:
         found: dict[str, OuterProducts] = {}
         for name, outer in self.outer.items():
             if name not in changes:
-                self.notes.append(f"{name} is no tensor of the model that is sent")
+                self.notes.append(f"{name} is not a tensor of the model that is sent")
                 continue
             rows, columns = outer.left.shape[1], outer.right.shape[1]
             change = changes[name].reshape(rows, columns)

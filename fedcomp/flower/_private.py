@@ -413,7 +413,7 @@ def weigher() -> Callable[[Message], int]:
 
 @cache
 def _warn_of_weighing(reason: str) -> None:
-    log.warning("bytes are counted by Flower's own deflating, which takes longer: %s", reason)
+    log.warning("bytes are counted by Flower's own serialisation, which takes longer: %s", reason)
 
 
 def _opened(content: bytes) -> tuple[str, list[str], bytes]:
@@ -570,7 +570,7 @@ def content_from_bytes(data: bytes) -> RecordDict:
         return recorddict_from_proto(ProtoRecordDict.FromString(data))
     # Flower's converters take a well-formed proto for granted, and fail on others as Python happens to.
     except (DecodeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{len(data)} bytes are no message content: {error}") from error
+        raise ValueError(f"{len(data)} bytes are not message content: {error}") from error
 
 
 def current_identity() -> Identity:

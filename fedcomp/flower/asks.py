@@ -187,7 +187,7 @@ class AnswerHead(Schema, key=NODE_RECORD, separator="-"):
 
     def conflict(self) -> str:
         """Return why fields that are each in range contradict each other; empty when they do not."""
-        return f"{len(self.copies)} numbers are no pairs of copies" if len(self.copies) % 2 else ""
+        return f"{len(self.copies)} numbers are not pairs of copies" if len(self.copies) % 2 else ""
 
 
 class OwnStep(NamedTuple):
@@ -217,7 +217,9 @@ class OwnStep(NamedTuple):
         version, _, rest = text.partition(" ")
         number, *blobs = rest.split(" ")
         if not (version.isdecimal() and number.isdecimal() and len(version) < 20 and len(number) < 20):
-            raise SchemaError(f"{text[:80]!r} is no step of a model: expected version, round and name:digest", "steps")
+            raise SchemaError(
+                f"{text[:80]!r} is not a step of a model: expected version, round and name:digest", "steps"
+            )
         return cls(int(version), int(number), digests_of(tuple(blobs)))
 
 
@@ -232,7 +234,7 @@ def digests_of(texts: tuple[str, ...]) -> dict[str, str]:
     for text in texts:
         name, _, digest = text.rpartition(":")
         if not name or len(digest) != 32 or name in found:
-            raise SchemaError(f"{text[:80]!r} is no name:digest of a blob, or names one twice", "blobs")
+            raise SchemaError(f"{text[:80]!r} is not the name:digest of a blob, or names one twice", "blobs")
         found[name] = digest
     return found
 
@@ -385,7 +387,7 @@ def posts_in(content: RecordDict, kind: str, node: int) -> tuple[Post, ...]:
         others, slash, name = rest.partition("/")
         nodes = others.split(",")
         if not (slash and all(part.isdecimal() and len(part) < 11 for part in (number, *nodes))):
-            raise SchemaError(f"{text[:80]!r} is no name of a post, which has a number, nodes and a name", kind)
+            raise SchemaError(f"{text[:80]!r} is not the name of a post, which has a number, nodes and a name", kind)
         ends = ((int(other), node) if kind == MAIL else (node, int(other)) for other in nodes)
         found[int(number)] = [Post(source, to, name, each) for source, to in ends]
     if sorted(found) != [*range(len(data))]:

@@ -377,7 +377,7 @@ def restore_strategy(strategy: Any, state: Mapping[str, Any]) -> None:
             _require_fits(name, _own(strategy, name), value)
         for name in nested:
             if not isinstance(_own(strategy, name), Strategy):
-                raise CheckpointError(f"it holds a strategy as {name!r}, which is none here")
+                raise CheckpointError(f"it holds a strategy as {name!r}, which is not a strategy here")
         for name, value in attributes.items():
             setattr(strategy, name, value)
         for name, inner in nested.items():
@@ -414,8 +414,8 @@ def _require_fits(name: Any, own: Any, value: Any) -> None:
     """Raise when ``value`` cannot take the place of a strategy's ``own``."""
     if own is ... or not store.is_plain(own):
         raise CheckpointError(
-            f"it would set {name!r}, which is no state of this strategy as it was built: it has no such attribute, or "
-            "it is a method, a property, a function or configuration. Set what is to be restored in the constructor, "
+            f"it would set {name!r}, which is not part of this strategy's state: it has no such attribute, or it is "
+            "a method, a property, a function or configuration. Set what should be restored in the constructor, "
             "or give the strategy state_dict() and load_state_dict()"
         )
     # None stands for "not yet", as FedAdam's moments before the first round: anything plain may follow.

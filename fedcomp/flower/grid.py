@@ -183,8 +183,8 @@ class InProcessGrid(GridNodes, Grid):
         self._looked, self._found = now, found
         if self._looks >= _LOOKS:
             raise GridError(
-                f"a strategy waits for more nodes than the {len(found)} of this process, where none joins meanwhile: "
-                "it would wait for ever. Give InProcessGrid more nodes, or the strategy smaller min_available_nodes, "
+                f"a strategy waits for more nodes than the {len(found)} of this process, and none joins later: it "
+                "would wait for ever. Give InProcessGrid more nodes, or the strategy smaller min_available_nodes, "
                 "min_train_nodes and min_evaluate_nodes"
             )
         return found

@@ -73,7 +73,7 @@ class Book:
             spool, seal, most, peers = from_plain(kind, json.loads(data), "peers")
             found = {n: PeerEntry(a, bytes.fromhex(k), bytes.fromhex(s)) for n, (a, k, s) in peers.items()}
         except (ValueError, PlainError) as why:
-            raise LinkError(f"what says where others are reached cannot be read: {why}") from why
+            raise LinkError(f"the addresses of other nodes cannot be read: {why}") from why
         return cls(spool, seal, most, found)
 
 
@@ -104,7 +104,7 @@ class Letter(NamedTuple):
             sequence, length = _LETTER.unpack_from(data)
             name = data[_LETTER.size : _LETTER.size + length].decode()
         except (struct.error, UnicodeDecodeError) as why:
-            raise LinkError(f"{len(data)} bytes are no post: {why}") from why
+            raise LinkError(f"{len(data)} bytes are not a message between clients: {why}") from why
         if not 0 < len(name) <= LONGEST_NAME:
             raise LinkError(f"the name of a post has {len(name)} characters")
         return cls(sequence, name, data[_LETTER.size + length :])

@@ -99,7 +99,7 @@ class _Look(threading.Thread):
         except BaseException as error:
             self._error = error
             if self._abandoned:
-                log.warning("fetching a reply that nobody waits for any more failed: %s", error)
+                log.warning("fetching a late reply failed: %s", error)
 
     def replies(self) -> list[Message]:
         """Return what an ended look found; raise what it raised."""
@@ -145,7 +145,7 @@ def poll(
         look.join(patience)
         if look.is_alive():
             look.abandon()
-            log.warning("a reply was cut off, or is late: it and what came behind it are not waited for any more")
+            log.warning("a reply was cut off or is late: it and the replies behind it are dropped")
             break
         found = look.replies()
         if arrive is not None:

@@ -33,7 +33,7 @@ SETTLED: Final = 64
 MAX_REASONS: Final = 100
 """How many reasons of one kind a section keeps."""
 
-WITHHELD: Final = "private, who took part is withheld: the stated epsilon assumes that nobody knows"
+WITHHELD: Final = "private, who took part is withheld: the stated epsilon assumes that it stays secret"
 """What log and report say of a round whose participants are secret."""
 
 Show = Literal["value", "count", "reasons", "texts", "spread", "means", "table", "total", "flat", "seconds", "none"]

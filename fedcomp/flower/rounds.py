@@ -481,8 +481,8 @@ def fit(
     said = not isinstance(strategy, ExchangeStrategy) or getattr_static(strategy, "own_loop", None) is not None
     if isinstance(strategy, Strategy) and said and own_loop(strategy):
         raise ConfigError(
-            f"{type(strategy).__name__} runs a loop of its own (start is overridden), which fit() would pass by; call "
-            "its start()"
+            f"{type(strategy).__name__} runs its own loop (start is overridden), which fit() would bypass; call its "
+            "start()"
         )
     train_config = ConfigRecord() if train_config is None else train_config
     evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
@@ -519,7 +519,7 @@ def fit(
             # Last of all: a checkpoint made here holds the whole round.
             on_round(server_round, arrays, RoundOutcome(outcome.arrays, outcome.train, outcome.evaluate, server))
         if should_stop is not None and should_stop(server_round, result):
-            log.info("stopped after round %d of %d, as should_stop says", server_round, num_rounds)
+            log.info("stopped after round %d of %d, because should_stop returned True", server_round, num_rounds)
             break
     return result
 

@@ -189,7 +189,7 @@ def _members(data: bytes, kind: str) -> dict[str, NDArray[Any]]:
                     f"to be {entry.file_size}); what this project writes is never compressed"
                 )
             if entry.flag_bits & _ENCRYPTED or not entry.filename.endswith(_NPY):
-                raise StoreError(f"stored {kind} has a member {entry.filename!r}, which is no array of this project's")
+                raise StoreError(f"stored {kind} has a member {entry.filename!r}, which is not an array of fedcomp")
         # Members may point at the same bytes: a small archive would then unpack to many times its size.
         if sum(entry.file_size for entry in entries) > len(data) or len({e.filename for e in entries}) < len(entries):
             raise StoreError(f"stored {kind} has members that overlap or share a name; it is damaged or forged")

@@ -204,6 +204,6 @@ def trained(module: nn.Module, names: Sequence[str]) -> None:
     moved = {name for name, p in module.named_parameters() if p.requires_grad}
     if wrong := [name for name in names if name not in moved]:
         raise LayoutError(
-            f"{len(wrong)} tensor(s) of the model, first {wrong[0]!r}, are no parameters that are trained; directions "
-            "would move them at random. Send the trained ones alone"
+            f"{len(wrong)} tensor(s) of the model, first {wrong[0]!r}, are not trained parameters; directions would "
+            "move them at random. Send only the trained ones"
         )

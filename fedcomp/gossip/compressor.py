@@ -148,7 +148,7 @@ class Compressor:
         # The tail's length is known to both ends, so the section in front of it needs no length of its own.
         end = len(data) - (n - split) * dtype.itemsize
         if end < 0:
-            raise MessageError(f"{n - split} values that travel whole do not fit into {len(data)} bytes")
+            raise MessageError(f"{n - split} uncompressed values do not fit into {len(data)} bytes")
         tail = take_real(data[end:], n - split, dtype)
         indices, values = self._decode(data[:end], split, dtype, key)
         if self.scale != 1.0:

@@ -345,7 +345,7 @@ def absorb(
     # The first step of a run has nothing to finish, and after the iteration is finished nothing more may come.
     if complete and begun is None:
         if messages:
-            raise MessageError(f"{len(messages)} messages came, but no iteration was begun that could need them")
+            raise MessageError(f"{len(messages)} messages arrived, but no started iteration needs them")
         return Absorbed(state, ())
     received: list[Received] = []
     for message in messages:
@@ -381,7 +381,9 @@ def absorb(
     if complete:
         missing = sorted(set(row) - {r.source for r in received})
         if missing:
-            raise MessageError(f"no message of iteration {int(begun or 0)} came from nodes {missing}, which was due")
+            raise MessageError(
+                f"no message of iteration {int(begun or 0)} arrived from nodes {missing}, although one was due"
+            )
         # From here on a second inbox for the same iteration is refused.
         del new[f"{names[0]}.begun"]
     return Absorbed(new, tuple(received))
@@ -425,7 +427,8 @@ def retract(
         if not number or header.seq != (number - 1) & 0xFFFF:
             raise OutOfStep(
                 to,
-                f"message {header.seq} to node {to} came back, but {number} were sent; the last ones come back first",
+                f"message {header.seq} to node {to} was returned, but {number} were sent; the last ones are returned "
+                "first",
             )
         opened = reader.open(message)
         after = {name: new[own_key(name, to)] for name in names}

@@ -101,7 +101,7 @@ class FlatObjective:
                 f"there are gradients of {unknown[:3]}, which are not tensors of the model: it has {sorted(known)[:3]}"
             )
         if not found:
-            raise LayoutError(f"there is no gradient of any tensor; the model has {sorted(known)[:3]}")
+            raise LayoutError(f"no tensor has a gradient; the model has {sorted(known)[:3]}")
         for name, gradient in found.items():
             if name in shapes and np.shape(gradient) != shapes[name]:
                 raise LayoutError(f"the gradient of {name!r} has shape {np.shape(gradient)}, expected {shapes[name]}")

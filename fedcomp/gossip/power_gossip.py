@@ -363,7 +363,7 @@ def _read(payload: bytes, matrices: Matrices, dtype: np.dtype[Any], source: int)
     most = (max(matrices.projected_size(0), matrices.projected_size(1)) + vectors) * dtype.itemsize + _DIGEST_BYTES
     header, body = unpack(payload, most=most, dtype=dtype)
     if header.flags & ~(MessageFlag.DIGEST | MessageFlag.RESYNC):
-        raise MessageError(f"node {source} sent {header}, which is no power step")
+        raise MessageError(f"node {source} sent {header}, which is not a power step")
     start = _DIGEST_BYTES if header.flags & MessageFlag.DIGEST else 0
     # The header's number is modulo 65536, which is even: it still tells even steps from odd ones.
     count = matrices.projected_size(header.seq)

@@ -126,7 +126,7 @@ class PushSum(Algorithm):
                 continue
             kind = message.source, MessageFlag.DENSE in header.flags
             if mark_of(header) <= last.get(kind, self._counted(state, *kind)):
-                found[message.source] = f"its message of iteration {header.iteration} came again and is ignored"
+                found[message.source] = f"its message of iteration {header.iteration} arrived again and is ignored"
             elif share <= _NOTHING:
                 found[message.source] = f"it sent a share of {share:g}: it takes mass in and passes none on"
             # A message may also repeat an earlier one of the same inbox.

@@ -53,8 +53,8 @@ def _within(algorithm: Algorithm, state: State, inbox: Sequence[GossipMessage]) 
     if not moved <= FARTHEST * usual:
         sources = sorted({message.source for message in inbox})
         raise MessageError(
-            f"{TOO_FAR} {moved:.3g}, {moved / usual:.3g} times its own norm, by what came from nodes "
-            f"{sources}; at most {FARTHEST:g} times are taken"
+            f"{TOO_FAR} {moved:.3g}, {moved / usual:.3g} times its own norm, by messages from nodes "
+            f"{sources}; at most {FARTHEST:g} times are accepted"
         )
     return after
 

@@ -127,7 +127,8 @@ def incoming(state: State, messages: Sequence[GossipMessage]) -> list[Incoming]:
     sources = sorted(message.source for message in messages)
     if sources != sorted(expected):
         raise MessageError(
-            f"messages of nodes {sources} came, expected exactly one of each of {sorted(expected)}; an iteration is "
+            f"messages of nodes {sources} arrived, expected exactly one from each of {sorted(expected)}; an "
+            "iteration is "
             "finished when all of them are there"
         )
     if not expected:

@@ -246,7 +246,7 @@ class Edges(Topology):
         for k, (i, j) in enumerate(pairs):
             if i == j and given is None:
                 raise TopologyError(
-                    f"edge {i}{self._link}{i}: every node keeps a share of its own; give edges to others only"
+                    f"edge {i}{self._link}{i}: every node keeps its own share; give only edges to others"
                 )
             # A set: the own weight (i, i) of an undirected graph is one edge, not two.
             for edge in {(i, j)} if directed else {(i, j), (j, i)}:

@@ -330,7 +330,7 @@ def safe_gamma(topology: Topology, compressor: Compressor, size: int) -> float:
     """
     delta = compressor.contraction(size)
     if delta is None or not delta > 0.0:
-        raise ConfigError(f"{compressor!r} is no contraction of {size} elements: the proof does not cover it")
+        raise ConfigError(f"{compressor!r} is not a contraction of {size} elements: the proof does not cover it")
     if topology.time_varying or topology.directed:
         raise ConfigError(f"{topology!r} varies or is directed: the proof does not cover it")
     spectrum = np.sort(np.linalg.eigvalsh(topology.mixing_matrix(0, symmetric=True)))

@@ -262,7 +262,7 @@ class HaloStructure:
         near, at = find(self._near[0], ids)
         far, where = find(self._far[0], ids)
         if not (near | far).all():
-            raise self._unknown(ids[~(near | far)], "owners", "they stand in no row that is known here")
+            raise self._unknown(ids[~(near | far)], "owners", "they are in no row that is known here")
         owners = np.empty(len(ids), np.int32)
         owners[near] = self._near[1][at[near]]
         owners[~near] = self._far[1][where[~near]]
@@ -407,4 +407,4 @@ def _require_same(ids: Ids, known: Owners, said: Owners) -> None:
     other = np.flatnonzero(known != said)
     if len(other):
         i = int(other[0])
-        raise GraphError(f"node {int(ids[i])} is said to be of part {int(said[i])} and of part {int(known[i])}")
+        raise GraphError(f"node {int(ids[i])} is listed in part {int(said[i])} and in part {int(known[i])}")

@@ -332,7 +332,7 @@ class PrivacyLedger(Spending):
         if journal.header is None:
             if self._had_file:
                 raise PrivacyLedgerError(
-                    f"this run kept its ledger in a file, and {journal.path} is not it: it is new. What was released "
+                    f"this run kept its ledger in another file than {journal.path}, which is new. What was released "
                     "after the checkpoint would not be counted; put the run's file back"
                 )
             journal.begin(self._header())

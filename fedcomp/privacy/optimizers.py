@@ -235,7 +235,7 @@ class PrivateOptimizer(DPOptimizer):
         if settings.adjacency not in (None, ledger.adjacency):
             raise ConfigError(
                 f"adjacency={settings.adjacency!r} is not the ledger's, {ledger.adjacency!r}: the noise would be "
-                "scaled for one and the epsilon said for the other"
+                "scaled for one and epsilon computed for the other"
             )
         if ledger.sampling.cap:
             raise ConfigError(

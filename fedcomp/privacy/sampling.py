@@ -119,13 +119,13 @@ class Sampling(Configured):
         if count and adjacency == "add_remove":
             raise ConfigError(
                 f"count={count} does not fit adjacency='add_remove': where one unit is removed another one takes its "
-                "place among so many, the sum moves by two bounds, and epsilon would be too small. Use "
+                "place, so the sum moves by two bounds and epsilon would be too small. Use "
                 "sampling='poisson' with rate = count / population, or adjacency='replace'"
             )
         if self.event_rate < 1.0 and adjacency == "replace":
             raise ConfigError(
-                "Poisson sampling amplifies under zero_out and add_remove adjacency; under replace its cost is another "
-                "one, which is not computed here. Say adjacency='zero_out', or sampling='capped'"
+                "Poisson sampling amplifies under zero_out and add_remove adjacency; under replace the cost differs "
+                "and is not computed here. Use adjacency='zero_out', or sampling='capped'"
             )
 
     @property

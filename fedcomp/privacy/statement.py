@@ -153,7 +153,7 @@ class Statement(Configured):
         super().__post_init__()
         check_population(self.delta, self.population)
         if math.isnan(self.epsilon) or self.epsilon < 0.0 or math.isnan(self.epsilon_unamplified):
-            raise ConfigError(f"epsilon={self.epsilon!r} of a statement is no number >= 0")
+            raise ConfigError(f"epsilon={self.epsilon!r} of a statement is not a number >= 0")
         if not self.trust or not self.protects:
             raise ConfigError("a statement says who is trusted and what is protected; trust and protects are empty")
 

@@ -193,7 +193,7 @@ class ConditionalRounds(Pair, id="conditional"):
             silent, _ = self._sort(now, answers, unaware)
             for node in silent:
                 if self.query or node in due:
-                    now.refuse(node, "it has nothing to send, and was told to send")
+                    now.refuse(node, "it was asked to send, and has nothing to send")
                 else:
                     quiet.append(node)
             given = [answer for answer in answers if answer.node not in silent]

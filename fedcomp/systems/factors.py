@@ -163,7 +163,7 @@ class FactorSharing(System, id="factors"):
         changes, before = ({t.name: vector[t.slice] for t in layout.tensors} for vector in (down.vector, now.model))
         outer_of = captured.explaining(changes, before)
         for text in captured.notes:
-            now.note(f"what goes down is not made of factors: {text}")
+            now.note(f"the downlink message is not made of factors: {text}")
         frame, _ = DOWN.encode(replace(down, outer=outer_of), {}, now.key("downlink"))
         return replace(total, frame=frame, codec=DOWN) if len(frame) < 4 * layout.size else total
 

@@ -622,7 +622,7 @@ class Gossip(System, id="gossip"):
         coming = run.joining and not (closing or self.algorithm.asynchronous)
         if not (run.members or run.departing or coming):
             raise StateError(
-                f"no node is left that could go on; the last events were {now.told['events'][-3:]}. "
+                f"no node is left to continue; the last events were {now.told['events'][-3:]}. "
                 "Look into the nodes' logs, or allow more patience, and restart"
             )
 
@@ -694,7 +694,7 @@ class Gossip(System, id="gossip"):
             return f"a message of {longest} bytes; the largest this run has is {most}"
         silent = done.fresh or bool(done.failed) or (synchronous and bool(done.needs))
         if silent and to:
-            return f"messages to nodes {to[:20]} by a node that says it sent none"
+            return f"messages to nodes {to[:20]} from a node that reports none"
         # Every neighbour waits for its message: one left out would stop the whole run.
         if synchronous and not silent and turn.do == "step" and len(to) < len(expected):
             return f"messages to nodes {to[:20]} only; expected one to each of {sorted(expected)}"
@@ -702,7 +702,7 @@ class Gossip(System, id="gossip"):
         # A node may send back only what it was given.
         if not {*done.needs, *done.noticed} <= set(came) or len(done.noticed) > len(set(came)):
             spoken = (*done.needs, *done.noticed)[:20]
-            return f"it speaks of messages of nodes {spoken}; it had some of {sorted(set(came))}"
+            return f"it reports messages of nodes {spoken}; it had some of {sorted(set(came))}"
         if len(done.lost) > len(ask.mail) - len(came):
             return f"{len(done.lost)} messages lost that came back; {len(ask.mail) - len(came)} did"
         if done.fresh and turn.start in ("common", "empty"):

@@ -149,7 +149,7 @@ class FittedBasis(System, id="gradiveq"):
         cycle, moments = Cycle(self.warmup_rounds, self.sampling, self.compression), self._empty(now.layout)
         if not now.state and not moments.slices.parts:
             now.note(
-                f"no tensor of the model has two slices of {self.codec.width}: everything travels as it is; lower width"
+                f"no tensor of the model has two slices of {self.codec.width}: everything is sent as it is; lower width"
             )
         if now.state:
             cycle.load_state_dict(now.state["cycle"])

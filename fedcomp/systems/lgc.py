@@ -182,7 +182,7 @@ class LearnedGradients(System, id="lgc"):
         used = [g for g in given if g.node in total.consumed]
         if by_node:
             if leader.node not in total.consumed:
-                now.note("the common node's latents cannot be used: nobody's values can be decoded")
+                now.note("the common node's latents cannot be used, so no node's values can be decoded")
                 return None
             where, weight = codec.shared_positions(supports, layout), sum(g.weight for g in used)
             scales = _scales([leader, *sent])
@@ -268,7 +268,7 @@ class LearnedGradients(System, id="lgc"):
         codec, halves = self._at(now.number), now.state.get("halves")
         if now.number <= self.warmup_rounds + self.training_rounds or halves is None:
             if now.number > self.warmup_rounds + self.training_rounds:
-                now.note("the autoencoder was not trained in a single round: values travel instead")
+                now.note("the autoencoder was not trained in any round: values are sent instead")
             return codec, IdentityEncoder(), {None: IdentityDecoder()}
         encoder, shared = half_of(ConvEncoder, halves["encoder"]), half_of(ConvDecoder, halves["decoder"])
         own: dict[int | None, LatentDecoder] = {
@@ -280,7 +280,7 @@ class LearnedGradients(System, id="lgc"):
         """Train on what the nodes sent of their coded tensors; return the losses, none if they are not finite."""
         layout, coded, fixed = now.layout, codec.coded(now.layout), codec.on(supports, now.number)
         if codec.coded_support(supports, layout).size < FEWEST:
-            now.note("too few values travel for an autoencoder: raise density, or lower raw")
+            now.note("too few values are sent for an autoencoder: raise density, or lower raw")
             return {}
         vectors: dict[int, Vector] = {
             g.node: np.concatenate([t.values.decoded() for t in fixed.open(g.frame, layout).tensors[:coded]])

@@ -85,7 +85,7 @@ class SharedBasis(System, id="power-sgd"):
             first = codec.mean(basis)
             mean = Mean().total(now, first, now.verified(first, sent), raw=True)
             if mean is None or mean.change is None or not all_finite(mean.change):
-                now.note("no projection came of which a basis could be made: the model is unchanged")
+                now.note("no projection arrived to make a basis of: the model is unchanged")
                 return None
             factors = first.coefficients(first.sum_frame(Update(mean.change, layout)), layout)
             basis = codec.between(factors, layout, _key(now.state.get("last"), now.seed))

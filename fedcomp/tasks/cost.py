@@ -90,7 +90,7 @@ def scalecom_policy(multiplies: Mapping[str, float], *, uncompressed: Collection
     dense = {names[0], names[-1]} if uncompressed is None else set(uncompressed)
     unknown = sorted(dense - set(names))
     if unknown:
-        raise ConfigError(f"uncompressed={unknown} are no layers of the model; its layers are {names}")
+        raise ConfigError(f"uncompressed={unknown} are not layers of the model; its layers are {names}")
     table: dict[str, Density] = {}
     for name, count in multiplies.items():
         compression = 25.0 if count >= 196 else 50.0 if count >= 128 else 400.0

@@ -235,7 +235,7 @@ def cross_partition(
         When a part or a colour has too few nodes for that, or there is one owner only.
     """
     if not 2 <= parts <= nodes:
-        raise ConfigError(f"parts={parts}; labels stand in other parts, so expected 2 to {nodes}")
+        raise ConfigError(f"parts={parts}; labels are in other parts, so expected 2 to {nodes}")
     owner = np.empty(nodes, np.int32)
     owner[np.argsort(key.at(layer=1).bits(nodes), kind="stable")] = np.arange(nodes) % parts
     colour, label = (key.at(layer=2).uniform(2 * nodes) * classes).astype(np.int64).reshape(2, nodes)

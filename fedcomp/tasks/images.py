@@ -17,8 +17,8 @@ MODEL_OPTIONS: Mapping[str, TaskOption] = {
     "model": TaskOption("mlp", OneOf("mlp", "cnn"), "mlp or cnn"),
     "hidden": TaskOption((256, 256), WIDTHS, "widths of the mlp's hidden layers"),
     "batch_norm": TaskOption(False, Flag(), "batch normalisation after the cnn's convolutions"),
-    "train_examples": TaskOption(None, Maybe(Int(1)), "use only the first so many training examples"),
-    "test_examples": TaskOption(None, Maybe(Int(1)), "test on the first so many test examples only"),
+    "train_examples": TaskOption(None, Maybe(Int(1)), "use only this many training examples, from the first"),
+    "test_examples": TaskOption(None, Maybe(Int(1)), "test on only this many test examples, from the first"),
     "validation": TaskOption(False, Flag(), "hold out a fifth of the training examples and test on them: for tuning"),
 }
 

@@ -60,7 +60,7 @@ _KNOWN: Final[Mapping[tuple[str, str], Any]] = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _KNOWN:
-            raise PlanetoidError(f"the file names {module}.{name}, which no planetoid file does; not read any further")
+            raise PlanetoidError(f"the file names {module}.{name}, which no planetoid file uses; reading stops")
         return _KNOWN[module, name]
 
 

@@ -217,7 +217,7 @@ def _is_folder(path: Path) -> bool:
             f"{path} is a link that leads nowhere ({error.strerror}); repair it, or remove it to go without the data"
         ) from error
     if not stat.S_ISDIR(found.st_mode):
-        raise DataError(f"{path} is not a folder; put a folder with the data files there, or nothing")
+        raise DataError(f"{path} is not a folder; put a folder with the data files there, or remove it")
     return True
 
 

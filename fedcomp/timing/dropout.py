@@ -121,7 +121,7 @@ class OnOff(Configured):
     def conflict(self) -> str:
         """Comings and goings have to end."""
         if math.isinf(self.horizon) and math.isfinite(self.mean_on) and math.isfinite(self.mean_off):
-            return "devices come and go for ever; give the seconds of a round that matter as horizon"
+            return "devices come and go without end; give horizon, the seconds of a round"
         return ""
 
     def __call__(self, server_round: int, client: int) -> Presence:

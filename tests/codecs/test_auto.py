@@ -366,7 +366,7 @@ def test_signs_in_other_blocks_are_refused() -> None:
     for signs, block in ((values.k, 0), (3000, 1024), (values.k, 1000), (512, 512)):
         other = wire.SignScale(np.zeros(signs, bool), np.ones(-(-signs // block) if block else 1, np.float32), block)
         mutant = wire.encode([wire.seeded((5000,), seed, signs, other)], tlvs=bundle.tlvs)
-        with pytest.raises(wire.SchemaMismatch, match="do not stand for levels"):
+        with pytest.raises(wire.SchemaMismatch, match="do not encode levels"):
             Auto(1.0).open(mutant, layout)
     with pytest.raises(wire.LimitExceeded, match="takes at most"):
         Auto(0.5).open(frame, layout)

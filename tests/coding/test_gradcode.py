@@ -238,7 +238,7 @@ def test_nothing_at_all_is_never_a_sum() -> None:
 
 
 def test_a_field_has_no_least_squares() -> None:
-    with pytest.raises(ConfigError, match="no least squares"):
+    with pytest.raises(ConfigError, match="least squares do not exist"):
         Cyclic(5, 1, field=GF31).decoding([0, 1], approximate=True)
 
 

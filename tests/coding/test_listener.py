@@ -352,7 +352,7 @@ def test_a_peer_that_never_answers_costs_the_timeout_and_no_more(tmp_path) -> No
         done = deliver(sender, [(address, parcel(i, bytes(12_000_000))) for i in range(3)])
         assert time.monotonic() - began >= 0.4  # two attempts each
     for delivery in done:
-        assert "no acknowledgement came in time" in str(delivery.error) or "timed out" in str(delivery.error)
+        assert "no acknowledgement arrived in time" in str(delivery.error) or "timed out" in str(delivery.error)
         assert 0 < delivery.handed_over < 2 * 12_000_036  # what the connection took before it was full
 
 

@@ -95,7 +95,7 @@ def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere
         f'[superlink]\ndefault = "link"\n[superlink.link]\naddress = "127.0.0.1:{site.public}"\n'
         f'root-certificates = "{folder.ca}"\n'
     )
-    refused = "only the calls of nodes pass here"
+    refused = "this port passes only calls of nodes"
     assert "403" in site.flwr("supernode", "register", str(other.nodes / "node-0.pub"), home=stranger, status=1)
     assert "403" in site.flwr("run", str(APP), "link", home=stranger, status=1)
     for path in ("/v1/control/start-run", "/v1/runtime/acquire-task", "/health", "/docs", "/v1/fleet/../control/list"):

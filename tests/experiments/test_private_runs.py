@@ -215,7 +215,7 @@ def test_a_budget_without_a_private_row_is_refused(tmp_path, capsys):
     public = dataclasses.replace(EXPERIMENT, rows={"FedAvg": EXPERIMENT.rows["FedAvg"]})
     setup = RunnerSetup(catalog={"guarded": public})
     assert main(["guarded", "--budget", "1", "--out", str(tmp_path)], setup=setup) == 2
-    assert "has nothing that a budget could end" in capsys.readouterr().err
+    assert "has no private system that a budget could end" in capsys.readouterr().err
 
 
 def test_a_rows_own_smaller_budget_stays():

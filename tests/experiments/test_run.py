@@ -313,7 +313,7 @@ def test_resume_refuses_another_configuration(call: Caller) -> None:
 
 def test_an_interruption_before_the_first_round_leaves_nothing(call: Caller) -> None:
     assert call("tiny", engine=FakeEngine({("dense", 0): KeyboardInterrupt()})) == 130
-    assert "nothing to keep" in call.stderr
+    assert "nothing was saved" in call.stderr
     assert call.folders == []
 
 
@@ -369,7 +369,7 @@ def test_an_interrupted_measurement_keeps_its_finished_cells(call: Caller) -> No
         return dataclasses.replace(MEASURED, study=look)
 
     assert call("measured", "--json", experiment=interrupted(0)) == 130
-    assert "nothing to keep" in call.stderr
+    assert "nothing was saved" in call.stderr
     assert call("measured", "--json", experiment=interrupted(2)) == 130
     assert "2 parts of the measurement" in call.stderr
     folder = call.folders[-1]

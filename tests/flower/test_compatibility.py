@@ -254,7 +254,7 @@ def test_a_flower_that_writes_messages_otherwise_is_noticed_and_weighs_them_itse
     assert wire_bytes(message) == wire_bytes(message)
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert "counted by Flower's own deflating" in warnings[0]
+    assert "counted by Flower's own serialisation" in warnings[0]
     with pytest.raises(ConfigError, match="another way"):
         InProcessGrid(client_app(), 2)
 
@@ -341,7 +341,7 @@ def test_the_pair_trains_and_is_counted_where_a_private_name_is_gone(name: str) 
     # Two rounds, two clients, 2048 values of four bytes and more than 4096 bits of indices.
     assert 2 * 2 * (4 * 2048 + 512) < int(said["wire"]) < 2 * 2 * (4 * 2048 + 512 + 3000)
     assert name.partition(":")[2] in said["refused"]
-    assert (done.stdout + done.stderr).count("counted by Flower's own deflating") == 1
+    assert (done.stdout + done.stderr).count("counted by Flower's own serialisation") == 1
 
 
 @pytest.mark.slow

@@ -282,7 +282,7 @@ def test_a_synchronous_iteration_takes_exactly_the_messages_it_needs() -> None:
     done = absorb(at, [right, left], ("z",), TOP)
     assert [r.source for r in done.received] == [1, 4]
     assert absorb(done.state, [], ("z",), TOP).state is done.state  # finished: nothing is due any more
-    with pytest.raises(MessageError, match="no iteration was begun"):
+    with pytest.raises(MessageError, match="no started iteration needs"):
         absorb(done.state, [right], ("z",), TOP)
     second = node(1, 1, absorb(first[1].state, [message(first[0]), message(first[2], 2, 1)], ("z",), TOP).state)
     ahead = node(0, 1, done.state).state
@@ -377,7 +377,7 @@ def test_messages_of_an_edge_that_come_back_are_undone_newest_first() -> None:
         after.append(state["z>1"])
         state, _, _ = along_edge(state, {"z": draw("x", 0, k)}, TOP, View(0, k, {2: 0.5}, {}, seed=11), 2)
     receiver = absorb(receiver, sent[:1], ("z",), TOP, extra=2, complete=False).state
-    with pytest.raises(OutOfStep, match="the last ones come back first"):
+    with pytest.raises(OutOfStep, match="the last ones are returned first"):
         retract(state, sent[1:3], ("z",), TOP, extra=2)
     back = retract(state, sent[1:], ("z",), TOP, extra=2)
     assert [(r.source, r.header.iteration, r.extra) for r in back.received] == [

@@ -96,7 +96,7 @@ class Given(Toy):
 
 WRONG = {
     "a wrapper's prefix": ({"_module.bias": MODEL["bias"]}, "gradients of ['_module.bias']"),
-    "nothing": ({}, "no gradient of any tensor"),
+    "nothing": ({}, "no tensor has a gradient"),
     "another shape": ({"bias": np.zeros(1), "weight": MODEL["weight"]}, "the gradient of 'bias' has shape (1,)"),
 }
 

@@ -538,9 +538,9 @@ def test_a_last_message_that_cannot_be_read_leaves_everybody_with_a_model() -> N
 @pytest.mark.parametrize("at", [3, 5], ids=["in the middle", "at the end"])
 def test_a_run_that_lost_all_mass_or_every_model_ends_with_a_reason(at: int) -> None:
     """Nobody is left who could give those that join anything."""
-    with pytest.raises(StateError, match=r"no node is left that could go on.*memory is lost"):
+    with pytest.raises(StateError, match=r"no node is left to continue.*memory is lost"):
         go(begun({"name": "sgp"}, faults=lambda i, t: "wiped" if t == at else ""), 4)
-    with pytest.raises(StateError, match="no node is left that could go on"):
+    with pytest.raises(StateError, match="no node is left to continue"):
         go(begun(COLD, faults=lambda i, t: "wiped" if t == 5 else ""), 4)
     for name in ("sgp", "dpsgd"):
         with pytest.raises(StateError, match="no node is left"):

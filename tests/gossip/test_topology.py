@@ -352,7 +352,7 @@ def test_validate_refuses_weights_of_any_graph(rows: dict[int, dict[int, float]]
         ("edges:0-1,2-3", 4, "not strongly connected"),
         ("edges:0>1,1>0", 3, "2 components"),
         ("edges:0>1,1>3", 3, r"edge 1>3 leaves the vertices 0\.\.2"),
-        ("edges:0>0,0>1,1>0", 2, "keeps a share of its own; give edges"),
+        ("edges:0>0,0>1,1>0", 2, "keeps its own share; give only edges"),
         ("edges:0>1=1,1>0=0.5", 2, r"weight=1\.0 is not valid"),
         ("edges:0>1,1-0", 2, "written in different ways"),
         ("edges:0>1=0.5,1>0", 2, "written in different ways"),

@@ -235,7 +235,7 @@ def test_rows_that_lie_are_refused() -> None:
     for node, structure in ((known[0], halo), (fresh[0], learnt)):
         wrong = owner[rows.columns].copy()
         wrong[rows.columns == node] += 1
-        with pytest.raises(GraphError, match=f"node {node} is said to be of part {owner[node] + 1} and of part"):
+        with pytest.raises(GraphError, match=f"node {node} is listed in part {owner[node] + 1} and in part"):
             structure.learn(rows, wrong)
     with pytest.raises(GraphError, match="one integer per"):
         halo.learn(rows, owner[rows.columns][1:])

@@ -106,7 +106,7 @@ def test_every_client_keeps_to_the_seconds_of_its_own_link(caplog: pytest.LogCap
     assert 0.85 * SIZE / 16 < unknown <= SIZE / 16
     assert 0.85 * 2000 < slow <= 2000
     assert 0.85 * 4000 < fast <= 4000
-    assert "does not know what its uplink carries" in caplog.text
+    assert "does not know the rate of its uplink" in caplog.text
 
 
 def test_a_slow_link_takes_a_fifth_of_the_time_of_training_and_not_less_than_the_form_needs() -> None:
@@ -160,7 +160,7 @@ def test_where_single_updates_are_looked_at_they_have_a_bit_each(caplog: pytest.
     assert bits(strategy)[0] > 0.9
     with caplog.at_level(logging.WARNING):
         run(Compressed(FedMedian(**ONE), Auto(bits=0.5)), 4)
-    assert "less than a bit a value says little" in caplog.text
+    assert "less than a bit a value tells it little" in caplog.text
 
 
 def test_a_private_round_is_as_long_for_a_slow_link_as_for_a_fast_one() -> None:

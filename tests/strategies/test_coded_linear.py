@@ -511,7 +511,7 @@ def test_data_that_differ_where_labels_do_not_are_told_apart() -> None:
     scale["now"] = 3.0
     grid.inner.add_node(1)
     fit(third, grid, third_round.arrays, 3, start_round=3)
-    assert "came back with other examples" in third.reports[3].linear.refused[1]
+    assert "returned with other examples" in third.reports[3].linear.refused[1]
     assert moves(third)[-1]
 
 

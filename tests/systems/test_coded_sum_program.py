@@ -390,7 +390,7 @@ def test_a_client_that_shares_what_no_update_holds_spoils_the_round_and_not_the_
     driver = summed()
     notes = noted(driver)
     assert driver.step(1) is None
-    assert "did not keep to them" in notes[-1]
+    assert "contributor exceeded them" in notes[-1]
 
 
 # What a client says of its own.
@@ -413,7 +413,7 @@ def test_a_client_beyond_the_largest_weight_is_left_out_and_its_weight_stays_wit
     driver = summed()
     driver.weight = lambda node: 1.5 if node == 2 else 1.0
     assert driver.step(1).consumed == (0, 1, 3, 4, 5)
-    assert "is no whole number >= 0" in driver.refused[1][0]
+    assert "is not a whole number >= 0" in driver.refused[1][0]
 
 
 def lone(number: int, node: int, start: Any) -> Any:

@@ -255,7 +255,7 @@ def test_a_node_that_must_send_and_does_not_is_refused() -> None:
     with pytest.raises(StopIteration) as end:
         rounds.send([Answer(0, say=Status(quiet=True)), Answer(1, say=Status(quiet=True))])
     assert end.value.value is None
-    assert refused == {0: "it has nothing to send, and was told to send"}
+    assert refused == {0: "it was asked to send, and has nothing to send"}
     assert now.told["round"] == {"quiet": [1], "queried": 0, "due": [0], "unaware": []}
     assert now.state["skipped"] == {"0": 0, "1": 1}
 

@@ -207,7 +207,7 @@ def test_what_a_client_half_refuses() -> None:
         system.client({}, Ask(0), me)
     frozen = Point(start())
     frozen.b.requires_grad_(False)
-    with pytest.raises(LayoutError, match="no parameters that are trained"):
+    with pytest.raises(LayoutError, match="not trained parameters"):
         slopes_along(Objective(frozen, lambda model: model()[0].sum(), 1), [], LAYOUT)
     # What travels dense has no directions.
     dense = Layout.of(start())

@@ -307,7 +307,7 @@ class GradientCode(System, id="gradient-code"):
         if contradiction > _AGREES:
             now.note(
                 f"redundant answers contradict each other by {contradiction:.1e} of their size: clients compute "
-                "different updates of the same partition, by different hardware or on purpose. It cannot be told who"
+                "different updates of the same partition, by different hardware or on purpose. It is unknown which"
             )
         vector, scalars = rows.values.unpack(code.decode(taken, approximate=self.approximate), now.layout.size)
         # Every device puts its partitions' weights first, so this is the sum of all of them.
@@ -478,7 +478,7 @@ def change_of(before: Tensors, after: Tensors, layout: Layout) -> tuple[Doubles,
             if not np.can_cast(new.dtype, old.dtype, "same_kind"):
                 raise LayoutError(f"tensor {spec.name!r} is {new.dtype} after training, {old.dtype} before")
             if old.dtype.kind in "iu" and new.size and max(_largest(old), _largest(new)) > 2**53:
-                raise LayoutError(f"tensor {spec.name!r} holds integers above 2^53, of which no exact sum can be coded")
+                raise LayoutError(f"tensor {spec.name!r} holds integers above 2^53, so no exact sum can be coded")
             odd = ~np.isfinite(old)
             if not np.array_equal(odd, ~np.isfinite(new)) or not _same(old[odd], new[odd]):
                 raise NonFiniteUpdate(f"tensor {spec.name!r} holds non-finite values that the model does not")

@@ -318,7 +318,7 @@ class CodedLinear(System, id="coded-linear"):
             return memory, self._multiplied(ask, say, me)
         brings: Brings | None = me.data
         if brings is None:
-            raise AnswerError("this client's app brings no rows: it lacks linear_device(rows)")
+            raise AnswerError("this client's app provides no rows: it lacks linear_device(rows)")
         if isinstance(say, Join):
             return memory, self._joined(say, me, brings)
         if isinstance(say, Share):
@@ -561,7 +561,7 @@ class _Iteration:
         if device >= count:
             return
         if not isinstance(said, Owner):
-            raise StateError(f"device {device} says nothing of its partition")
+            raise StateError(f"device {device} did not describe its partition")
         if said.loss != loss:
             raise StateError(f"the task of device {device} has loss {said.loss!r}, this server has {loss!r}")
         if said.columns != self.model.features:
@@ -571,7 +571,7 @@ class _Iteration:
             if len(known) != said.rows:
                 raise StateError(f"device {device} came back with {said.rows} examples, not {len(known)}")
             if self.data[str(device)] != said.data:
-                raise StateError(f"device {device} came back with other examples than those the others have combined")
+                raise StateError(f"device {device} returned with other examples than those the others have combined")
             return
         if not said.label_type:
             raise StateError(f"device {device} sent no labels")

@@ -117,7 +117,7 @@ class CodedRelay(Coded, id="coded-relay"):
         # Before any round: what works with no number of relays must not be found out by losing rounds.
         check(code=self.code, symbols=self.symbols, shards=self.shards, threshold=self.threshold)
         return (
-            f"{self.inner!r} has several exchanges, which a coded reply cannot wait for" if self.inner.several else ""
+            f"{self.inner!r} has several exchanges, which a coded reply does not support" if self.inner.several else ""
         )
 
     @property
@@ -328,4 +328,4 @@ def _end(program: Round, answers: Sequence[Answer]) -> Step | None:
     except StopIteration as end:
         step: Step | None = end.value
         return step
-    raise ConfigError("the system inside asks a second time, which a coded reply cannot wait for")
+    raise ConfigError("the system inside asks a second time, which a coded reply does not support")

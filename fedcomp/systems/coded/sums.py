@@ -178,7 +178,7 @@ class CodedSum(Coded, id="coded-sum"):
         fixed = fixed_point_of(self.codec)
         if isinstance(fixed, ModularSum) and self.weight:
             return (
-                "of a coded sum the server knows no single weight, by which it would have to take off the dithers of "
+                "in a coded sum the server knows no single weight, so it cannot remove the dithers of "
                 f"{fixed!r}; set weighted=False, or use FixedPoint, which has none"
             )
         if self.shards and self.symbols + self.threshold > self.shards:
@@ -265,8 +265,8 @@ class CodedSum(Coded, id="coded-sum"):
     def round(self, now: Now) -> Round:
         if exact := [t.name for t in now.layout.exact]:
             raise ConfigError(
-                f"the model has {len(exact)} buffer(s) that travel as values, first {exact[0]!r}; of these a coded sum "
-                "shows none. Use a model without running statistics and counters (group or layer normalisation), or "
+                f"the model has {len(exact)} buffer(s) that are sent as values, first {exact[0]!r}; a coded sum has "
+                "no place for them. Use a model without running statistics and counters (group or layer normalisation), or "
                 "construction='relay'"
             )
         nodes, peers = listed(now)
@@ -444,7 +444,7 @@ class _Summing:
                 try:
                     shard = Shard.from_bytes(answer.frames.get("masked", b""), self.plan)
                     if (shard.kind, shard.source, shard.tag) != (MASKED, source, answer.say.tag):
-                        raise PacketError("the masked update is another one than the answer says")
+                        raise PacketError("the masked update differs from the answer")
                 except CodingError as why:
                     self.now.refuse(answer.node, f"masked update: {why}")
                     continue
@@ -708,7 +708,7 @@ def _weight(me: Me, metric: str, plan: SumPlan) -> int:
         return 1
     value = me.weight(metric)
     if value < 0 or value % 1:
-        raise ConfigError(f"metric {metric!r} is no whole number >= 0, as the weight in a sum must be")
+        raise ConfigError(f"metric {metric!r} is not a whole number >= 0, which a weight in a sum must be")
     if value > plan.max_weight:
         raise ConfigError(
             f"metric {metric!r} is more than the {plan.max_weight} for which the sum has room; raise max_weight if it "

@@ -375,7 +375,7 @@ class Conversation:
         wants: dict[int, Ids] = {}
         for owner, data in by_part(answer.frames, self.parts, IDS)[IDS].items():
             if owner == requester.part or owner in requester.absent:
-                raise GraphError(f"it wants rows of part {owner}, which are its own or cannot be had")
+                raise GraphError(f"it asks for rows of part {owner}, which are its own or not available")
             # Nobody has more rows than it owns: a longer list would make the server hold what no owner can answer.
             limit = self.owners[owner].owned if owner in self.owners else None
             ids = decode_ids(data, nodes=self.nodes, limit=limit)

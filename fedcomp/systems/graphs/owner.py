@@ -184,7 +184,7 @@ def begun(system: GraphOptions, memory: State, ask: Ask, me: Me, say: Turn) -> t
     wants = wanted(plans, kept.cache.ids)
     unasked = sorted(set(fetched) - set(wants))
     if unasked:
-        raise GraphError(f"the message brings rows of parts {unasked}, of which the plan uses none")
+        raise GraphError(f"the message brings rows of parts {unasked}, which the plan does not use")
     features, dtype = part.features.shape[1], part.features.dtype
     read = partial(get_row_codec(system.rows.codec).decode, features=features, dtype=dtype, nodes=part.structure.nodes)
     # More rows than are wanted are refused by the codec, which reads their number first.

@@ -245,7 +245,7 @@ def by_part(frames: Frames, parts: int, *kinds: str) -> dict[str, dict[int, Fram
             raise GraphError(f"there is a frame {name[:80]!r}; expected were {', '.join(kinds) or 'none'}")
         # Digits alone: int() reads signs, spaces and digits of other scripts, and "01" would be part 1 a second time.
         if not (part.isascii() and part.isdigit() and len(part) < 9 and str(int(part)) == part):
-            raise GraphError(f"frame {name[:80]!r} is of a part that is no number")
+            raise GraphError(f"frame {name[:80]!r} names a part that is not a number")
         if int(part) >= parts:
             raise GraphError(f"frame {name!r} is of part {part}, and there are {parts} parts")
         found[kind][int(part)] = data

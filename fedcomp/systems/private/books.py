@@ -90,8 +90,8 @@ class Books:
         if len(nodes) > clients:
             # Not an error that ends the run: a client that came back may for a while be there under its former id, too.
             return [], (
-                f"{len(nodes)} clients are online, and their number was given as {clients}. What is promised rests on "
-                "the number of all that may ever take part: end this run, and begin one that says it"
+                f"{len(nodes)} clients are online, and their number was given as {clients}. The promise depends on "
+                "the number of all clients that may ever take part: end this run, and start one with the right number"
             )
         entropy = self.entropy("sampling", server_round)
         chosen = self.sampling.draw(nodes, self.privacy, server_round, entropy, count=count)

@@ -302,7 +302,7 @@ class Teachers(System, id="datalens"):
         # Sent images are shown as they are; a generator makes new ones for each step.
         shown = images_in(ask, self.images) if self.send == "images" else None
         if shown is None and not arrays:
-            raise ConfigError("the message brings neither images nor a generator")
+            raise ConfigError("the message holds neither images nor a generator")
         labels = own.student.labels(key, self.images)
         images = own.student.images(arrays, key, self.images) if shown is None else shown
         # A step has the images of every teacher in memory, and so has a vote; a batch is as long as it was asked for.
@@ -484,7 +484,7 @@ class TeacherVotes(Private):
         if not self.clients:
             raise ConfigError(
                 "the public number of clients is not known: give clients=N, which the threshold and delta depend on; "
-                "how many are online now is not it"
+                "the number online now does not count"
             )
 
     def statement(self) -> Statement:

@@ -94,7 +94,7 @@ class NoisySum(CodedSum, id="noisy-sum"):
         if plan.extras or plan.max_weight != 1 or say.weight:
             raise StateError("the plan asks for weights or counts beside the sum, which have no noise")
         if plan.threshold < 1 or plan.mode != "share":
-            raise StateError("a shard of a noisy sum says nothing of its vector; the plan has no random pieces")
+            raise StateError("a shard of a noisy sum must not reveal its vector; the plan has no random pieces")
         # With fewer contributors than the shares are made for, a sum would have less noise than was promised.
         if plan.least < fixed.least:
             raise StateError(

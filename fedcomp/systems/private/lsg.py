@@ -193,7 +193,7 @@ def carriers_in(ask: Ask, plan: LowRankPlan) -> Carriers:
     if not shapes:
         return tuple(None for _ in plan.pieces)
     if "carriers" not in ask.frames:
-        raise AnswerError("the message brings no carriers, and the model has matrices to be factored")
+        raise AnswerError("the message holds no carriers, but the model has matrices to factor")
     # Shapes follow from the receiver's own plan, never from the frame.
     expect = tuple(Expected("", shape, kinds=frozenset({DENSE})) for shape in shapes)
     tensors = wire.decode(ask.frames["carriers"], expect).tensors

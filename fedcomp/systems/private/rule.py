@@ -169,8 +169,8 @@ class Private(Books, Released, ABC):
             raise ConfigError(f"{type(self).__name__} takes {takes}, but {codec!r} sends {sends}")
         if self.pad and codec.longest(Layout.flat(4096)) is None:
             raise ConfigError(
-                f"{codec!r} does not say how long its frames can get (Codec.longest), so their lengths would tell "
-                "about updates; use another codec, or accept that with pad=False"
+                f"{codec!r} does not say how long its frames can get (Codec.longest), so their lengths would reveal "
+                "something about updates; use another codec, or accept that with pad=False"
             )
 
     def draw(
@@ -320,8 +320,8 @@ class Private(Books, Released, ABC):
         """
         if not self.population:
             raise ConfigError(
-                "the public number of clients is not known: give population=N, on which delta and the noise's share of "
-                "the mean depend; how many are online now is not it"
+                "the public number of clients is not known: give population=N, on which delta and the noise of the "
+                "mean depend; the number online now does not count"
             )
 
     def over(self, server_round: int) -> str:

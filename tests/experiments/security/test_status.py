@@ -122,7 +122,7 @@ def test_the_end_of_a_round_is_a_line_of_the_log_and_the_last_round_of_the_nodes
     with path.open("ab") as file:
         file.write(b'{"round": 3}\n{"rou')
     (said,) = rounds.new()
-    assert "says nothing of a round" in said
+    assert "does not describe a round" in said
     assert rounds.new() == []
 
 
