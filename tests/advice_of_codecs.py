@@ -139,7 +139,7 @@ CODECS = (
         ),
     ),
     row(
-        "decides by itself how much it sends; use a policy of only None and 1.0",
+        "decides itself how much it sends; use a policy of only None and 1.0",
         lambda: decoded(fc.codecs.Threshold(0.5, scope="layer"), layout=DENSE),
         lambda: points_the_same_way(fc.codecs.Threshold(0.5)),
     ),

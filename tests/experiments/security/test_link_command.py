@@ -217,7 +217,7 @@ def test_a_superlink_that_does_not_start_is_a_temporary_failure(tmp_path):
     assert process.returncode == 75
     assert "superlink ended with status 3" in printed
     # The word is explicit, and what it means is said.
-    assert "Whoever reaches" in printed
+    assert "Anybody who reaches" in printed
 
 
 def test_a_link_whose_proxy_has_ended_ends_too(tmp_path):
