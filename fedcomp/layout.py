@@ -426,7 +426,7 @@ class Layout:
             if dtype == "uint16":
                 # numpy has no bfloat16: its bits travel as these, and the mean of bits is no mean of values.
                 raise ConfigError(
-                    f"tensor {name!r} is uint16, of which no mean is taken: the bits of bfloat16 look like that. "
+                    f"tensor {name!r} is uint16, which cannot be averaged: the bits of bfloat16 look like that. "
                     "Convert it before it is sent (bfloat16 to float32, whole numbers to int32)"
                 )
             # Infinities in a model are constants (attention masks), not something to take differences of.

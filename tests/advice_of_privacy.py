@@ -242,7 +242,7 @@ PRIVATE_PARTS = (
         ),
     ),
     row(
-        "Leave the seed out, or say insecure_deterministic=True",
+        "Leave the seed out, or set insecure_deterministic=True",
         lambda: SeededEntropy(KEY),
         lambda: (
             SeededEntropy(KEY, insecure_deterministic=True).words(2).size == 2

@@ -427,8 +427,7 @@ def retract(
         if not number or header.seq != (number - 1) & 0xFFFF:
             raise OutOfStep(
                 to,
-                f"message {header.seq} to node {to} was returned, but {number} were sent; the last ones are returned "
-                "first",
+                f"message {header.seq} to node {to} came back, but {number} were sent; the last ones come back first",
             )
         opened = reader.open(message)
         after = {name: new[own_key(name, to)] for name in names}

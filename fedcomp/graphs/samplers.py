@@ -308,7 +308,7 @@ def column_ends(part: GraphPart) -> Reals:
     if "fastgcn" not in part.memo:
         if not isinstance(part.structure, FullStructure):
             raise ConfigError(
-                "sampler 'fastgcn' draws by column norms of all of P, of which this part has its own rows only; use "
+                "sampler 'fastgcn' draws by column norms of all of P, and this part has only its own rows; use "
                 "structure 'full', or another sampler"
             )
         adjacency = part.structure.adjacency

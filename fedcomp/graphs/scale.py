@@ -210,4 +210,6 @@ class AdaptiveScale(Stateful):
         # Doubled or halfway back, s stays above the value before the last doubling.
         begun = 1.0 <= previous < s <= self.cap
         if not (begun or (s == 1.0 and previous == 0.0 and not values["frozen"])):
-            raise StateError(f"s={s!r} after {previous!r} is no state of a search that doubles from 1 to {self.cap:g}")
+            raise StateError(
+                f"s={s!r} after {previous!r} is not a state of a search that doubles from 1 to {self.cap:g}"
+            )

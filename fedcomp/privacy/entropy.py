@@ -123,13 +123,13 @@ class SeededEntropy(_ChaCha):
     """
 
     secure = False
-    description = "INSECURE: a seed, and whoever knows it can take the noise off again"
+    description = "INSECURE: a seed; anybody who knows it can remove the noise"
 
     def __init__(self, key: Key, *, insecure_deterministic: bool = False) -> None:
         if insecure_deterministic is not True:
             raise ConfigError(
-                "noise from a seed protects nothing: whoever knows the seed takes it off again. Leave the seed out, or "
-                "say insecure_deterministic=True where only repeatability matters"
+                "noise from a seed protects nothing: anybody who knows the seed can remove it. Leave the seed out, "
+                "or set insecure_deterministic=True where only repeatability matters"
             )
         super().__init__(key.digest())
         self._key = key

@@ -146,7 +146,7 @@ class PrivacyLedger(Spending):
         if len(people) > self.population:
             raise PrivacyLedgerError(
                 f"{len(people)} different participants, the population was declared as {self.population}: a "
-                f"{self.unit} under several ids would be counted as several, and have spent more than is said. Declare "
+                f"{self.unit} under several ids would be counted as several, and have spent more than stated. Declare "
                 "the number of all that may ever take part, and let them keep their ids"
             )
 

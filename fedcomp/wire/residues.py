@@ -43,7 +43,7 @@ class Residues(Values):
 
     def __init__(self, residues: NDArray[Any], modulus: int, step: float) -> None:
         require(2 <= modulus <= MAX_MODULUS, f"a modulus is 2 to 2**32, got {modulus}")
-        require(0.0 <= step * (modulus // 2) <= _FLOAT32_MAX, f"step {step} times {modulus // 2} is no float32")
+        require(0.0 <= step * (modulus // 2) <= _FLOAT32_MAX, f"step {step} times {modulus // 2} is not a float32")
         residues = np.asarray(residues).reshape(-1)
         require(
             not residues.size or (residues.min() >= 0 and residues.max() < modulus),

@@ -377,7 +377,7 @@ def test_messages_of_an_edge_that_come_back_are_undone_newest_first() -> None:
         after.append(state["z>1"])
         state, _, _ = along_edge(state, {"z": draw("x", 0, k)}, TOP, View(0, k, {2: 0.5}, {}, seed=11), 2)
     receiver = absorb(receiver, sent[:1], ("z",), TOP, extra=2, complete=False).state
-    with pytest.raises(OutOfStep, match="the last ones are returned first"):
+    with pytest.raises(OutOfStep, match="the last ones come back first"):
         retract(state, sent[1:3], ("z",), TOP, extra=2)
     back = retract(state, sent[1:], ("z",), TOP, extra=2)
     assert [(r.source, r.header.iteration, r.extra) for r in back.received] == [

@@ -226,7 +226,7 @@ class Controlled(FedAvg):
 
 
 def controlled_app(mods=()) -> ClientApp:
-    """An app that needs the control variate, and answers with a change of it that is no float32."""
+    """An app that needs the control variate, and answers with a change of it that is not a float32."""
     app = with_halves(mods)
 
     @app.train()
