@@ -235,7 +235,7 @@ def test_a_client_that_does_not_privatise_is_left_out() -> None:
 
 def test_without_the_pair_nobody_is_asked_for_what_nobody_would_privatise() -> None:
     bare = LocalMean(inner(), Privatise(1.0, 2.0), population=4, delta=1e-3)
-    with pytest.raises(ConfigError, match="use it inside Compressed"):
+    with pytest.raises(ConfigError, match="it belongs inside Compressed"):
         fit(bare, federation([compression(), private()], 4), model(), 1)
     with pytest.raises(ConfigError, match="does not begin with Privatise"):
         CodedFedAvg(bare, construction="relay")
