@@ -578,7 +578,7 @@ def at_link(codec: Codec, size: int, uplink: Callable[[], float], spent: Callabl
 @functools.cache
 def _say_unknown(seconds: float) -> None:
     log.warning(
-        "Auto(seconds=%g): this node does not know the rate of its uplink, so it sends half a bit a value; set the "
+        "Auto(seconds=%g): this node does not know the rate of its uplink, so it sends half a bit a value; state the "
         "rate in its configuration: --node-config 'uplink=\"1mbit\"'",
         seconds,
     )

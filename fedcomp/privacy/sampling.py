@@ -125,7 +125,7 @@ class Sampling(Configured):
         if self.event_rate < 1.0 and adjacency == "replace":
             raise ConfigError(
                 "Poisson sampling amplifies under zero_out and add_remove adjacency; under replace the cost differs "
-                "and is not computed here. Use adjacency='zero_out', or sampling='capped'"
+                "and is not computed here. Specify adjacency='zero_out', or sampling='capped'"
             )
 
     @property

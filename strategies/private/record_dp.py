@@ -238,7 +238,9 @@ class RecordDp(NoClientEvaluation, Server):
                 "fraction_evaluate=0.0, and evaluate on the server (evaluate_fn)"
             )
         if plan.adjacency == "replace":
-            raise ConfigError("adjacency='replace' gets no amplification by sampling here; use add_remove or zero_out")
+            raise ConfigError(
+                "adjacency='replace' gets no amplification by sampling here; specify add_remove or zero_out"
+            )
         if guard is not None and pair is not None:
             raise ConfigError(
                 f"{type(inner).__name__} checks the updates: write Compressed(..., guard=...) around the mean"

@@ -166,7 +166,7 @@ class PrivateStrategy(NoClientEvaluation, Private, Strategy, Stateful):
         """
         if not self.takes_plain and self._released is None:
             raise ConfigError(
-                f"{type(self).__name__} takes only updates that its clients' codec privatised: use it inside "
+                f"{type(self).__name__} takes only updates that its clients' codec privatised: it belongs inside "
                 "Compressed, as local_dp(...) and DistributedDp(...) do"
             )
         # What is released may be less than the model (a support that all share, kept coordinates): noise and price are

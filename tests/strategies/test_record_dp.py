@@ -432,7 +432,7 @@ def test_a_run_that_repeats_a_round_pays_for_it_again(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: record_dp(adjacency="replace"), "use add_remove"),
+        (lambda: record_dp(adjacency="replace"), "specify add_remove"),
         (lambda: record_dp(method="sgd"), "method='sgd' is not valid"),
         (lambda: record_dp(steps=0), "steps=0 is not valid"),
         (lambda: record_dp(rate=0.0), "rate"),
