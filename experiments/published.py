@@ -283,7 +283,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "Accuracy over DP-SGD's at epsilon 1, 3 and 10",
         "topagg_dpsgd",
         ("TopAgg, *epsilon *: accuracy over DP-SGD's",),
-        "systems/topagg.md",
+        "systems/record-dp.md",
     ),
     Published(
         "TopAgg votes of clients",
@@ -293,7 +293,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "Accuracy against DP-FedAvg at epsilon 1, 3 and 10; bytes of votes",
         "topagg",
         ("TopAgg, epsilon *: accuracy less that of dense", "uplink of dense over votes, the longest"),
-        "systems/topagg.md",
+        "systems/dp-fedavg.md",
     ),
     Published(
         "DataLens",
