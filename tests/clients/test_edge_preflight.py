@@ -269,7 +269,7 @@ def test_disk(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage(1 << 40, 1 << 40, 5 << 20))
     verdict, text = found("disk", home=tmp_path)
     assert verdict == "wrong"
-    assert text == f"5 MB free at {tmp_path}, 256 MB are needed: make room"
+    assert text == f"5 MB free at {tmp_path}, 256 MB are needed: free some space"
 
 
 def test_memory(monkeypatch) -> None:

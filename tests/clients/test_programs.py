@@ -660,7 +660,7 @@ def test_heads_that_break_a_rule_are_refused_and_change_nothing() -> None:
 
 def test_an_ask_without_a_number_or_a_system_is_refused() -> None:
     node = Node()
-    with pytest.raises(SchemaError, match="no number"):
+    with pytest.raises(SchemaError, match="without a sequence number"):
         node.ask(1, sequence=0)
     assert "does not name the system" in reason(node.ask(1, system={}))
     assert not node.context.state
@@ -868,7 +868,7 @@ def test_a_memory_larger_than_a_state_can_be_is_refused_before_training(monkeypa
         node.ask(1)
     assert node.trained == 0
     monkeypatch.setattr(memory, "MOST_BYTES", 4 * LAYOUT.size + 10)
-    with pytest.raises(FedcompError, match="would remember"):
+    with pytest.raises(FedcompError, match="would keep"):
         node.ask(1)
     assert not node.context.state
 

@@ -202,7 +202,7 @@ def test_a_step_that_is_no_sum_goes_down_whole(caplog: pytest.LogCaptureFixture)
         caplog.clear()
         with caplog.at_level("INFO", logger="flwr.fedcomp"):
             assert server.publish(target.copy(), {}, LAYOUT, KEY, summands=frames) == 2
-        assert "goes down as the whole model" in caplog.text
+        assert "is sent as the whole model" in caplog.text
         assert server.steps_from(1) is None
         np.testing.assert_array_equal(server.reference, target)
         # The next sum is a step again.

@@ -276,7 +276,7 @@ def test_answers_that_are_no_rows_of_numbers_are_refused() -> None:
         with pytest.raises(CodingError, match=reason):
             code.decode({0: sent[0], 1: wrong})
     over = Cyclic(3, 1, field=GF65521)
-    with pytest.raises(CodingError, match="no element"):
+    with pytest.raises(CodingError, match="not an element"):
         over.decode({0: np.zeros(2, np.uint16), 1: np.full(2, 65521, np.uint16)})
 
 
@@ -301,8 +301,8 @@ def test_redundant_answers_show_that_one_of_them_is_wrong() -> None:
         (lambda: Cyclic(4, 4), "0 to 3"),
         (lambda: Cyclic(4, -1), "0 to 3"),
         (lambda: Cyclic(True, 0), "whole number"),
-        (lambda: FractionalRepetition(5, 1), "no multiple"),
-        (lambda: assignment(5, 1, scheme="fractional"), "no multiple"),
+        (lambda: FractionalRepetition(5, 1), "not a multiple"),
+        (lambda: assignment(5, 1, scheme="fractional"), "not a multiple"),
         (lambda: assignment(5, 1, scheme="circular"), "unknown scheme"),
         (lambda: Cyclic(4, 1).partitions(4), "does not exist"),
         (lambda: FractionalRepetition(4, 1).partitions(-1), "does not exist"),

@@ -81,7 +81,7 @@ def test_impossible_numbers_are_refused() -> None:
         assert kind.require(row) is row
     with pytest.raises(CodingError, match="NaN"):
         RealArithmetic().require(np.array([np.inf]))
-    with pytest.raises(CodingError, match="no element"):
+    with pytest.raises(CodingError, match="not an element"):
         PrimeArithmetic(GF65521, 2, 1.0).require(np.array([65521], "<u2"))
 
 

@@ -287,7 +287,7 @@ def test_damaged_foreign_and_unasked_packets_are_refused_with_a_reason() -> None
     good = plan.packets(0, payload(0, 900))
     collector = Collector(plan, [0, 1])
     for data, reason in (
-        (b"", "no packet"),
+        (b"", "not a packet"),
         (good[0][:-1], "bytes"),
         (good[0][:50] + bytes([good[0][50] ^ 1]) + good[0][51:], "checksum"),
         (RelayPlan("rlnc", 3, 5, 4, max_payload=4000).packets(0, payload(0, 900))[0], "round 4, expected 5"),

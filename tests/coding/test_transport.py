@@ -399,7 +399,7 @@ def test_a_transport_is_chosen_by_the_address(tmp_path: Path) -> None:
     assert transport_of(root.address(3)).store.directory == tmp_path / "ro ot" / "00000003"
     assert transport_of("tcp://127.0.0.1:9100", tmp_path / "s").store.directory == tmp_path / "s"
     for address, store, said in [
-        ("udp://h:1", None, "of no known kind"),
+        ("udp://h:1", None, "of an unknown kind"),
         ("tcp://h:1", None, "needs the folder"),
         ("tcp://h", tmp_path, "HOST:PORT"),
         (root.address(3), tmp_path, "its own store"),

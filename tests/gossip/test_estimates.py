@@ -275,7 +275,7 @@ def test_a_synchronous_iteration_takes_exactly_the_messages_it_needs() -> None:
     first = [node(i, 0, fresh()) for i in range(N)]
     at = first[0].state
     left, right = message(first[4], 4, 0), message(first[1], 1, 0)
-    with pytest.raises(MessageError, match=r"no message of iteration 0 came from nodes \[4\]"):
+    with pytest.raises(MessageError, match=r"no message of iteration 0 arrived from nodes \[4\]"):
         absorb(at, [right], ("z",), TOP)
     with pytest.raises(MessageError, match="expected one of each"):
         absorb(at, [right, GossipMessage(2, 0, message(first[2], 2, 1).payload), left], ("z",), TOP)

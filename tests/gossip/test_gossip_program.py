@@ -398,7 +398,7 @@ def test_c4_a_share_above_all_mass_is_refused_and_captures_no_model(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", PUSHES, ids=["sgp", "edge", "broadcast"])
-@pytest.mark.parametrize(("share", "remark"), [(0.0, "a share of 0: it takes mass in"), (None, "came again")])
+@pytest.mark.parametrize(("share", "remark"), [(0.0, "a share of 0: it takes mass in"), (None, "arrived again")])
 def test_c4_messages_that_drain_mass_are_named_in_report_and_log(
     config: dict[str, Any], share: float | None, remark: str, caplog: pytest.LogCaptureFixture
 ) -> None:

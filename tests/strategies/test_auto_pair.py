@@ -202,7 +202,7 @@ def test_noise_beyond_twice_the_signal_is_said_once() -> None:
 
 
 def test_two_budgets_are_refused_and_settings_survive_a_message() -> None:
-    with pytest.raises(ConfigError, match="bits and bytes of Auto are one budget said twice"):
+    with pytest.raises(ConfigError, match="bits and bytes of Auto both set the budget"):
         Auto(bits=1.0, bytes=1000)
     for codec in (Auto(), Auto(bytes="3.5 kB"), Auto(seconds=2), Auto(bits=1.5, feedback=True)):
         assert get_codec(codec.to_config()) == codec

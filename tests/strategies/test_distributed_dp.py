@@ -305,7 +305,7 @@ def test_the_statement_says_who_is_trusted_and_what_losses_do() -> None:
     assert "of 4 of 6 clients" in statement.dropouts
     assert "follows the protocol" in statement.trust
     assert "of 0 of 6 clients is taken to be known" in statement.trust
-    assert "knows its own, faces 0.866 times" in statement.trust, "three shares of four"
+    assert "knows its own noise, faces 0.866 times" in statement.trust, "three shares of four"
     assert 1.0 < statement.epsilon < 10.0
     assert statement.delta == 1e-3
     assert statement.sensitivity == pytest.approx(CLIP, rel=0.02)
@@ -322,7 +322,7 @@ def test_a_seed_repeats_a_run_and_says_so_the_default_does_not() -> None:
     ("options", "why"),
     [
         ({"sampling": Sampling("poisson", rate=0.5)}, "Poisson"),
-        ({"adjacency": "add_remove"}, "brings no noise"),
+        ({"adjacency": "add_remove"}, "adds no noise"),
         ({"tolerated": 6}, "nobody's is left"),
         ({"honest": 0.6, "tolerated": 3}, "nobody's is left"),
         ({"codec": RandomK(0.1, shared=False)}, "every client"),

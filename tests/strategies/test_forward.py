@@ -181,7 +181,7 @@ def test_only_a_sum_is_replayed(inner: FedAvg, replayed: bool, caplog: Any) -> N
         found, grid = run(strategy, rounds=4)
     assert np.isfinite(found["w"]).all()
     assert (grid.ledger.total("payload", round=3, direction="down") < 4 * P) == replayed
-    assert ("goes down as the whole model" in caplog.text) == (not replayed)
+    assert ("is sent as the whole model" in caplog.text) == (not replayed)
     # Numbers come up either way.
     assert grid.ledger.total("payload", round=3, direction="up") <= NODES * 130
     assert [report.used for report in strategy.reports.values()] == [NODES] * 4

@@ -248,7 +248,7 @@ def around(strategy):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: around(Compressed(fedavg(), TopK(0.05))), "compresses already"),
+        (lambda: around(Compressed(fedavg(), TopK(0.05))), "already compresses"),
         (lambda: FedXgbBagging(**ONE), "FedXgbBagging exchanges the bytes of boosted trees"),
         (lambda: around(FedXgbBagging(**ONE)), "boosted trees"),
         (lambda: LegacyFedAvg(), "write 'from flwr.serverapp.strategy import FedAvg'"),

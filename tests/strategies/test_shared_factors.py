@@ -145,7 +145,7 @@ def test_a_client_that_has_not_agreed_shows_nothing(mode: str) -> None:
     assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
     report = strategy.reports[1]
     assert report.plain == 3
-    assert all("has not agreed" in why for why in report.unsupported.values())
+    assert all("has not agreed to that" in why for why in report.unsupported.values())
     # Reduced factors are a function of the gradient, for which nobody has to be asked.
     run(reduced := pair(mode="rank"), client_app=app(visible=False))
     assert reduced.reports[1].compressed == 3
@@ -372,7 +372,7 @@ def compressed(codec: Codec, inner: Any = None, **options: Any) -> Compressed:
         (lambda: compressed(Factors(), downlink=TopK(0.5), first_model_at_nodes=True), "the first model whole"),
         (
             lambda: compressed(Factors(), DpFedAvg(fedavg(fraction_evaluate=0.0), clip=1.0, noise_multiplier=1.0)),
-            "keeps a",
+            "promises privacy",
         ),
         (
             lambda: compressed(Factors(), DifferentialPrivacyServerSideFixedClipping(FedAvg(), 1.0, 1.0, 3)),

@@ -268,7 +268,7 @@ WRONG_ROWS: dict[str, tuple[Callable[[Ask, Answer], Answer], str]] = {
     "no frames": (lambda ask, answer: answer._replace(frames={}), "expected"),
     "one more": (more("rows/2"), "expected"),
     "another kind": (more("norms/0"), "expected were rows"),
-    "not a part": (more("rows/x"), "no number"),
+    "not a part": (more("rows/x"), "not a number"),
     "no such part": (more("rows/4"), "there are 4 parts"),
 }
 
