@@ -164,7 +164,7 @@ def handle(
     downlink, why_not = made(head.downlink, get_codec, agreed)
     exposed = "" if system is None or visible else _exposes(system)
     if exposed:
-        system, why = None, f"{system!r} shows the server {exposed}, and this client has not agreed to that"
+        system, why = None, f"this client has not agreed to show the server {exposed}, as {system!r} does"
     # By way of other clients it is still its system's.
     noised = isinstance(getattr(system, "inner", system), Local)
     if asks_for_noise(head.system) and not noised:

@@ -291,7 +291,7 @@ def test_damaged_foreign_and_unasked_packets_are_refused_with_a_reason() -> None
         (good[0][:-1], "bytes"),
         (good[0][:50] + bytes([good[0][50] ^ 1]) + good[0][51:], "checksum"),
         (RelayPlan("rlnc", 3, 5, 4, max_payload=4000).packets(0, payload(0, 900))[0], "round 4, expected 5"),
-        (plan.packets(1, payload(0, 900))[0], "nobody asked for source 1"),
+        (plan.packets(1, payload(0, 900))[0], "no request named source 1"),
         (RelayPlan("rlnc", 3, 5, 5).packets(0, payload(0, 90_000))[0], "accepts at most"),
         (RelayPlan("rlnc", 9, 9, 5, max_payload=4000).packets(0, payload(0, 900))[0], "accepts at most"),
     ):
