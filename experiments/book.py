@@ -5,7 +5,7 @@
     docs/results/
         index.md            what is stored, the published systems and what became of their claims
         NAME.md             one page for each experiment: answer, claims, tables
-        runs/NAME.json      the summary of a run at default settings, without plots
+        stored/NAME.json    the summary of a run at default settings, without plots
         benchmarks.jsonl    a line for each run of a benchmark at full size
         benchmarks.md       their claims over commits
 
@@ -115,9 +115,9 @@ def finished(out: Path, known: Mapping[str, Experiment]) -> dict[str, dict[str, 
 
 def store(summaries: Mapping[str, Mapping[str, Any]], results: Path) -> None:
     """Keep runs that are newer than those in the book, in ``results/runs``."""
-    (results / "runs").mkdir(parents=True, exist_ok=True)
+    (results / "stored").mkdir(parents=True, exist_ok=True)
     for name, summary in summaries.items():
-        path = results / "runs" / f"{name}.json"
+        path = results / "stored" / f"{name}.json"
         if path.exists() and json.loads(path.read_text("utf-8"))["environment"] == summary["environment"]:
             continue
         kept = {key: value for key, value in summary.items() if key not in ("run", "notes", "question")}
@@ -128,7 +128,7 @@ def store(summaries: Mapping[str, Mapping[str, Any]], results: Path) -> None:
 
 def stored(results: Path) -> dict[str, dict[str, Any]]:
     """Return what is in the book: summaries by experiment."""
-    return {path.stem: json.loads(path.read_text("utf-8")) for path in sorted((results / "runs").glob("*.json"))}
+    return {path.stem: json.loads(path.read_text("utf-8")) for path in sorted((results / "stored").glob("*.json"))}
 
 
 def missing(known: Mapping[str, Experiment], results: Path) -> list[str]:
