@@ -64,6 +64,9 @@ from fedcomp.flower.faults import RandomFaults as RandomFaults
 from fedcomp.flower.faults import ScriptedFaults as ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid as InProcessGrid
 from fedcomp.flower.metered import MeteredGrid as MeteredGrid
+from fedcomp.flower.tracking import to_mlflow as to_mlflow
+from fedcomp.flower.tracking import to_wandb as to_wandb
+from fedcomp.flower.tracking import track as track
 
 # Errors.
 from fedcomp.errors import ConfigError as ConfigError

@@ -64,6 +64,8 @@ EXTRAS: Final[Mapping[str, str]] = {
     "torch_geometric": "graph",
     "zstandard": "zstd",
     "tensorboard": "tensorboard",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
     "jinja2": "experiments",
     "matplotlib": "experiments",
     "rich": "experiments",

@@ -379,7 +379,20 @@ SENSORS: tuple[Row, ...] = (
 )
 
 
+def tracked(around: Any) -> bool:
+    records: list[Any] = []
+    with fc.InProcessGrid(client_app(), 2) as engine:
+        grid, strategy = around(engine), quiet()
+        strategy.start(grid, model(), num_rounds=1, evaluate_fn=fc.track(strategy, grid, records.append))
+    return records[0]["uplink_wire_bytes"] > 0
+
+
 FLOWER: tuple[Row, ...] = (
+    row(
+        "counts no bytes; make grid = fc.MeteredGrid(grid) and start with it",
+        lambda: tracked(lambda engine: engine),
+        lambda: tracked(fc.MeteredGrid),
+    ),
     row("a half of client(); give the app's handler another name", lambda: handled("taken"), lambda: handled("mine")),
     row(
         "Set what should be restored in the constructor, or give the strategy state_dict() and load_state_dict()",

@@ -37,7 +37,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.experiments.commands import complain
 from fedcomp.experiments.security.certificates import Folder, private_folder, read, write_new
 from fedcomp.experiments.security.proxy import Limits, Proxy, contexts
-from fedcomp.experiments.security.status import Rounds, names_of
+from fedcomp.experiments.security.status import Rounds, names_of, write_prometheus
 from fedcomp.logs import ROUNDS_VARIABLE
 
 CONNECTION: Final = "link"
@@ -66,6 +66,8 @@ class LinkOptions:
         Neither TLS nor keys.
     limits : Limits
     log : EventLog
+    metrics : Path, optional
+        Counters in Prometheus' text format.
     """
 
     folder: Folder
@@ -75,6 +77,7 @@ class LinkOptions:
     insecure: bool
     limits: Limits
     log: EventLog = field(default_factory=EventLog)
+    metrics: Path | None = None
 
     def say(self, line: str) -> None:
         """Write one line of the log."""
@@ -152,6 +155,8 @@ def prepare(options: LinkOptions) -> tuple[socket.socket, Proxy]:
         _require_secret(folder.secret)
     # Before anything is written that belongs to a SuperLink which runs already.
     _bound("127.0.0.1", options.port, "--port").close()
+    if options.metrics is not None and not options.metrics.parent.is_dir():
+        raise ConfigError(f"--metrics {options.metrics}: {options.metrics.parent} is not a folder")
     listener = _bound(*options.listen, "--listen")
     _lock(folder)
     if not folder.secret.exists():
@@ -272,6 +277,8 @@ async def _show(options: LinkOptions, proxy: Proxy) -> None:
             for line in rounds.new():
                 options.say(line)
             proxy.callers.write(options.folder.status, rounds=rounds.last)
+            if options.metrics is not None:
+                write_prometheus(options.metrics, proxy.callers, rounds.ended, proxy.connections)
         except OSError as error:
             options.say(f"{error.filename or options.folder.status}: {error.strerror}")
         await asyncio.sleep(STATUS_SECONDS)
@@ -302,6 +309,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "fedcomp link") 
             insecure=args.insecure,
             limits=Limits(per_address=args.per_address),
             log=EventLog(json=args.log_format == "json"),
+            metrics=args.metrics and args.metrics.absolute(),
         )
         if args.register:
             if not (folder.home("cli") / "config.toml").exists():
@@ -359,6 +367,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--log-format", choices=("text", "json"), default="text", help="format of log lines (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--metrics",
+        type=Path,
+        metavar="F.prom",
+        help="write counters in Prometheus' text format into this file, every five seconds",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--insecure", action="store_true", help="no TLS and no keys; only for your own network")

@@ -279,6 +279,11 @@ class Proxy:
         self._refusals = ThinnedLog(self.say)
         self._bodies, self._answers = UnderWay(self.limits), UnderWay(self.limits)
 
+    @property
+    def connections(self) -> int:
+        """How many connections of nodes are open."""
+        return self._open.total()
+
     async def serve(self, listener: socket.socket) -> None:
         """Accept connections until cancelled; then close all of them."""
         listener.setblocking(False)

@@ -11,6 +11,7 @@ import argparse
 import base64
 import json
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -69,10 +70,13 @@ class Rounds:
     ----------
     last : dict of str to dict
         For each node, by its id, the last round in which its reply was used: ``round``, ``of`` and ``time``.
+    ended : int
+        Rounds that have ended.
     """
 
     path: Path
     last: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ended: int = 0
     _read: int = 0
 
     def __post_init__(self) -> None:
@@ -97,6 +101,7 @@ class Rounds:
             shown = {"round": int(end["round"]), "of": int(end["of"]), "time": float(end["time"])}
             self.last |= {str(node): shown for node in end["nodes"]}
             said = f"{end['name']}, {numbered(shown)}: {end['text']}"
+            self.ended += 1
         except (ValueError, KeyError, TypeError) as error:
             return f"{self.path}: a line does not describe a round: {error!r}"
         # Clients wrote a part of it.
@@ -140,10 +145,54 @@ class Callers:
     def write(self, path: Path, **more: Any) -> None:
         """Replace the file that ``fedcomp status`` reads."""
         document = {"time": time.time(), "nodes": {name: asdict(c) for name, c in self.nodes.items()}, **more}
-        fresh = path.with_suffix(".new")
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            json.dump({**document, "refused": dict(self.refused)}, file)
-        fresh.replace(path)
+        _replace(path, json.dumps({**document, "refused": dict(self.refused)}), 0o600)
+
+
+def _replace(path: Path, text: str, mode: int) -> None:
+    """Replace a file at once: whoever reads it sees the former text or this one."""
+    fresh = path.with_suffix(".new")
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+        # Whatever this process' mask for new files is.
+        os.fchmod(file.fileno(), mode)
+        file.write(text)
+    fresh.replace(path)
+
+
+def prometheus(callers: Callers, rounds: int, connections: int) -> str:
+    """Return counters since the link began, in Prometheus' text format."""
+    bytes_of: dict[str, float] = {}
+    calls: dict[str, float] = {}
+    last: dict[str, float] = {}
+    for name, caller in sorted(callers.nodes.items()):
+        node = f'node="{_label(name)}"'
+        bytes_of |= {f'{node},direction="up"': caller.up, f'{node},direction="down"': caller.down}
+        calls |= {f'{node},result="taken"': caller.calls, f'{node},result="refused"': caller.refused}
+        last |= {node: caller.last} if caller.last else {}
+    refused: dict[str, float] = {f'reason="{_label(why)}"': n for why, n in sorted(callers.refused.items())}
+    online = sum(time.time() - caller.last < ONLINE_SECONDS for caller in callers.nodes.values())
+    found: list[tuple[str, str, str, Mapping[str, float]]] = [
+        ("node_bytes_total", "counter", "Bytes of bodies from (up) and to (down) a node.", bytes_of),
+        ("node_calls_total", "counter", "Calls of a node that the SuperLink took or refused.", calls),
+        ("node_last_contact_timestamp_seconds", "gauge", "When a node last called, in seconds since 1970.", last),
+        ("refused_total", "counter", "Calls (HTTP status) and connections (reset) that the proxy refused.", refused),
+        ("rounds_total", "counter", "Training rounds that have ended.", {"": rounds}),
+        ("connections", "gauge", "Connections that are open.", {"": connections}),
+        ("nodes_online", "gauge", "Nodes that called within the last minute.", {"": online}),
+    ]
+    lines = []
+    for name, kind, text, values in found:
+        lines += [f"# HELP fedcomp_link_{name} {text}", f"# TYPE fedcomp_link_{name} {kind}"]
+        lines += [f"fedcomp_link_{name}{f'{{{labels}}}' if labels else ''} {n}" for labels, n in values.items()]
+    return "\n".join([*lines, ""])
+
+
+def _label(text: str) -> str:
+    return re.sub(r'[\\"]', r"\\\g<0>", text).replace("\n", r"\n")
+
+
+def write_prometheus(path: Path, callers: Callers, rounds: int, connections: int) -> None:
+    """Replace the file that node_exporter's textfile collector reads, which runs as another user."""
+    _replace(path, prometheus(callers, rounds, connections), 0o644)
 
 
 def names_of(folder: Folder) -> dict[str, str]:

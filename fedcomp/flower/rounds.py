@@ -97,6 +97,9 @@ class RoundOutcome:
 
 OnRound = Callable[[int, ArrayRecord, RoundOutcome], None]
 
+evaluated: ContextVar[RoundOutcome | None] = ContextVar("evaluated", default=None)
+"""What the round came to whose model ``evaluate_fn`` is called with; None in other loops than :func:`fit`'s."""
+
 
 def drive(round: Exchanges[T], grid: Grid, *, timeout: float | None = None) -> T:
     """Run one round to its end and return its value.
@@ -511,7 +514,13 @@ def fit(
         if outcome.arrays is not None:
             arrays = outcome.arrays
             result.arrays = arrays
-        server = evaluate_fn(server_round, arrays) if evaluate_fn is not None else None
+        server = None
+        if evaluate_fn is not None:
+            before = evaluated.set(outcome)
+            try:
+                server = evaluate_fn(server_round, arrays)
+            finally:
+                evaluated.reset(before)
         _keep(result.train_metrics_clientapp, server_round, outcome.train)
         _keep(result.evaluate_metrics_clientapp, server_round, outcome.evaluate)
         _keep(result.evaluate_metrics_serverapp, server_round, server)

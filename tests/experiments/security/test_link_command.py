@@ -12,6 +12,7 @@ import ssl
 import stat
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -209,6 +210,20 @@ def test_with_a_log_of_json_every_line_is_an_object_also_those_of_processes(tmp_
     process.terminate()
     assert all(json.loads(line)["level"] == "info" for line in process.stdout)
     assert process.wait(60) == 0
+
+
+def test_a_running_link_writes_its_counters(tmp_path):
+    path = tmp_path / "link.prom"
+    process = start(tmp_path / "keys", "--metrics", str(path))
+    try:
+        until = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert "fedcomp_link_connections 0" in path.read_text().splitlines()
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 0
 
 
 def test_a_superlink_that_does_not_start_is_a_temporary_failure(tmp_path):

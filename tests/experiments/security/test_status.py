@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import re
+import stat
 import time
 
+import pytest
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLWR_PACKAGE_VERSION_METADATA_KEY
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from toy import client_app, fedavg, model
 
 import fedcomp as fc
 from fedcomp.clients.compressed import compression
+from fedcomp.experiments.engines.processes import free_ports
 from fedcomp.experiments.program import main as fedcomp
 from fedcomp.experiments.security.certificates import Folder, create, digest_of
-from fedcomp.experiments.security.status import KEY_HEADER, VERSION_HEADER, Callers, Rounds, names_of, rows
+from fedcomp.experiments.security.link import LinkOptions, prepare
+from fedcomp.experiments.security.proxy import Limits
+from fedcomp.experiments.security.status import (
+    KEY_HEADER,
+    VERSION_HEADER,
+    Callers,
+    Rounds,
+    names_of,
+    rows,
+    write_prometheus,
+)
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.report import WITHHELD, Report
 from fedcomp.logs import ROUNDS_VARIABLE
@@ -131,3 +147,48 @@ def test_versions_are_one_line(capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("fedcomp ")
     assert ", flwr 1." in printed
+
+
+def test_counters_are_written_as_prometheus_reads_them(tmp_path):
+    folder = create(tmp_path / "keys", ["localhost"], 2)
+    callers, path = Callers(names_of(folder)), tmp_path / "fedcomp.prom"
+    callers.note(called(folder, "node-0"), "10.0.0.7", 200, 1_500, 20_000)
+    callers.note(called(folder, "node-0"), "10.0.0.7", 200, 500, 0)
+    callers.note(called(folder, "node-1"), "10.9.9.9", 401, 5, 5)
+    callers.refused.update({"403": 7, "reset": 2, 'a "\\\n': 1})
+    before = os.umask(0o077)
+    try:
+        write_prometheus(path, callers, rounds=3, connections=4)
+    finally:
+        os.umask(before)
+    # node_exporter is another user.
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert [each.name for each in tmp_path.iterdir() if each.is_file()] == ["fedcomp.prom"]
+    lines = path.read_text().splitlines()
+    samples = [line for line in lines if not line.startswith("#")]
+    assert all(
+        re.fullmatch(r'fedcomp_link_\w+(\{\w+="([^"\\\n]|\\.)*"(,\w+="\w+")?\})? [0-9.e+]+', each) for each in samples
+    )
+    assert {
+        'fedcomp_link_node_bytes_total{node="node-0",direction="up"} 2000',
+        'fedcomp_link_node_bytes_total{node="node-0",direction="down"} 20000',
+        'fedcomp_link_node_calls_total{node="node-0",result="taken"} 2',
+        'fedcomp_link_node_calls_total{node="node-1",result="refused"} 1',
+        'fedcomp_link_refused_total{reason="403"} 7',
+        'fedcomp_link_refused_total{reason="reset"} 2',
+        'fedcomp_link_refused_total{reason="a \\"\\\\\\n"} 1',
+        "fedcomp_link_rounds_total 3",
+        "fedcomp_link_connections 4",
+        "fedcomp_link_nodes_online 1",
+    } <= set(samples)
+    # Of a node that never got in there is no last contact.
+    assert sum("last_contact" in each for each in samples) == 1
+    names = {each.partition("{")[0].partition(" ")[0] for each in samples}
+    assert names == {line.split()[2] for line in lines if line.startswith("# TYPE")}
+
+
+def test_a_file_of_counters_in_no_folder_is_refused_before_the_start(tmp_path):
+    public, port = free_ports(2)
+    asked = LinkOptions(Folder(tmp_path), ("127.0.0.1", public), port, tmp_path / "state.db", True, Limits())
+    with pytest.raises(fc.ConfigError, match="nowhere is not a folder"):
+        prepare(dataclasses.replace(asked, metrics=tmp_path / "nowhere" / "link.prom"))

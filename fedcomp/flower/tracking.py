@@ -1,0 +1,187 @@
+"""The figures of each round for a tracker of experiments: a dashboard, a file, or any function.
+
+Flower's loop calls ``evaluate_fn`` after each round, and so does every loop of this project. :func:`track` returns such
+a function, so it works with every strategy and on every engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from fedcomp.errors import ConfigError, optional
+from fedcomp.flower.ledger import TrafficLedger
+from fedcomp.flower.logs import log
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.privacy import find_private
+from fedcomp.flower.report import Report, Reports, reports_of
+from fedcomp.flower.rounds import EvaluateFn, RoundOutcome, evaluated
+
+Tracker = Callable[[dict[str, float]], object]
+"""Is called with the record of each round."""
+
+
+def track(strategy: Strategy, grid: Grid, *trackers: Tracker, evaluate_fn: EvaluateFn | None = None) -> EvaluateFn:
+    """Return an ``evaluate_fn`` for ``strategy.start()`` that calls ``trackers`` with the record of each round.
+
+    A record holds ``round``; the round's bytes under the names that ``rounds.jsonl`` has for them, such as
+    ``uplink_wire_bytes``; the clients ``asked``, ``answered``, ``used``, ``lost`` and ``refused``; the figures of the
+    strategy's report; aggregated metrics of training (``train.loss``) and of the clients' evaluation
+    (``clients.loss``); what ``evaluate_fn`` returns (``loss``); and ``privacy.epsilon`` of a private run. All values
+    are finite floats; what a round does not have is not there. Round 0 is recorded where ``evaluate_fn`` has metrics.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        The one that is started.
+    grid : Grid
+        A :class:`MeteredGrid`, or a wrapper around one.
+    *trackers : callable
+        ``(record) -> anything``; see :func:`to_mlflow` and :func:`to_wandb`. An exception in one is logged as a
+        warning, and the run goes on.
+    evaluate_fn : callable, optional
+        The server's own evaluation, ``(round, arrays) -> MetricRecord | None``.
+
+    Raises
+    ------
+    ConfigError
+        When no :class:`MeteredGrid` is in ``grid``, or a tracker is not callable.
+
+    Notes
+    -----
+    A record of a private run holds what a record of ``fedcomp run`` may hold. Where who takes part is secret, it has
+    neither bytes nor numbers of clients.
+
+    ``train.`` and ``clients.`` come from this project's loop. Flower's own loop, which runs its own strategies, hands
+    them to nobody before it ends.
+
+    Examples
+    --------
+    >>> from flwr.clientapp import ClientApp
+    >>> from flwr.serverapp.strategy import FedAvg
+    >>> from fedcomp.flower.grid import InProcessGrid
+    >>> strategy, records = FedAvg(), []
+    >>> with InProcessGrid(ClientApp(), 4) as engine:
+    ...     evaluate = track(strategy, MeteredGrid(engine), records.append)
+    ...     evaluate(1, ArrayRecord())  # as the strategy's loop does
+    >>> records[0]["round"], records[0]["uplink_wire_bytes"]
+    (1.0, 0.0)
+    """
+    ledger = _ledger_of(grid)
+    for tracker in trackers:
+        if not callable(tracker):
+            raise ConfigError(f"a tracker is a function of a record, not {tracker!r}")
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        metrics = None if evaluate_fn is None else evaluate_fn(server_round, arrays)
+        if server_round or metrics:
+            record = _record(strategy, ledger(), server_round, evaluated.get(), metrics)
+            for tracker in trackers:
+                try:
+                    tracker(dict(record))
+                except Exception as error:
+                    log.warning("round %d is not in a tracker: %s: %s", server_round, type(error).__name__, error)
+        return metrics
+
+    return evaluate
+
+
+def to_mlflow(run_id: str | None = None) -> Tracker:
+    """Return a tracker that logs to MLflow (extra ``mlflow``), with the round as its step.
+
+    Parameters
+    ----------
+    run_id : str, optional
+        The run that is logged to; by default the active one.
+
+    Raises
+    ------
+    MissingExtra
+        When MLflow is not installed.
+    """
+    with optional("to_mlflow()"):
+        import mlflow
+    return lambda record: mlflow.log_metrics(_figures(record), step=int(record["round"]), run_id=run_id)
+
+
+def to_wandb(run: Any = None) -> Tracker:
+    """Return a tracker that logs to Weights & Biases (extra ``wandb``), with the round as its step.
+
+    Parameters
+    ----------
+    run : wandb.Run, optional
+        What ``wandb.init()`` returned; by default the active run.
+
+    Raises
+    ------
+    MissingExtra
+        When the library is not installed.
+    """
+    with optional("to_wandb()"):
+        import wandb
+    return lambda record: (run or wandb).log(_figures(record), step=int(record["round"]))
+
+
+def _figures(record: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in record.items() if name != "round"}
+
+
+def _ledger_of(grid: Grid) -> Callable[[], TrafficLedger]:
+    """Return what gives the ledger of the meter in ``grid``: a restored run has another one."""
+    found: Any = grid
+    while found is not None and not isinstance(found, MeteredGrid):
+        found = getattr(found, "inner", None)
+    if found is None:
+        raise ConfigError(f"{type(grid).__name__} counts no bytes; make grid = fc.MeteredGrid(grid) and start with it")
+    return lambda: found.ledger
+
+
+def _record(
+    strategy: Strategy,
+    ledger: TrafficLedger,
+    server_round: int,
+    outcome: RoundOutcome | None,
+    server: Mapping[str, Any] | None,
+) -> dict[str, float]:
+    private, report = find_private(strategy), reports_of(strategy, Reports()).get(server_round)
+    found: dict[str, Any] = {"round": server_round}
+    if getattr(private, "withholds", False) is not True:
+        found |= _counted(ledger, server_round) | _clients(ledger, server_round, report)
+        if report is not None:
+            found |= report.figures(public=private is not None)
+    if outcome is not None:
+        found |= {f"train.{name}": value for name, value in (outcome.train or {}).items()}
+        # No promise covers what clients say of their evaluation.
+        if private is None:
+            found |= {f"clients.{name}": value for name, value in (outcome.evaluate or {}).items()}
+    if private is not None:
+        found |= {"privacy.epsilon": private.privacy.epsilon(), "privacy.releases": private.privacy.releases}
+    found |= server or {}
+    numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _counted(ledger: TrafficLedger, server_round: int) -> dict[str, int]:
+    """Return the bytes of a round."""
+    found = {}
+    for value in ("payload", "wire"):
+        for way in ("up", "down"):
+            found[f"{way}link_{value}_bytes"] = ledger.total(value, round=server_round, direction=way, link="hub")
+        found[f"peer_{value}_bytes"] = ledger.total(value, round=server_round, link="peer")
+    return found
+
+
+def _clients(ledger: TrafficLedger, server_round: int, report: Report | None) -> dict[str, int]:
+    """Return how many clients were asked to train, and what became of it; by the ledger where there is no report."""
+    if report is not None:
+        answered = report.asked - report.lost
+        counts = {"asked": report.asked, "answered": answered, "used": report.used, "lost": report.lost}
+        return {**counts, "refused": len(report.refused)}
+    ways = {"asked": "down", "answered": "up"}
+    where = {"round": server_round, "message_type": "train"}
+    return {name: len(ledger.by("node", "messages", direction=way, **where)) for name, way in ways.items()}
