@@ -20,7 +20,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.report import Report, Reports, reports_of
-from fedcomp.flower.rounds import EvaluateFn, RoundOutcome, evaluated
+from fedcomp.flower.rounds import EvaluateFn, evaluated
 
 Tracker = Callable[[dict[str, float]], object]
 """Is called with the record of each round."""
@@ -33,12 +33,12 @@ def track(strategy: Strategy, grid: Grid, *trackers: Tracker, evaluate_fn: Evalu
     ``uplink_wire_bytes``; the clients ``asked``, ``answered``, ``used``, ``lost`` and ``refused``; the figures of the
     strategy's report; aggregated metrics of training (``train.loss``) and of the clients' evaluation
     (``clients.loss``); what ``evaluate_fn`` returns (``loss``); and ``privacy.epsilon`` of a private run. All values
-    are finite floats; what a round does not have is not there. Round 0 is recorded where ``evaluate_fn`` has metrics.
+    are finite floats; other figures are left out. Round 0 has a record when ``evaluate_fn`` returns metrics for it.
 
     Parameters
     ----------
     strategy : Strategy
-        The one that is started.
+        The strategy whose ``start()`` is called.
     grid : Grid
         A :class:`MeteredGrid`, or a wrapper around one.
     *trackers : callable
@@ -54,11 +54,11 @@ def track(strategy: Strategy, grid: Grid, *trackers: Tracker, evaluate_fn: Evalu
 
     Notes
     -----
-    A record of a private run holds what a record of ``fedcomp run`` may hold. Where who takes part is secret, it has
-    neither bytes nor numbers of clients.
+    A record of a private run holds only public figures. When the participants are secret, bytes and numbers of clients
+    are left out.
 
-    ``train.`` and ``clients.`` come from this project's loop. Flower's own loop, which runs its own strategies, hands
-    them to nobody before it ends.
+    ``train.`` and ``clients.`` come from fedcomp's loop. Flower's own loop, which runs Flower's strategies, does not
+    pass these metrics on until it ends.
 
     Examples
     --------
@@ -72,7 +72,7 @@ def track(strategy: Strategy, grid: Grid, *trackers: Tracker, evaluate_fn: Evalu
     >>> records[0]["round"], records[0]["uplink_wire_bytes"]
     (1.0, 0.0)
     """
-    ledger = _ledger_of(grid)
+    meter = _meter_of(grid)
     for tracker in trackers:
         if not callable(tracker):
             raise ConfigError(f"a tracker is a function of a record, not {tracker!r}")
@@ -80,7 +80,7 @@ def track(strategy: Strategy, grid: Grid, *trackers: Tracker, evaluate_fn: Evalu
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         metrics = None if evaluate_fn is None else evaluate_fn(server_round, arrays)
         if server_round or metrics:
-            record = _record(strategy, ledger(), server_round, evaluated.get(), metrics)
+            record = _record(strategy, meter.ledger, server_round, metrics)
             for tracker in trackers:
                 try:
                     tracker(dict(record))
@@ -112,6 +112,8 @@ def to_mlflow(run_id: str | None = None) -> Tracker:
 def to_wandb(run: Any = None) -> Tracker:
     """Return a tracker that logs to Weights & Biases (extra ``wandb``), with the round as its step.
 
+    The library sends a step when the next one begins or the run finishes.
+
     Parameters
     ----------
     run : wandb.Run, optional
@@ -131,27 +133,23 @@ def _figures(record: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in record.items() if name != "round"}
 
 
-def _ledger_of(grid: Grid) -> Callable[[], TrafficLedger]:
-    """Return what gives the ledger of the meter in ``grid``: a restored run has another one."""
+def _meter_of(grid: Grid) -> MeteredGrid:
     found: Any = grid
     while found is not None and not isinstance(found, MeteredGrid):
         found = getattr(found, "inner", None)
     if found is None:
         raise ConfigError(f"{type(grid).__name__} counts no bytes; make grid = fc.MeteredGrid(grid) and start with it")
-    return lambda: found.ledger
+    return found
 
 
 def _record(
-    strategy: Strategy,
-    ledger: TrafficLedger,
-    server_round: int,
-    outcome: RoundOutcome | None,
-    server: Mapping[str, Any] | None,
+    strategy: Strategy, ledger: TrafficLedger, server_round: int, server: Mapping[str, Any] | None
 ) -> dict[str, float]:
     private, report = find_private(strategy), reports_of(strategy, Reports()).get(server_round)
+    outcome = evaluated.get()
     found: dict[str, Any] = {"round": server_round}
     if getattr(private, "withholds", False) is not True:
-        found |= _counted(ledger, server_round) | _clients(ledger, server_round, report)
+        found |= _counted(ledger, server_round, report)
         if report is not None:
             found |= report.figures(public=private is not None)
     if outcome is not None:
@@ -166,22 +164,17 @@ def _record(
     return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
-def _counted(ledger: TrafficLedger, server_round: int) -> dict[str, int]:
-    """Return the bytes of a round."""
+def _counted(ledger: TrafficLedger, server_round: int, report: Report | None) -> dict[str, int]:
+    """Return a round's bytes, and how many clients were asked to train and what became of it."""
     found = {}
     for value in ("payload", "wire"):
         for way in ("up", "down"):
             found[f"{way}link_{value}_bytes"] = ledger.total(value, round=server_round, direction=way, link="hub")
         found[f"peer_{value}_bytes"] = ledger.total(value, round=server_round, link="peer")
-    return found
-
-
-def _clients(ledger: TrafficLedger, server_round: int, report: Report | None) -> dict[str, int]:
-    """Return how many clients were asked to train, and what became of it; by the ledger where there is no report."""
     if report is not None:
-        answered = report.asked - report.lost
-        counts = {"asked": report.asked, "answered": answered, "used": report.used, "lost": report.lost}
-        return {**counts, "refused": len(report.refused)}
-    ways = {"asked": "down", "answered": "up"}
-    where = {"round": server_round, "message_type": "train"}
-    return {name: len(ledger.by("node", "messages", direction=way, **where)) for name, way in ways.items()}
+        counts = {"asked": report.asked, "answered": report.asked - report.lost, "used": report.used}
+        return {**found, **counts, "lost": report.lost, "refused": len(report.refused)}
+    # A strategy without reports, such as Flower's own.
+    for name, way in (("asked", "down"), ("answered", "up")):
+        found[name] = len(ledger.by("node", "messages", round=server_round, direction=way, message_type="train"))
+    return found
