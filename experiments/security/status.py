@@ -160,9 +160,7 @@ def _replace(path: Path, text: str, mode: int) -> None:
 
 def prometheus(callers: Callers, rounds: int, connections: int) -> str:
     """Return counters since the link began, in Prometheus' text format."""
-    bytes_of: dict[str, float] = {}
-    calls: dict[str, float] = {}
-    last: dict[str, float] = {}
+    bytes_of, calls, last = dict[str, float](), dict[str, float](), dict[str, float]()
     for name, caller in sorted(callers.nodes.items()):
         node = f'node="{_label(name)}"'
         bytes_of |= {f'{node},direction="up"': caller.up, f'{node},direction="down"': caller.down}

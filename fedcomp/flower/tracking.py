@@ -59,18 +59,6 @@ def track(strategy: Strategy, grid: Grid, *trackers: Tracker, evaluate_fn: Evalu
 
     ``train.`` and ``clients.`` come from fedcomp's loop. Flower's own loop, which runs Flower's strategies, does not
     pass these metrics on until it ends.
-
-    Examples
-    --------
-    >>> from flwr.clientapp import ClientApp
-    >>> from flwr.serverapp.strategy import FedAvg
-    >>> from fedcomp.flower.grid import InProcessGrid
-    >>> strategy, records = FedAvg(), []
-    >>> with InProcessGrid(ClientApp(), 4) as engine:
-    ...     evaluate = track(strategy, MeteredGrid(engine), records.append)
-    ...     evaluate(1, ArrayRecord())  # as the strategy's loop does
-    >>> records[0]["round"], records[0]["uplink_wire_bytes"]
-    (1.0, 0.0)
     """
     meter = _meter_of(grid)
     for tracker in trackers:
