@@ -109,9 +109,8 @@ class PrivateStrategy(NoClientEvaluation, Private, Strategy, Stateful):
             )
         if getattr(inner, "fraction_train", 1.0) != 1.0:
             raise ConfigError(
-                f"fraction_train={inner.fraction_train!r} of the inner strategy samples clients without accounting; "
-                "leave "  # type: ignore[attr-defined]
-                "it at 1.0 and give sampling=Sampling(...)"
+                f"fraction_train={inner.fraction_train!r} of the inner strategy "  # type: ignore[attr-defined]
+                "samples clients without accounting; leave it at 1.0 and give sampling=Sampling(...)"
             )
         super().__init__(**promise)
         self.inner = inner
