@@ -1,4 +1,4 @@
-"""Which part of an update is sent: one file per compressor, found by name or made from a configuration that travels.
+"""Codecs: which part of an update is sent, one file per compressor.
 
 A codec that is imported here is known by its id and part of ``fedcomp``: that line is all it takes.
 """

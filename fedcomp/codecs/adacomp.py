@@ -1,4 +1,4 @@
-"""AdaComp: per bin of a layer, what a look-ahead lifts to the bin's largest magnitude, all of it with one scale.
+"""AdaComp: in each bin of a layer, sends the values that a look-ahead step lifts to the bin's maximum, with one scale.
 
 Chen, Choi, Brand, Agrawal, Zhang, Gopalakrishnan, "AdaComp: Adaptive Residual Gradient Compression for Data-Parallel
 Distributed Training", AAAI 2018, arXiv:1712.02679. The abstract was read; the algorithm is recalled. It reproduces the

@@ -1,4 +1,4 @@
-"""Auto: one step for the whole vector, and a model of rows and columns that codes each value at its own spread.
+"""Auto: one quantisation step for the whole vector, entropy-coded with a model of the scales of rows and columns.
 
 Coordinates at one step cost bits in proportion to what they save: large ones more, small ones nearly none, which is how
 a budget is best divided (reverse water-filling; derived). Rows and columns need no scales: their running means tell the

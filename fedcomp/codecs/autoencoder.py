@@ -1,4 +1,4 @@
-"""A small convolutional autoencoder of signals: four numbers for sixteen, in numpy, so that clients need nothing else.
+"""A small convolutional autoencoder that maps sixteen values to four, in numpy so that clients need no torch.
 
 The architecture is the one of learned gradient compression (Abrahamyan et al. 2022, arXiv 2103.08870; recalled, and
 read in a third party's implementation). Padding, with which lengths match without interpolation, is derived; so is that

@@ -1,4 +1,4 @@
-"""The order in which the elements of a convolution's tensor are read: neighbours that resemble each other compress.
+"""Reading order of convolution tensors: elements that resemble each other are placed side by side to compress better.
 
 Letters name the axes as torch stores a two-dimensional convolution: filters, depth, height, width. "HWDF" and "HWFD"
 put together what all filters and channels do at one place of the kernel.

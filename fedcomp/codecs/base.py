@@ -1,4 +1,4 @@
-"""The codec protocol: which part of an update is sent, with explicit state in and explicit state out.
+"""The codec protocol: encoding and decoding with explicit state.
 
 A codec is immutable configuration. Everything that changes from round to round is in ``State``, a plain
 ``dict[str, ndarray]`` the caller owns, stores and rolls back; a codec remembers nothing but, at most, what it has

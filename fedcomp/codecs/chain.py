@@ -1,4 +1,4 @@
-"""Composing an update's way: transforms in order, then one codec, with one explicit state per stage.
+"""Composition: transforms in order, then one codec, with one explicit state per stage.
 
 ``chain(Clip(1.0), ErrorFeedback(TopK(0.01)))`` clips what was learnt, adds the memory, selects, packs. The order of
 the arguments is the order of execution, as in optax.

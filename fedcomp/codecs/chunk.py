@@ -1,4 +1,4 @@
-"""The largest coordinates of every chunk: no threshold, and no part of the model goes without.
+"""Chunked top-k: the largest coordinates of every chunk, without a global threshold.
 
 One of every chunk is ScaleCom's chunk-wise quasi-sort (Chen et al. 2020, arXiv:2104.11125; recalled) as a codec of its
 own, a few bits per index. Several of every chunk is how SparseLoCo selects (2025; abstract read, details recalled).

@@ -1,4 +1,4 @@
-"""Clipping by Euclidean norm, before memory and selection."""
+"""Clipping by Euclidean norm, before error feedback and selection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors as coefficients: in a basis of the frame's own, or in one that both ends hold, where sums stay short.
+"""Tensors as coefficients in an orthonormal basis, either sent with the frame or known to both ends.
 
 A codec says how many coefficients stand for a stretch, how they are found and what they stand for. Frames, checks and
 sums are here, once for factors of matrices (:mod:`fedcomp.codecs.lowrank`) and for slices in a fitted basis

@@ -1,4 +1,4 @@
-"""The phases of a compressor that is fitted as it runs: a warm-up once, then sampling and compression in turn."""
+"""Phases of a compressor that is fitted during training: one warm-up, then sampling and compression in turn."""
 
 from __future__ import annotations
 

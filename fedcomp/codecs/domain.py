@@ -1,4 +1,4 @@
-"""A codec in other coordinates: transform, encode, add up in those coordinates, go back once per round."""
+"""A codec applied after a linear transform: encode and add in the transformed domain, invert once per round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EDEN: a random rotation, then one to four bits per coordinate and one length; unbiased, without memory.
+"""EDEN: a random rotation, then one to four bits per coordinate and one scale; unbiased and stateless.
 
 S. Vargaftik, R. Ben-Basat, A. Portnoy, G. Mendelson, Y. Ben-Itzhak, M. Mitzenmacher, "EDEN: Communication-Efficient and
 Robust Distributed Mean Estimation for Federated Learning", ICML 2022, and "DRIVE: One-bit Distributed Mean Estimation",

@@ -1,4 +1,4 @@
-"""Factors instead of gradients: what a layer saw and what came back to it travel in place of their product.
+"""Factors instead of gradients: a layer's inputs and output gradients are sent in place of their product.
 
 Baker, Khanal, Calhoun, Pearlmutter, Plis, "Peering Beyond the Gradient Veil with Distributed Auto Differentiation"
 (first version: "Efficient Distributed Auto-Differentiation"), arXiv:2102.09631. Abstracts and the authors' code were

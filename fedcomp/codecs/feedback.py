@@ -1,4 +1,5 @@
-"""Error feedback: what was not sent is remembered and sent later. One wrapper for every codec.
+"""Error feedback: the part of an update that was not sent is remembered and added to later updates. One wrapper for
+every codec.
 
 The classical memory (Seide et al. 2014; Stich et al. 2018), ScaleCom's low-pass filter (Chen et al. 2020,
 arXiv:2104.11125) and deep gradient compression's momentum correction with factor masking (Lin et al. 2018,

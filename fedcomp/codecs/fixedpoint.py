@@ -1,4 +1,4 @@
-"""Fixed point: the values of a codec whose frames share one support, as integers on one grid that all clients share.
+"""Fixed point: values of codecs whose frames share one support, as integers on a grid common to all clients.
 
 Integers can be added exactly, and added by whoever must not know them: in a prime field, behind masks, in coded shards.
 That needs one scale for all clients, agreed on beforehand, where other quantisers choose theirs from the update; and

@@ -1,4 +1,4 @@
-"""How chosen values travel: as they are, in 16 bits, or in 8 to 1 bits with a scale of their own.
+"""Formats of selected values: float32, 16 bits, or 8 to 1 bits with a scale.
 
 A form says how values are written, which parameters a receiver requires of them, and how much of their energy is sure
 to arrive. Codecs name a form by a string: ``TopK(0.01, values="q2")``.

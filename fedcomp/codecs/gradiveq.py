@@ -1,4 +1,4 @@
-"""GradiVeQ: clients send slices of their updates in a basis that the server fitted to former aggregated updates.
+"""GradiVeQ: clients send slices of their updates in a basis that the server fitted to earlier aggregated updates.
 
 After Yu et al., NeurIPS 2018, arXiv 1811.03617; what was read of it, and what is derived, is in
 :mod:`fedcomp.codecs.subspace`. This is the mathematics of one client and one basis. How a basis is fitted as training

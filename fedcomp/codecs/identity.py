@@ -1,4 +1,4 @@
-"""The codec that sends everything as it is: the reference that every saving is measured against."""
+"""The identity codec: sends the whole update unchanged, the reference for every saving."""
 
 from __future__ import annotations
 

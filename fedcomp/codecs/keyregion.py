@@ -1,4 +1,4 @@
-"""KeyRegion: blocks that hold much of the energy send more of their coordinates, thresholds come from histograms.
+"""KeyRegion: blocks with more energy send more of their coordinates, chosen by thresholds from histograms.
 
 Derived by us. It stands in for the method of Guo, Liu, Zhang, Sensors 2021, 21(6), 1943 (abstract read), where a small
 network predicts the distribution of the gradient, the gradient is split into a key and a sparse region, and a threshold

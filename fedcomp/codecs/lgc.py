@@ -1,4 +1,4 @@
-"""LGC: the values on a support travel as latents of an autoencoder that was trained as the training went on.
+"""LGC: values on a shared support are sent as latents of an autoencoder that is trained during the run.
 
 After Abrahamyan, Chen, Bekoulis and Deligiannis, "Learned Gradient Compression for Distributed Deep Learning", IEEE
 TNNLS 33(12) 2022, arXiv 2103.08870 (abstract read, the body recalled; the autoencoder and the defaults read in a third

@@ -1,4 +1,4 @@
-"""What codecs share that choose coordinates and list them: value formats, index codecs, what a receiver takes."""
+"""Common parts of codecs that select and list coordinates: value formats, index codecs, and the receiver's checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Low-rank matrices: a basis and what the matrix is in it, as one codec or with a basis that all senders share.
+"""Low-rank matrices: a basis and coefficients, as one codec or with a basis that all senders share.
 
 A tensor of two or more dimensions is a matrix of its first dimension times the rest, as the authors of PowerSGD take
 kernels of convolutions (read). What has one dimension, and what factors would not shorten, travels whole.

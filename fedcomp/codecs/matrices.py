@@ -1,4 +1,4 @@
-"""A matrix and thin factors: their products, and orthonormal bases of factors.
+"""Products of a matrix with thin factors, and orthonormal bases of the factors.
 
 Two ends agree on a basis bit for bit because :func:`orthonormal` sums exactly and in a fixed order, and on what two
 factors stand for because :func:`add_product` adds single products in a fixed order. Projections are left to BLAS, whose

@@ -1,5 +1,4 @@
-"""The memory of codecs in their state: how it is kept, checks of what is given back, and the errors for sums that are
-not finite."""
+"""Memory in codec state: storage, checks of loaded state, and errors for sums that are not finite."""
 
 from __future__ import annotations
 

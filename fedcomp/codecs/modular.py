@@ -1,4 +1,4 @@
-"""Modular sums: dithered integers modulo M, which anybody may add on the way without decoding; they never overflow.
+"""Modular sums: dithered integers modulo M, which relays add without decoding and which never overflow.
 
 The code is the lattice of multiples of a step, nested in that of M steps. Zhang, Tao, Wang, Shao ("Coded Over-the-Air
 Computation for Model Aggregation in Federated Learning", IEEE Communications Letters 2023) add such codewords in the

@@ -1,4 +1,4 @@
-"""Orthonormal changes of coordinates: what :class:`~fedcomp.codecs.Domain` puts around a codec.
+"""Orthonormal transforms for :class:`~fedcomp.codecs.Domain`.
 
 Each is linear and keeps every length, so that weighted sums of transformed vectors are transformed sums: a server adds
 in the new coordinates and goes back once.

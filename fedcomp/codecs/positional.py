@@ -1,4 +1,4 @@
-"""What every one-shot codec shares: how an update becomes tensors of a frame, and how they are added up again.
+"""Base of the one-exchange codecs: how an update becomes tensors of a frame, and how frames are summed.
 
 A frame holds positional tensors only: one per :class:`Stretch` of the compressible part of the vector (a single one
 for ``scope="global"``, one per tensor for ``scope="layer"``), then one dense float32 tensor with everything the

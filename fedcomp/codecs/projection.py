@@ -1,4 +1,4 @@
-"""An update as its products with a few random directions of signs, which sender and receiver draw alike.
+"""Random projection: an update as its products with a few random sign vectors, which both ends draw from one seed.
 
 Of p coordinates m numbers travel, whatever p is. What arrives is the mean of each product times its direction:
 unbiased, and far from the update where m is far below p. So directional derivatives travel in place of gradients:

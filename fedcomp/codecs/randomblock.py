@@ -1,4 +1,4 @@
-"""Random block: send consecutive coordinates from a uniformly drawn start, going on at the first after the last.
+"""Random block: consecutive coordinates from a uniformly drawn start, wrapping around at the end of the vector.
 
 Proposed in N. Foroutan Eghlidi, M. Jaggi, "Sparse Communication for Training Deep Networks", arXiv:2009.09271 (abstract
 read); block length, wrapping and the shared draw as in the public code of the same laboratory's PowerSGD (read).

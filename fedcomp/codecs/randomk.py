@@ -1,4 +1,4 @@
-"""Random-k: send k coordinates drawn uniformly; eight bytes of seed stand for all their indices.
+"""Random-k: k coordinates drawn uniformly; a seed of eight bytes replaces all their indices.
 
 Sparse random sparsification as in Wangni et al. 2018 and Stich et al. 2018 (recalled). With ``shared=True`` every
 client draws the same support, so that the sum of N frames has k non-zeros instead of up to N·k.

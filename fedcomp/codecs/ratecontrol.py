@@ -1,4 +1,4 @@
-"""The step of levels that fit a budget: a guess from a histogram, corrected by what trials cost.
+"""The quantisation step that meets a byte budget: an estimate from a histogram, corrected by trial encodings.
 
 Steps have seven bits of mantissa. What is compared are integers, so that every machine chooses the same one.
 """

@@ -1,4 +1,4 @@
-"""Names that travel: from the configuration a server sends to the codec (or transform) it means.
+"""The registry of codecs and transforms: from the name in a message to the object.
 
 Other packages add their own through the entry-point group ``fedcomp.codecs`` (or ``fedcomp.transforms``), whose entries
 are loaded only when their name is asked for.

@@ -1,4 +1,4 @@
-"""ScaleCom: every client sends the coordinates one of them chose, so that the sum of N frames has k values, not N·k.
+"""ScaleCom: all clients send the coordinates that one of them chose, so the sum of N frames has k values, not N·k.
 
 Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed Training",
 NeurIPS 2020, arXiv:2104.11125. The abstract was read; the formulas are second-hand and agree with an unofficial

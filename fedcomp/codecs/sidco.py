@@ -1,4 +1,4 @@
-"""SIDCo: the threshold of top-k, estimated from a few moments of the magnitudes instead of found by selection.
+"""SIDCo: the threshold of top-k, estimated from moments of the magnitudes instead of by selection.
 
 A. M. Abdelmoniem, A. Elzanaty, M.-S. Alouini, M. Canini, "An Efficient Statistical-based Gradient Compression Technique
 for Distributed Training Systems", MLSys 2021, arXiv:2101.10761 (abstract and the authors' public code read).

@@ -1,4 +1,4 @@
-"""signSGD with majority vote: one bit per coordinate, and every client's bit counts (Bernstein et al. 2018; recalled).
+"""signSGD with majority vote: one bit per coordinate and client, summed as votes (Bernstein et al. 2018; recalled).
 
 J. Bernstein, Y.-X. Wang, K. Azizzadenesheli, A. Anandkumar, ICML 2018, arXiv:1802.04434. Clients send signs, the server
 takes the sign of their sum. The paper's clients send signs of stochastic gradients; here they are signs of whole local

@@ -1,4 +1,4 @@
-"""A model's update as matrices of equal slices: what a fitted basis compresses, and what is left over.
+"""A model's update as matrices of equal slices, which a fitted basis compresses, and a remainder.
 
 A tensor is read in an order of its axes in which neighbours resemble each other, and cut into slices of one width.
 What does not fill a slice, and what is too small for two of them, travels as it is.

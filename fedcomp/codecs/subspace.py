@@ -1,4 +1,4 @@
-"""GradiVeQ: slices of an update in a basis that one party fits to former aggregated updates.
+"""GradiVeQ: slices of an update in a basis that one party fits to earlier aggregated updates.
 
 After Yu et al., "GradiVeQ: Vector Quantization for Bandwidth-Efficient Gradient Aggregation in Distributed CNN
 Training", NeurIPS 2018, arXiv 1811.03617 (abstract and beginning of the introduction read, the body recalled).

@@ -1,4 +1,4 @@
-"""Codecs of two exchanges: an update waits in the client's state for what all clients send on."""
+"""Codecs of two exchanges: the update stays in the client's state until the second exchange says what to send."""
 
 from __future__ import annotations
 

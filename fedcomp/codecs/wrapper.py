@@ -1,4 +1,4 @@
-"""Codecs around another codec: the frame is the inner one's, and so is everything the receiver does."""
+"""Codecs around another codec: the inner codec defines the frame and the receiver's part."""
 
 from __future__ import annotations
 
