@@ -1,1 +1,1 @@
-"""Flower's server side: one file per system."""
+"""The server side on Flower: one file per system."""

@@ -1,4 +1,4 @@
-"""Adaptive server optimisers on sparse means: moments and steps where something arrived, and nowhere else.
+"""Adaptive server optimisers for sparse means: moments and steps change only where values arrived.
 
 FedAdam and its kin take a coordinate of which nothing arrived for one whose gradient is zero. Its first moment is not
 zero, though: the strategy goes on stepping along what arrived rounds ago, while its second moment fades and makes these

@@ -1,4 +1,4 @@
-"""Systems that average by themselves: what goes down is their own step, and who takes part is drawn by the seed."""
+"""Systems that compute the average themselves: they broadcast their own step, and sample clients by the seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Factors layer by layer over Flower's messages: :class:`fedcomp.systems.factors.FactorSharing`, an exchange a layer.
+"""Factor sharing layer by layer: :class:`fedcomp.systems.factors.FactorSharing` over Flower's messages, one exchange
+per layer.
 
 A Flower client answers a message when it is done, so that every exchange but the first costs a round trip and hides
 nothing: :func:`fedcomp.timing.pipeline.layered` says what it costs, and what it would gain if parts could leave while

@@ -1,4 +1,4 @@
-"""Which nodes take part in a round of a strategy that samples by itself."""
+"""Sampling of a round's nodes, for strategies that sample by themselves."""
 
 from __future__ import annotations
 

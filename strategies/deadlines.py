@@ -1,4 +1,4 @@
-"""How long a server waits for a round, by what its clients took before."""
+"""The server's deadline for a round, from the durations of earlier rounds."""
 
 from __future__ import annotations
 

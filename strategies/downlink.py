@@ -1,4 +1,4 @@
-"""The model on its way down: its versions, the steps between them, and what each node lacks of it."""
+"""The downlink: versions of the model, the steps between them, and the steps that each node lacks."""
 
 from __future__ import annotations
 

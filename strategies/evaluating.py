@@ -1,4 +1,4 @@
-"""Client evaluation around a Flower strategy: on the model that nodes hold, or by the system's own conversation."""
+"""Client evaluation around a Flower strategy, on the model that nodes hold or by the system's own exchanges."""
 
 from __future__ import annotations
 

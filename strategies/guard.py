@@ -1,4 +1,4 @@
-"""Refusing updates that are far out of the ordinary: one absurd reply, finite as it may be, ruins a mean.
+"""Rejection of outlying updates: a single extreme reply, even a finite one, can ruin a mean.
 
 The guard sees two figures of every reply, the Euclidean norm of its update and its weight, before anything is added
 to anything. It bounds how much one reply can do; it does not tell good directions from bad ones.

@@ -1,5 +1,5 @@
-"""What a server reads of replies to training, and what its reports say of them: all of it, or of a private round the
-update alone. Which of the two is decided once, by what the strategy needs of updates."""
+"""Reading replies to training and reporting their metrics: all of them, or only the update in a private round. Which of
+the two is decided once, by what the strategy needs of updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's part in links between clients: who is reached where, simulated links, and the books of all."""
+"""The server's part in links between clients: addresses, simulated links, and traffic counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flower's weighted means, and how one of them takes over an average that was made elsewhere.
+"""Flower's weighted means, and how a strategy takes over an average that was computed elsewhere.
 
 Frames are summed in one buffer (:mod:`fedcomp.strategies.compressed`), or by the clients themselves (coded sums).
 Either way the inner strategy runs once, on one synthetic reply: FedAvg stores the mean, FedAdam makes its step from it.

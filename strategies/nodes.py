@@ -1,4 +1,4 @@
-"""Which nodes a strategy is shown, and how long it is waited for them."""
+"""Which nodes a strategy sees, and how long it waits for them."""
 
 from __future__ import annotations
 

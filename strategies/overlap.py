@@ -1,4 +1,4 @@
-"""Several rounds in flight: drivers of programs, which know nothing of it.
+"""Several rounds in flight: drivers for programs, which stay unchanged.
 
 :class:`PipelinedStrategy` keeps several rounds open and resumes the oldest; :class:`Buffered` answers one round of a
 program with what clients made in several. An update is what a client made of the model it was sent; it is added to the

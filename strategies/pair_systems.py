@@ -1,4 +1,4 @@
-"""Systems of the drop-in pair, one for every codec of one exchange, and plain FedAvg beside them.
+"""Systems of the drop-in pair: one for every codec with a single exchange, and plain FedAvg for comparison.
 
 Only settings that a user is likely to turn have a default here; below ``codec.`` a codec takes all its parameters.
 """

@@ -1,4 +1,4 @@
-"""What works alone and not together: one warning each, when the strategy is built and nothing was trained in vain."""
+"""Warnings about combinations that do not work together, one each, when the strategy is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts that systems are built of, made of settings: Flower's inner strategies, codecs, density policies.
+"""The parts that systems are built from: Flower's inner strategies, codecs and density policies, made from settings.
 
 Settings below a prefix are the parameters of the part of that name, which checks them itself.
 """

@@ -1,4 +1,4 @@
-"""Replies on their way into an aggregation: matched to what was sent, compared with each other, put in partition order.
+"""Replies before aggregation: matched to their requests, checked against each other, sorted by partition.
 
 Nothing here adds anything to anything. A reply either becomes an :class:`Arrival`, whole and checked, or a reason in
 the round's report; only then does an aggregation begin.

@@ -1,4 +1,4 @@
-"""Whether the clients of a round were there shortly before: what error feedback needs, and a sampled cohort lacks."""
+"""Whether a round's clients also took part recently: error feedback needs this, and sampling may prevent it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is there: address, partition, what was consumed of a node and what it holds. One register for all systems."""
+"""The roster: each node's address, partition, last reply used, and model version. One register for all systems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server's log says of training rounds: one line for each, and every reason once.
+"""The server's log of training rounds: one line per round, and each reason once.
 
 A run of 1,000 rounds in which one client fails each time has 1,000 lines and four warnings: the reason when it is new,
 and again the 10th, 100th and 1000th time.

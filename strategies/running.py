@@ -1,4 +1,4 @@
-"""One round under way: whom it asked, what came, and what becomes of it by the rule of the inner strategy."""
+"""One round in progress: the nodes asked, their answers, and the result by the inner strategy's rule."""
 
 from __future__ import annotations
 

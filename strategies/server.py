@@ -1,4 +1,4 @@
-"""Programs over Flower, the server's side: one strategy for every system.
+"""Programs over Flower, server side: one strategy for all systems.
 
 ``Server(system, inner)`` asks whom the inner Flower strategy asks, with the content that it sends, and hands it what
 the program makes of the answers. The same generator of exchanges is driven by this project's loop

@@ -1,4 +1,4 @@
-"""Running statistics among compressed tensors: what names do not tell, and variances that turned negative.
+"""Running statistics among compressed tensors: detecting unnamed ones, and keeping variances positive.
 
 Statistics travel as values where the density policy knows them. Where it does not, because a model's tensors have no
 names or unusual ones, the server says so and keeps what must stay positive positive.

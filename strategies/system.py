@@ -1,4 +1,4 @@
-"""What a system says about itself: its name, where it was published, its settings, and how it is built of them.
+"""The declaration of a system: its name, source, settings, and construction.
 
 A system is declared beside its strategy. Settings are parameters of the constructors that it is built with, documented
 there and read from there (:func:`settings_of`); a declaration gives only those that have no default, or another one.

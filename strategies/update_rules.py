@@ -1,4 +1,4 @@
-"""What strategies need of the updates of a round: their mean, every one by itself, or whatever one declares.
+"""What strategies need of a round's updates: only their mean, each single update, or a rule they declare.
 
 Flower's own strategies get their rule from :func:`rule_of`, which looks at their aggregation alone; any other strategy
 may declare one by a method ``update_rule()``, as private strategies do.

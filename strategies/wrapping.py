@@ -1,4 +1,4 @@
-"""What a strategy that stands around another one needs to know of it, and how the inner one's own loop is run.
+"""Strategies around other strategies: what the outer one reads of the inner one, and how the inner loop runs.
 
 Flower's ``Strategy.start`` is a loop over four hooks. Applications override it, to save models or to report to a
 dashboard each round; what they call in it are still the hooks. So a wrapper lets the inner strategy run its loop and

@@ -1,1 +1,1 @@
-"""Rounds of coded replies, sums and gradients: the server's side."""
+"""Coded replies, sums and gradients: the server side."""

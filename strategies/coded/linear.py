@@ -1,4 +1,5 @@
-"""Coded gradient descent over Flower's messages: :class:`fedcomp.systems.coded.linear.CodedLinear`, asked of all nodes.
+"""Coded gradient descent: :class:`fedcomp.systems.coded.linear.CodedLinear` over Flower's messages, with all nodes in
+every round.
 
 **Privacy.** Raw training data leave their owners; with the transport "hub" they even pass through this server. The
 server learns the label of every example, and its margin in every iteration. Use it within one trust domain only.

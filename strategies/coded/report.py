@@ -1,4 +1,4 @@
-"""What coded rounds report beside what all rounds do: the section ``report.coded`` that all constructions write."""
+"""The section ``report.coded`` that all coded rounds add to a round's report."""
 
 from __future__ import annotations
 

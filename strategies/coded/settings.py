@@ -1,4 +1,4 @@
-"""Settings of the coded strategies, in groups: of all constructions, of each of them alone, of coded descent.
+"""Settings of the coded strategies, in groups: common ones, those of each construction, those of coded descent.
 
 Strategies take all of these as keyword arguments: ``CodedFedAvg(inner, code="mds", symbols=7)``.
 """

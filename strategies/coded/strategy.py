@@ -1,4 +1,4 @@
-"""Coded rounds over Flower's messages: :class:`CodedFedAvg`, so that a client may vanish after it has shared.
+"""Coded rounds over Flower's messages: with :class:`CodedFedAvg`, a client may vanish once it has shared its update.
 
 The programs are :mod:`fedcomp.systems.coded.relay` and :mod:`fedcomp.systems.coded.sums`; this says around what they
 stand, and what a report says of them.

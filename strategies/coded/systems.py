@@ -1,4 +1,4 @@
-"""Systems of coded rounds: constructions around the drop-in pair, or around the inner strategy itself."""
+"""Systems with coded rounds, around the drop-in pair or around the inner strategy itself."""
 
 from __future__ import annotations
 

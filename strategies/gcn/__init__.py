@@ -1,1 +1,1 @@
-"""Federated graph convolution with sampled neighbours: the server's side."""
+"""Federated graph convolution with sampled neighbours: the server side."""

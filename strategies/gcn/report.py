@@ -1,4 +1,4 @@
-"""What a graph run reports of a round."""
+"""The section of a round's report for graph runs."""
 
 from __future__ import annotations
 

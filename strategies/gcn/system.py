@@ -1,4 +1,4 @@
-"""The system that learns on graphs: its settings, how it is built of them, and what fits a graph."""
+"""The graph system: its settings, its construction from them, and which tasks it accepts."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Decentralised learning through a relay: the server's side."""
+"""Decentralised learning through a relay: the server side."""

@@ -1,4 +1,4 @@
-"""What a decentralised run reports of a round, and the nodes' models when they are observed."""
+"""The section of a round's report for decentralised runs, and the nodes' models when they are observed."""
 
 from __future__ import annotations
 

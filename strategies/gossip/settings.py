@@ -1,4 +1,4 @@
-"""The settings of a decentralised run beside its algorithm and its graph."""
+"""Settings of a decentralised run, apart from its algorithm and its graph."""
 
 from __future__ import annotations
 

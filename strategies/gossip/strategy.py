@@ -1,4 +1,4 @@
-"""Decentralised learning over Flower's star, one iteration per round.
+"""Decentralised learning over Flower's star topology, one iteration per round.
 
 :class:`fedcomp.systems.gossip.Gossip` says who does what; here its runs are given vertices, a report and an end. There
 is no global model: in rounds that are due, and in the last one, every node is asked for its model; their mean is what

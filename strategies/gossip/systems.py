@@ -1,4 +1,4 @@
-"""Systems of decentralised learning: one for each algorithm of :mod:`fedcomp.gossip` that trains."""
+"""Decentralised systems: one for each training algorithm of :mod:`fedcomp.gossip`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Strategies that keep a privacy promise: the server's side."""
+"""Strategies with a privacy guarantee: the server side."""

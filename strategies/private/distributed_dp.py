@@ -1,4 +1,4 @@
-"""Distributed noise: clients add it, the server decodes a sum that is private already. The server half.
+"""Distributed noise: clients add the noise, and the server decodes only a sum that is already private. The server half.
 
 Coded sums (:mod:`fedcomp.systems.coded.sums`) show the server the sum of what its clients sent and nobody's own
 update. Here every client clips, rounds under a bound on the norm, and adds a share of integer noise before it shares;

@@ -1,4 +1,4 @@
-"""Flower's own differential-privacy wrappers beside compression: which of them can keep their promise.
+"""Flower's differential-privacy wrappers together with compression: which of them keep their guarantee.
 
 The client-side wrappers size their noise for updates that a mod clipped on the client, before the codec. Memory that is
 added after the clip, and values that are rounded up, make an update longer than that noise covers. So they are accepted

@@ -1,4 +1,4 @@
-"""Local differential privacy: the mean of messages that every client has noised itself.
+"""Local differential privacy: the mean of messages that clients have already noised.
 
 ``local_dp(FedAvg(fraction_evaluate=0.0), Privatise(1.0, 4.0), TopK(density=0.01), population=1000)`` is the drop-in
 pair with :class:`fedcomp.privacy.local.Privatise` before the codec. The server adds no noise and needs no trust; the

@@ -1,4 +1,4 @@
-"""What no private strategy does, and what it says once."""
+"""Operations that no private strategy allows, and the log line that says so once."""
 
 from __future__ import annotations
 

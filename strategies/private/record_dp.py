@@ -1,4 +1,4 @@
-"""Record-level privacy: every client trains with DP-SGD on its own records, and the server keeps the books of all.
+"""Record-level privacy: clients train with DP-SGD on their own records, and the server keeps all ledgers.
 
 ``RecordDp(FedAvg(fraction_evaluate=0.0), plan)``, or around the drop-in pair:
 ``RecordDp(Compressed(FedAvg(...), codec), plan)``. The server adds no noise and is trusted with no record; the mean of

@@ -1,4 +1,4 @@
-"""The settings of private strategies beside the promise: shares of noise, how teachers vote and learn."""
+"""Settings of private strategies apart from the budget: noise shares, and how teachers vote and learn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private rules as Flower strategies: around a weighted mean, inside of a pair or by themselves.
+"""Private rules as Flower strategies: around a weighted mean, inside a compressed pair or alone.
 
 ``Compressed(DpFedAvg(FedAvg(fraction_evaluate=0.0), clip=1.0, noise_multiplier=1.0), TopK(density=0.01))`` is the
 drop-in pair with a promise. What becomes of updates, and in which order, is the rule's

@@ -1,4 +1,4 @@
-"""Systems that promise privacy: their settings, and how they are built of them.
+"""Private systems: their settings, and their construction from them.
 
 Everything about the promise itself (sensitivity, noise, ledger, statement) is the strategy's; here settings become its
 arguments.
