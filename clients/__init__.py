@@ -1,1 +1,1 @@
-"""Flower's client side: the same file names as in ``strategies``, and the generic app."""
+"""The client side on Flower: the same file names as in ``strategies``, and the generic app."""

@@ -1,4 +1,4 @@
-"""The one generic ClientApp: trains and evaluates whatever task the server's messages name, on every engine.
+"""The generic ClientApp: trains and evaluates any task that the server's messages name, on every engine.
 
 Everything a client must know arrives in the message's ``config`` record, so that the bytes are the same on every
 engine; the node itself only knows which partition it holds. Handlers keep nothing between messages but a cache of data

@@ -1,4 +1,4 @@
-"""The one entry point of a client: ``app = client(app)`` puts the client halves of all systems around a Flower app.
+"""The entry point for clients: ``app = client(app)`` puts the client halves of all systems around a Flower app.
 
 Which system a message belongs to, the message says; a half lets messages of other systems pass. So one app serves every
 strategy of this project, and ordinary Flower strategies as before.

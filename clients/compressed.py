@@ -1,5 +1,4 @@
-"""The client half of all systems that are programs (:mod:`fedcomp.systems`), the drop-in pair above all: one mod, which
-needs no configuration.
+"""The client half of all systems written as programs (:mod:`fedcomp.systems`): one mod without configuration.
 
 ``ClientApp(mods=[compression()])`` is all a Flower app needs. The server's messages say what to do; a message without
 an ask passes through untouched. In a list with other mods it comes first: it must be the last to touch the outgoing

@@ -1,4 +1,4 @@
-"""What a client brings for conditional rounds (:mod:`fedcomp.systems.conditional`): losses, and sensors below it."""
+"""The client half of conditional rounds (:mod:`fedcomp.systems.conditional`): reports losses, and serves sensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client brings for forward gradients: it measures how the loss changes along directions.
+"""The client half of forward gradients: measures how the loss changes along random directions.
 
 The app does not train, and nothing is differentiated backwards. The numbers are products with the directions that
 :class:`fedcomp.codecs.RandomProjection` draws, so that what the server decodes is an estimate of the gradient, times a

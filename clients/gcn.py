@@ -1,4 +1,4 @@
-"""What an app brings for a graph run: the part of the graph that its node owns, and how it learns.
+"""What an app provides for a graph run: the part of the graph that its node owns, and the training step.
 
 What rows are needed, handed out and kept is the system's (:mod:`fedcomp.systems.graphs`); here its steps are computed.
 """

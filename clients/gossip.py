@@ -1,4 +1,4 @@
-"""What an app brings to decentralised learning: where its node begins, gradients, figures of a model.
+"""What an app provides for decentralised learning: the initial model, gradients, and metrics of a model.
 
 How a node carries out an iteration is in :mod:`fedcomp.systems.gossip`; the half of all systems delivers
 (:mod:`fedcomp.clients.programs`).

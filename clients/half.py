@@ -1,4 +1,4 @@
-"""What one system does on a client, as one object: a mod, handlers, and its place among the mods of other systems.
+"""The client half of one system as one object: a mod, handlers, and its position among other systems' mods.
 
 :func:`fedcomp.clients.client.client` puts such halves around an app.
 """

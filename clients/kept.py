@@ -1,4 +1,4 @@
-"""What keeps a node's state when it is restarted: outside of everything else, on the disk before the reply leaves.
+"""Persistence of a node's state: the outermost mod writes it to disk before the reply leaves.
 
 Flower's ``context.state`` is in the SuperNode's memory: a node that is restarted has lost it, and an app process that
 is killed between its reply and its context has answered with something the node does not remember. With ``state-dir``

@@ -1,4 +1,4 @@
-"""A node's end of its links to others: what it posts by them, and what others have left for it.
+"""A node's end of its links to other nodes: messages to send and messages received.
 
 What a link acknowledged is on its receiver's disk. The server hears of it as a reference where the system is traced
 (:attr:`fedcomp.program.System.TRACED`), and hands that on in the place of the post; else it hears nothing, and the

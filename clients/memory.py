@@ -1,4 +1,4 @@
-"""What a client remembers of a system between messages, as a transaction.
+"""A client's memory of a system between messages, with transactions.
 
 An answer can be lost after the client has updated its memory, and with it the mass of the frame in it. So the frame
 stays *pending* until a message says that it was consumed; a training message that does not puts its mass back. A

@@ -1,4 +1,4 @@
-"""What halves of clients do with messages: what is asked, which ids are agreed to, what an app changed."""
+"""Message handling in client halves: what a message asks for, id checks, and the update an app made."""
 
 from __future__ import annotations
 

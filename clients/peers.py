@@ -1,4 +1,5 @@
-"""A client's own end of the links to its peers, by its node's configuration, and the key its parcels are sealed for."""
+"""A client's end of the links to its peers, from the node configuration, and the key that its messages are sealed
+for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that a client keeps to itself, and tensors with two names: differences that never shrink.
+"""Tensors that stay on the client, and tensors with two names.
 
 In personalised learning (FedPer, FedRep, FedBN) a client sends the whole model back, but takes some of its layers from
 its own last round, not from the message. The difference between reply and message then never shrinks: error feedback

@@ -1,4 +1,4 @@
-"""What the client half of all systems that are programs (:mod:`fedcomp.systems`) does with a message.
+"""Message handling in the client half of all systems written as programs (:mod:`fedcomp.systems`).
 
 What is asked names the system and its options; the half makes it, lets its ``client`` answer and keeps its memory
 (:mod:`fedcomp.clients.memory`). A message without an ask passes through untouched.

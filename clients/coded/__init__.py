@@ -1,1 +1,1 @@
-"""Rounds of coded replies, sums and gradients: the client's side."""
+"""Coded replies, sums and gradients: the client side."""

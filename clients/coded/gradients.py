@@ -1,4 +1,4 @@
-"""What a client brings for gradient codes: its app trains on partitions of others, as if this node held them.
+"""The client half of gradient codes: the app trains on several partitions as if the node owned them.
 
 A partition's update has to be a function of the model, the round and the partition alone: then whoever holds the
 partition computes the same one, and the combinations fit together. So the app is called once per partition, with the

@@ -1,4 +1,4 @@
-"""What a client brings for coded gradient descent: the rows it owns.
+"""The client half of coded gradient descent: the app supplies the rows that the node owns.
 
 **Privacy.** The device sends its raw training data to other devices, or through the server, and its labels to the
 server: use it inside one trust domain only; see :mod:`fedcomp.coding.datacode`, which also says what of this is our

@@ -1,4 +1,4 @@
-"""An edge node, supervised: ``fedcomp node --superlink HOST:PORT --partition I --of N``, or ``python -m``."""
+"""A supervised edge node: ``fedcomp node --superlink HOST:PORT --partition I --of N``, or ``python -m``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How a node is, from evidence: what Flower's SuperNode logs, and when bytes arrived; written to the heartbeat file."""
+"""A node's condition, derived from the log of Flower's SuperNode and from received bytes, and written to the heartbeat
+file."""
 
 from __future__ import annotations
 

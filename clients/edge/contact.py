@@ -1,4 +1,4 @@
-"""When a process last received anything over the network, asked of the kernel: evidence that no log line can fake.
+"""The time at which a process last received bytes from the network, as the kernel reports it.
 
 A SuperNode that waits for its SuperLink is alive, and its ``/health`` says 200. But it asks for messages every three
 seconds, and sends a heartbeat every 17 to 23 s while it trains; the kernel knows when the last byte of an answer came

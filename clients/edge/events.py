@@ -1,4 +1,4 @@
-"""The log of a node: one line per event, as text or as JSON, and the lines that its processes print."""
+"""The event log of a node, as text or JSON lines, together with the output of its processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a SuperNode ended, read from what Flower printed: its exit status is 0 or 1 for everything.
+"""The reason a SuperNode ended, read from its output, since its exit status is always 0 or 1.
 
 Flower ends with status 0, and gives no reason, when the SuperLink answers 401: it does not know the node, or the node's
 clock is 5 s ahead of its own, or 305 s behind. A node that was killed stays activated for up to 60 s; until then the

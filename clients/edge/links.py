@@ -1,4 +1,4 @@
-"""How Flower sends a reply over a slow uplink: pieces that arrive before its timeouts, for any rate.
+"""Sending a reply over a slow uplink: chunk sizes that arrive before Flower's timeouts.
 
 Flower posts a reply in pieces of 5 MiB, two at once, each within 30 s; a piece that is late is sent again from the
 start. At 64 kbit/s a reply of 1.6 MB was lost after 3.15 MB had been sent; in pieces of 32 KiB, one at a time, it came,

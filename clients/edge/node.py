@@ -1,4 +1,4 @@
-"""``fedcomp node``: what a node consists of, how its processes are started, and its one entry point."""
+"""``fedcomp node``: the parts of a node, how its processes are started, and its entry point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of the node configuration: what ``fedcomp node`` tells the app that runs on the node.
+"""Keys of the node configuration, by which ``fedcomp node`` passes settings to the app.
 
 An app reads them from ``context.node_config``, beside Flower's own ``partition-id`` and ``num-partitions``.
 """

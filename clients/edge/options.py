@@ -1,4 +1,4 @@
-"""The command line of ``fedcomp node``, checked: what cannot work is refused before anything is started."""
+"""The command line of ``fedcomp node``, with checks that refuse invalid settings before anything starts."""
 
 from __future__ import annotations
 

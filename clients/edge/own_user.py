@@ -1,4 +1,4 @@
-"""One of Flower's servers, whose port answers to this user and to root alone: ``python -P own_user.py PROGRAM ...``.
+"""A launcher that admits only this user and root to a Flower server's port: ``python -P own_user.py PROGRAM ...``.
 
 Flower's SuperLink takes the orders of operators from whoever reaches its port, on loopback from every local user; and
 the tokens of app processes are on their command lines, where every local user can read them. So every connection is

@@ -1,4 +1,4 @@
-"""``fedcomp node --preflight``: what a node needs, one line each, before it is left alone."""
+"""``fedcomp node --preflight``: checks of everything that a node needs, one line each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions to a SuperLink that need no node: does it answer, with TLS, at what time, and how fast."""
+"""Tests of a SuperLink from outside: whether it answers, with TLS, its clock, and the link's speed."""
 
 from __future__ import annotations
 

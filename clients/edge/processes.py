@@ -1,4 +1,4 @@
-"""Processes: those that cannot outlive whoever started them, and what lives below a process, from ``/proc``: Linux."""
+"""Child processes that end with their parent, and the descendants of a process, read from ``/proc`` (Linux)."""
 
 from __future__ import annotations
 

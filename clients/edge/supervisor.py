@@ -1,4 +1,4 @@
-"""Keeps processes running: those of an edge node, and with the same loop those of ``fedcomp link``.
+"""Supervision of processes: the restart loop of an edge node and of ``fedcomp link``.
 
 What ends is started again, after a pause that grows; what cannot get better by waiting ends the supervisor, with a
 status that a service manager can tell from the rest. However it ends, nothing that it started is left.

@@ -1,4 +1,4 @@
-"""A warm process for one app bundle: it imports the app once, and forks for every message.
+"""A fork server for one app bundle: imports the app once, and forks for every message.
 
 What a message imports beside, in a handler, is imported here as well, for those that follow.
 

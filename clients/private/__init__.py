@@ -1,1 +1,1 @@
-"""What leaves a client under a privacy promise."""
+"""The client side of private systems."""

@@ -1,4 +1,4 @@
-"""What an app brings to a DataLens run: teachers that learn on the node's own records
+"""What an app provides for a DataLens run: teachers that learn on the node's records
 (:mod:`fedcomp.systems.private.datalens`)."""
 
 from __future__ import annotations

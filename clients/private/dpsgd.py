@@ -1,4 +1,4 @@
-"""What a client brings for record-level privacy: DP-SGD on this node's own records.
+"""The client half of record-level privacy: DP-SGD on the node's own records.
 
 The node shows nobody its records. It bounds each of them, draws the batches and the noise itself, writes its
 ledger, and refuses a training that would cross the budget before it has looked at a record. What it sends is the noisy

@@ -1,4 +1,4 @@
-"""The client's own word in local differential privacy: how much noise at least, how many messages at most.
+"""The client's own limits in local differential privacy: the least noise and the largest number of messages.
 
 ``client(app, local_privacy(LocalPolicy(noise_multiplier=4.0, releases=20)))`` is an app that needs no trust in its
 server: whatever the server announces, nothing leaves but frames of a codec that privatises with that much noise of this

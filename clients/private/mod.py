@@ -1,4 +1,4 @@
-"""The client half of a private round: the update leaves, and nothing else of the data.
+"""The client half of a private round: only the update leaves the node.
 
 ``compression()`` alone does the same to what it compresses; ``private()`` does it for apps that are not compressed, and
 stays inside of all other halves, so that they see only what may leave. A message that does not ask for privacy passes

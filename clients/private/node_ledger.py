@@ -1,4 +1,4 @@
-"""A node's own privacy ledger, which outlives the round: what every release of noise on records is paid from.
+"""A node's own privacy ledger: a persistent record of every noisy release on its data.
 
 It is among the bytes that a node keeps beside its memory, whatever session asks (:attr:`fedcomp.program.Answer.keep`),
 written as the last act: a release whose reply is lost was paid for, one that broke left nothing and costs nothing. Its

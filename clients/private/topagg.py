@@ -1,4 +1,4 @@
-"""The client half of TopAgg: one vote a round, and nothing else.
+"""The client half of TopAgg: one vote per round.
 
 The vote itself is cast by ``compression()`` with the codec that the server announces; ``private()`` keeps metrics and
 statistics on the node. What is added here is a guard: a client made for private votes answers nothing else.
