@@ -1,4 +1,4 @@
-"""Differential privacy: what is bounded, what is added, what it costs, and what may be said about it.
+"""Differential privacy: bounds, mechanisms, accounting, and statements of the guarantee.
 
 Importing this package brings neither torch nor Opacus nor scipy.
 """

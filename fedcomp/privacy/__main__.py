@@ -1,4 +1,4 @@
-"""``python -m fedcomp.privacy``: what releases cost by every accountant, and how much noise a budget needs.
+"""``python -m fedcomp.privacy``: the cost of releases by every accountant, and the noise that a budget needs.
 
 ``table`` prints the figures of ``docs/background/privacy.md``; ``plan`` answers "how much noise, how many
 rounds".

@@ -1,4 +1,4 @@
-"""Epsilon of a list of events: the exact curve where there is one, Opacus' accountants where units are sampled.
+"""Epsilon of a list of events: the exact curve where one exists, else Opacus' accountants for sampled units.
 
 Four accountants, from the loosest to the tightest: the classical conversion of Rényi privacy (what DataLens' released
 code prints), the improved one, the composition of privacy loss distributions (PRV), and the exact curve of the Gaussian

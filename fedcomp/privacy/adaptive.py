@@ -1,4 +1,4 @@
-"""Adaptive clipping: the clip norm follows a quantile of the clients' norms, which is itself estimated privately.
+"""Adaptive clipping: the clip norm follows a private estimate of a quantile of the clients' norms.
 
 G. Andrew, O. Thakkar, H. B. McMahan, S. Ramaswamy, "Differentially private learning with adaptive clipping", NeurIPS
 2021 (recalled). Each contribution brings one bit: whether its norm was within the clip norm. The noisy share of these

@@ -1,4 +1,4 @@
-"""Measuring what a mechanism really protects: the tools of the audit, which know nothing of how it was built.
+"""Empirical privacy audits: lower bounds on epsilon from a mechanism's outputs alone.
 
 A wrong noise scale raises no error and moves no accuracy anybody would look at, so it has to be looked for. Six tiers,
 each of which sees what the others cannot:

@@ -1,4 +1,4 @@
-"""Fixed point with a bound on the whole: what a client adds to a sum whose noise comes from all who contribute.
+"""Fixed point with a bounded norm: a client's contribution to a sum with distributed noise.
 
 :class:`~fedcomp.codecs.FixedPoint` cuts every coordinate, which bounds nothing that a guarantee could use: the norm of
 a million cut coordinates is a thousand times one of them. Here the L2 norm of all values is clipped, and the rounding

@@ -1,4 +1,4 @@
-"""Bounding one contribution: how far it can move a sum is decided here, and checked on what is really summed.
+"""Bounds on one contribution: clipping, and checks of the norm on the values that are summed.
 
 A clip that multiplies by min(1, C / norm) lets NaN through (the minimum of 1 and NaN is 1 in Python), divides by zero
 on an update that did nothing, and loses its bound to overflow and to rounding. Here whatever is not finite is refused,

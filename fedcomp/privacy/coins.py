@@ -1,4 +1,4 @@
-"""What models draw for their records, as dropout does: from torch's global generators, in secret and afresh."""
+"""Secret random numbers for models that draw them (dropout): fresh seeds for torch's global generators."""
 
 from __future__ import annotations
 

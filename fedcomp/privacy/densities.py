@@ -1,4 +1,4 @@
-"""Densities of integer noise, relative to their value at 0: in float64 with a known error, and to any precision.
+"""Densities of integer noise relative to their value at 0: in float64 with a known error, and to any precision.
 
 Both are log-concave and largest at 0, which is all that :mod:`fedcomp.privacy.staircase` takes as given.
 """

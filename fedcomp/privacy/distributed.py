@@ -1,4 +1,4 @@
-"""Distributed noise: every client adds a share, so that the sum is private before anybody sees it.
+"""Distributed noise: every client adds a share of the noise, so that the sum is private before the server decodes it.
 
 The server need not be trusted with single updates then, only the protocol that sums them (secure aggregation, coded
 sums): what it decodes is noisy already. Each client clips, rounds to integers under a bound on their norm, and adds an

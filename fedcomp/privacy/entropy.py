@@ -1,4 +1,4 @@
-"""Where privacy noise and private sampling take their randomness from.
+"""Sources of randomness for privacy noise and private sampling.
 
 Noise that somebody can draw again protects nothing, so the source is the operating system's, stretched by ChaCha20.
 A seed is for tests and experiments that must repeat; it has to be asked for by its full name, and a privacy statement

@@ -1,4 +1,4 @@
-"""What can go wrong where privacy is promised. Everything fails closed: nothing is released that is not accounted."""
+"""Errors of private systems. Everything fails closed: nothing is released that is not accounted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one release costs: the plain figures an accountant needs, made by the mechanism that adds the noise."""
+"""Privacy events: the numbers an accountant needs about one release, made by the mechanism that adds the noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exact privacy curve of the Gaussian mechanism: closed form, no orders, no tables.
+"""The exact privacy curve of the Gaussian mechanism, in closed form.
 
 Any number of Gaussian releases on the same units is one Gaussian release: only mu counts, the sensitivity over the
 standard deviation of the noise, of T equal releases sqrt(T) times that of one.

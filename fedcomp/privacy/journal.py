@@ -1,4 +1,4 @@
-"""An append-only file of JSON lines whose every line is on the disk before the writer goes on, and the same in bytes.
+"""An append-only file, of JSON lines or of bytes, in which every entry is on disk before the writer continues.
 
 The first line is the head: how many entries there are, and the checksum of the last one. The second line is a header,
 the others are entries. A line ends with a checksum over itself and the checksum of the line before it, so that a line

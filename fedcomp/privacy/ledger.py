@@ -1,4 +1,4 @@
-"""What was released so far, who was in it, and what that costs: the one place a budget is kept.
+"""The privacy ledger: what was released, who took part, and what it cost against the budget.
 
 An event is on the disk before the noisy value it pays for is drawn, so a server that is killed at any point has paid
 for everything it released, and perhaps for one thing it did not. Events are never dropped: a checkpoint that is older

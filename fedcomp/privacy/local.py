@@ -1,4 +1,4 @@
-"""Local differential privacy: a client's message is private before it leaves, and the server need not be trusted.
+"""Local differential privacy: each client's message is private before it leaves, so the server need not be trusted.
 
 :class:`Privatise` is a transform of a codec chain: it clips the update, rounds it to a public grid and adds integer
 Gaussian noise. Whatever follows it in the chain (selection, quantisation, packing, error feedback on the noised

@@ -1,4 +1,4 @@
-"""Low-rank plus sparse private updates: a matrix travels as its products with two carriers, and of those only a part.
+"""Low-rank plus sparse private updates: a matrix is sent as some coordinates of its products with two carriers.
 
 Clipped to the same norm, a vector of fewer coordinates receives less noise. Two steps make an update shorter before it
 is clipped, and both look at public data only:

@@ -1,4 +1,4 @@
-"""Mechanisms: one object owns the bound, the sensitivity, the noise and what the release costs.
+"""Mechanisms: one object holds the bound, the sensitivity, the noise and the cost of a release.
 
 Four numbers that live in four places drift apart, and noise that is too small by a factor looks exactly like noise that
 is not. So a mechanism takes in contributions (or refuses them), knows by construction how far one of them can move the

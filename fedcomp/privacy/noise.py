@@ -1,4 +1,4 @@
-"""Noise for sums of integers: the discrete Gaussian and Skellam, drawn exactly and many at a time.
+"""Exact integer noise for sums: discrete Gaussian and Skellam samplers, vectorised.
 
 Floating-point noise on a sum gives the sum away in its last bits (Mironov 2012): a unit Gaussian in float64, added to 0
 and to 1, gives outputs of which a quarter is possible in one case only (measured). Integer noise has no last bits to

@@ -1,4 +1,4 @@
-"""Opacus optimisers on this package's mechanisms: what one record contributes to a step of DP-SGD, four ways.
+"""Opacus optimisers on this package's mechanisms, with four kinds of contribution of a record to a DP-SGD step.
 
 Every one sums contributions that are integer vectors of a bounded norm, one per record; its mechanism says what the
 release costs, which is recorded, and draws integer noise on that sum; the result is divided by the *expected* batch

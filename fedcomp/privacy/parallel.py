@@ -1,4 +1,4 @@
-"""The ledger of several parties whose records are disjoint: together they cost what the dearest of them costs.
+"""A ledger for several parties with disjoint records: the total cost is the largest cost of any party.
 
 A record lies with one party only, so what the others release says nothing about it (parallel composition). Adding up
 the parties' epsilons, as is sometimes done, states a guarantee that is worse than the true one by their number.

@@ -1,4 +1,4 @@
-"""A public random rotation: spreads a vector over its coordinates, so that none of them is large.
+"""A public random rotation, which spreads a vector evenly over its coordinates.
 
 Without it one coordinate can hold the whole norm, and a modulus has to leave room for that. The rotation is a product
 of random signs and a Hadamard matrix, as in distributed mean estimation (Suresh et al. 2017; recalled). A Hadamard

@@ -1,4 +1,4 @@
-"""Who takes part in a private round, and what may be claimed because of it.
+"""Sampling of the units in a private round, and the amplification that an accountant may claim for it.
 
 Three samplers. ``capped`` lets a unit take part a limited number of times and needs no secret: it is what claims are
 made with by default. ``poisson`` draws every unit independently with the same probability, from private randomness;

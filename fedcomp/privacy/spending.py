@@ -1,4 +1,4 @@
-"""What the recorded events of a run come to: rounds, participations, and the epsilon that was spent."""
+"""Spent budget from the recorded events of a run: rounds, participations, and epsilon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact samples of a log-concave distribution on the integers, many at a time: rejection from a staircase.
+"""Exact vectorised samples of a log-concave distribution on the integers, by rejection from a staircase.
 
 See :mod:`fedcomp.privacy.noise` for why it is exact. Weights are counted in 2^-64 of the whole, so that one random word
 draws a stair; a second one draws the place on it and the number that is compared with the density.

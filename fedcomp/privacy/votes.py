@@ -1,4 +1,4 @@
-"""TopAgg's votes: the signs of the largest coordinates, drawn at random, packed, verified, summed and thresholded.
+"""TopAgg's votes: randomly drawn signs of the largest coordinates, packed, verified, summed and thresholded.
 
 B. Wang, F. Wu, Y. Long, L. Rimanic, C. Zhang, B. Li, "DataLens: Scalable Privacy Preserving Training via Gradient
 Compression and Aggregation", CCS 2021, arXiv:2103.11109 (abstract; the authors' published code, read). A contribution
