@@ -1,4 +1,4 @@
-"""Decentralised learning: graphs and their weights, and one file per iteration of a node."""
+"""Decentralised learning: graphs, their weights, and one file per algorithm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One iteration of a decentralised algorithm, seen from one node: state and messages in, state and messages out.
+"""The interface of a decentralised algorithm: one iteration at one node, from state and messages to state and messages.
 
 An algorithm is immutable configuration. What a node knows is its ``State``, a plain ``dict[str, ndarray]`` that the
 caller owns and stores; what it knows of an iteration is its :class:`View`. :meth:`Algorithm.step` is a pure

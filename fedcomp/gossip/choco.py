@@ -1,4 +1,4 @@
-"""CHOCO-SGD: gossip on estimates that compressed differences advance.
+"""CHOCO-SGD: gossip on estimates of the neighbours' models, updated by compressed differences.
 
 After Koloskova, Stich and Jaggi, "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
 Communication", ICML 2019, arXiv:1902.00340 (the authors' code was read):

@@ -1,4 +1,4 @@
-"""Codecs on innovations: one stretch of a vector as a few bytes, without a frame.
+"""Codecs for innovations: a segment of a vector as a few bytes, without a frame.
 
 The codecs are those of updates (:mod:`fedcomp.codecs`). Length and dtype of the stretch and the codec itself are known
 to both ends, so that only a section travels (:class:`fedcomp.wire.Section`), whose end is known. What a receiver makes

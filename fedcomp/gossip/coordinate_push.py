@@ -1,5 +1,4 @@
-"""Coordinate push: push-sum with a weight for every coordinate, so that a message may hold some of them and no
-estimate.
+"""Coordinate push: push-sum with one weight per coordinate, so that a message may hold only some coordinates.
 
 Derived and measured here, not published: the variant of push-sum that compression suggests when no node shall remember
 another one. Node i holds a numerator x and weights w, both of the model's size, and its model is z = x / w, coordinate

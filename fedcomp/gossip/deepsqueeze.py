@@ -1,4 +1,4 @@
-"""DeepSqueeze: compressed models with error compensation, and receivers that remember nothing.
+"""DeepSqueeze: compressed models with error compensation, and no state at the receiver.
 
 After Tang et al., "DeepSqueeze: Decentralization Meets Error-Compensated Compression", 2019, arXiv:1907.07346 (code of
 the comparison in PowerGossip's repository was read):

@@ -1,4 +1,4 @@
-"""D-PSGD: average whole models with the neighbours' and take a gradient step, side by side.
+"""D-PSGD: each node averages its model with the neighbours' and takes a gradient step in parallel.
 
 After Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms? A Case Study for Decentralized
 Parallel Stochastic Gradient Descent", NeurIPS 2017, arXiv:1705.09056 (recalled):

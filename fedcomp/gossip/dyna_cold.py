@@ -1,4 +1,4 @@
-"""Dyna-COLD: COLD with a quantiser that is good on a box only, and a box that shrinks with the innovations.
+"""Dyna-COLD: COLD with a quantiser for a bounded box that shrinks with the innovations.
 
 J. Zhang, K. You, L. Xie, arXiv:2105.06697 (abstract; the one-bit quantiser was read in code of a later paper that cites
 it). Implements the published idea: the innovation is divided by a scale that both ends know, so that only the bits of a

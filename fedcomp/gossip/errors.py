@@ -1,4 +1,4 @@
-"""What can go wrong in decentralised learning."""
+"""Errors of decentralised learning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates that both ends of an edge hold, bit for bit: what all methods that compress differences share.
+"""Estimates that both ends of an edge hold bit for bit, for all algorithms that compress differences.
 
 A sender keeps an estimate ẑ of what its neighbours know of its vector z, sends the compressed innovation
 ``q = C(z - ẑ)`` and adds the *decoded* q; so does every neighbour. Both hold the same bits as long as they begin with

@@ -1,4 +1,4 @@
-"""What happened in a run beside plain iterations."""
+"""Events of a run besides its regular iterations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the exact methods share: checks, the consensus step a compressor allows, a gradient that is tracked."""
+"""Common parts of the exact algorithms: checks, the consensus step for a compressor, gradient tracking."""
 
 from __future__ import annotations
 

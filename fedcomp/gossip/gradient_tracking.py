@@ -1,4 +1,4 @@
-"""Gradient tracking: descend along an estimate of the mean gradient that follows its changes.
+"""Gradient tracking: descent along a local estimate of the mean gradient, updated by gradient differences.
 
 A. Nedić, A. Olshevsky, W. Shi, "Achieving Geometric Convergence for Distributed Optimization over Time-Varying
 Graphs", SIAM J. Optim. 27(4), 2017 (recalled): the method DIGing, on undirected graphs, which may change.

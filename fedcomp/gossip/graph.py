@@ -1,4 +1,4 @@
-"""Graphs that models are exchanged over: who sends to whom in an iteration, and with which weights.
+"""Communication graphs: which node sends to which in an iteration, and with which weights.
 
 ``P[j, i]`` is the share vertex i pushes to j: columns sum to 1, and a vertex needs only its own out-degree for its own.
 ``W[i, j]`` is the weight i gives to what it receives from j: symmetric, with rows and columns that sum to 1, on

@@ -1,4 +1,4 @@
-"""LEAD: COLD with estimates that follow at a slower pace.
+"""LEAD: COLD with estimates that move only part of the way to the new value.
 
 X. Liu, Y. Li, R. Wang, J. Tang, M. Yan, "Linear Convergent Decentralized Optimization with Compression", ICLR 2021
 (recalled, checked numerically). Beside COLD (:mod:`fedcomp.gossip.cold`):

@@ -1,4 +1,4 @@
-"""A node's objective, given by named arrays, as the flat vector that gossip mixes."""
+"""A node's objective on named arrays as an objective on the flat vector that gossip mixes."""
 
 from __future__ import annotations
 

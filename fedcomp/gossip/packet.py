@@ -1,4 +1,4 @@
-"""The bytes of a message: a header of eight, then what the algorithm says.
+"""The bytes of a gossip message: a header of eight bytes, then the algorithm's content.
 
 Little-endian throughout::
 

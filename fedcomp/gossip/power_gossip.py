@@ -1,4 +1,4 @@
-"""PowerGossip: neighbours send each other a low-rank picture of what their models differ by.
+"""PowerGossip: neighbours exchange low-rank approximations of the difference of their models.
 
 After Vogels, Karimireddy and Jaggi, "PowerGossip: Practical Low-Rank Communication Compression in Decentralized Deep
 Learning", NeurIPS 2020, arXiv:2008.01425 (abstract and the authors' code were read). Every edge {i, j} has, per matrix

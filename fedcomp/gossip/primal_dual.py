@@ -1,4 +1,4 @@
-"""What NIDS, COLD, Dyna-COLD and LEAD share: a decision vector, and a dual that remembers what neighbours disagree on.
+"""Common base of NIDS, COLD, Dyna-COLD and LEAD: a decision vector and a dual of accumulated disagreement.
 
 With step size η (``lr``) and a dual D that begins at 0, iteration k of node i is
 

@@ -1,4 +1,4 @@
-"""Push-sum: averages on directed graphs by pushing shares of a pair (x, w) and reading z = x / w.
+"""Push-sum: averages on directed graphs, by pushing shares of a pair (x, w) and reading z = x / w.
 
 A node divides what it has over its out-neighbours and itself. It needs its own out-degree and nothing else: no node has
 to know how many send to it. Unequal in-degrees make x and w drift in scale, both alike, and the quotient is right. What

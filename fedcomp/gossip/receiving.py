@@ -1,4 +1,4 @@
-"""What a node takes in: messages that can be those of their senders, and own ones that come back."""
+"""Checks of received gossip messages, including a node's own messages that return to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ring all-reduce of integer vectors: the sum is the server's bit for bit, and no partial sum outgrows its width.
+"""Ring all-reduce of integer vectors: the sum equals the server's bit for bit, and partial sums fit their width.
 
 Integers on a shared grid can be added in any order, which floats cannot: every worker of a ring starts at another part,
 so that floating-point sums of a ring and of a server differ in the last place. Here both are one function of the set.

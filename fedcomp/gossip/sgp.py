@@ -1,4 +1,4 @@
-"""SGP: stochastic gradient push, whole models over directed and changing graphs.
+"""SGP (stochastic gradient push): whole models over directed and changing graphs.
 
 After Assran, Loizou, Ballas and Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019,
 arXiv:1811.10792 (the authors' code was read):

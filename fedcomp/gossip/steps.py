@@ -1,4 +1,4 @@
-"""What several iterations share: the local step, what came in with which weight, and models that travel whole.
+"""Common steps of several algorithms: the local step, weighted sums of received messages, uncompressed models.
 
 What :meth:`~fedcomp.gossip.base.Algorithm.receive` must know of an iteration that was begun is in the state under
 keys that begin with ``"begun."``; it is gone when the iteration is finished.

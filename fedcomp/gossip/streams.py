@@ -1,4 +1,4 @@
-"""What the streams of estimates are made of: messages drafted and read, numbers compared, copies moved.
+"""Streams of estimate updates: drafting and reading their messages, comparing numbers, transferring copies.
 
 :mod:`fedcomp.gossip.estimates` says what all of it is for, and what the keys of the state mean.
 """

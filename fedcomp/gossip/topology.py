@@ -1,4 +1,4 @@
-"""The families of graphs, and how a user names one. What a graph is: :mod:`fedcomp.gossip.graph`."""
+"""Families of graphs, and their names in settings. What a graph is: :mod:`fedcomp.gossip.graph`."""
 
 from __future__ import annotations
 

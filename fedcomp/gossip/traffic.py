@@ -1,4 +1,4 @@
-"""Bytes of a decentralised run, counted on real messages: four counters that are never mixed.
+"""Traffic of a decentralised run, counted on real messages by four separate counters.
 
 * **edge**: every message on every active directed edge. What an algorithm costs when each link carries its own copy,
   and the figure for claims and ratios. An undirected edge used both ways counts twice, a message to three neighbours

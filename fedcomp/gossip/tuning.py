@@ -1,4 +1,4 @@
-"""Consensus step sizes: how to find one that works, and how to see in time that one does not.
+"""Consensus step sizes: how to find one that converges, and how to detect divergence early.
 
 The consensus step size gamma is the one delicate number of methods that compress: too small is slow, too large
 diverges, and where the border lies depends on compressor, graph and data. There are rules for some methods, in their

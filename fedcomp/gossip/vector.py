@@ -1,4 +1,4 @@
-"""A model as one float32 or float64 vector, and which part of it travels whole."""
+"""A model as one float32 or float64 vector, and which part of it is sent uncompressed."""
 
 from __future__ import annotations
 

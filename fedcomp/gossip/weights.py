@@ -1,4 +1,4 @@
-"""Weights of one graph and what follows from them: shares, Metropolis weights, connectivity, rates.
+"""Weights of a graph and their properties: shares, Metropolis weights, connectivity, convergence rates.
 
 Everything here is about plain neighbour tables and matrices; :mod:`fedcomp.gossip.graph` gives them.
 """
