@@ -1,4 +1,4 @@
-"""Erasure and network codes: clients drop out, and what they sent before still decodes.
+"""Erasure and network codes: data that clients sent still decode after some of them drop out.
 
 Nothing here knows Flower or a model; strategies and clients bring it there. Modules, lowest first:
 

@@ -1,4 +1,4 @@
-"""Arrays of numbers as bytes with a checksum: a damaged one would decode to another sum without anybody noticing."""
+"""Arrays of numbers as bytes with a checksum, so that damage is detected before decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What RLNC and MDS share: how a payload becomes symbols, what an encoder is, and how to get one.
+"""The common interface of RLNC and MDS: symbols of a payload, encoders, and encoders by name.
 
 A payload is cut into generations of at most about 1 MiB, a generation into K symbols of S bytes, contiguous and in
 order; zeros fill the end. All generations of a payload are coded with the same coefficients, so that a packet carries

@@ -1,4 +1,4 @@
-"""The bytes in which a training partition travels from its owner to a device that combines it.
+"""The bytes of a training partition on its way from its owner to a device that combines it.
 
 Little endian: magic ``CDX1``, plan id (8 bytes), partition, rows, columns (u32 each), type (u8: 0 float32, 1 float64),
 CRC-32 of what comes before and after it, then the rows in C order. 29 bytes and the data.

@@ -1,4 +1,4 @@
-"""How often coded data decode: exact where there is a formula, by trying all losses of a small plan, or by simulation.
+"""The probability that coded data decode: by formula, by enumeration of all losses of a small plan, or by simulation.
 
 A figure for half the traffic means nothing without this one beside it. Every function names its loss model: ``lost``
 devices drawn without replacement, or each device lost with probability ``loss`` independently.

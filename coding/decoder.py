@@ -1,4 +1,4 @@
-"""The decoder: packets of one payload in any order, of any mode, of the random code or of Reed-Solomon.
+"""The decoder: takes the packets of one payload in any order and mode, of RLNC or Reed-Solomon.
 
 It has two phases. While packets arrive only their coefficients are eliminated (:mod:`fedcomp.coding.elimination`), and
 bodies stay where they are: the decoder keeps the packets' own arrays, which nobody can write to (see

@@ -1,4 +1,4 @@
-"""Elimination over GF(2^8), on coefficients only: does a packet say anything new, and what do they say together?
+"""Gaussian elimination over GF(2^8) on coefficients only: whether a packet is innovative, and what the packets span.
 
 A :class:`Basis` keeps the row echelon form of the coefficient vectors that were independent when they came. One arrival
 costs O(K^2) whatever the symbols weigh: no payload byte is touched. :func:`recovery` solves for the symbols that

@@ -1,4 +1,4 @@
-"""The encoder of a payload, by the name of the code."""
+"""The encoder of a payload, chosen by the name of the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoding matrices over the reals: which device combines which data partitions, with which coefficients.
+"""Encoding matrices over the reals: which device combines which data partitions, and with which coefficients.
 
 For :mod:`fedcomp.coding.datacode`, which says what they are used for. A zero is a partition that need not be sent.
 """

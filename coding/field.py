@@ -1,4 +1,4 @@
-"""Finite fields: the arithmetic a code is written in.
+"""Finite fields: the arithmetic that codes use.
 
 :class:`GF256` is here, the prime fields are in :mod:`fedcomp.coding.prime`. A packet names its field by ``code``;
 :func:`field_of` finds the field again. Note that addition in GF(2^8) is XOR: coded bytes decode to the bytes that were

@@ -1,4 +1,4 @@
-"""Gradient coding: devices answer with combinations of s + 1 partition gradients, and any n - s answers give the sum.
+"""Gradient coding: devices send combinations of s + 1 partition gradients, and any n - s replies give the sum.
 
 R. Tandon, Q. Lei, A. G. Dimakis, N. Karampatziakis, "Gradient Coding: Avoiding Stragglers in Distributed Learning",
 ICML 2017 (recalled; the authors' code rashisht1/gradient_coding read). There are as many data partitions as devices.

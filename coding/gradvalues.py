@@ -1,4 +1,4 @@
-"""The numbers of gradient coding: how gradients become what is combined, and how their sum is read back.
+"""Number formats of gradient coding: from gradients to combinable values, and from their sum back to gradients.
 
 Two kinds. :class:`RealArithmetic` sends float64: sums are rounded as float64 sums are, and a code with large
 coefficients rounds more. :class:`PrimeArithmetic` sends elements of a prime field: every number is rounded once, by the

@@ -1,4 +1,4 @@
-"""Losses of linear models as functions of one margin per example, elementwise, and their derivatives.
+"""Losses of linear models as elementwise functions of one margin per example, and their derivatives.
 
 The server's part of an iteration on coded data (:mod:`fedcomp.coding.datacode`): what is not linear happens here and
 nowhere else.

@@ -1,4 +1,4 @@
-"""MDS: systematic Cauchy Reed-Solomon behind the interface of the random code. Any K of its packets decode, always.
+"""MDS: systematic Cauchy Reed-Solomon with the interface of RLNC. Any K of its packets decode, always.
 
 The generator is the identity over a Cauchy matrix, whose square submatrices are all invertible (Blömer and others, "An
 XOR-based erasure-resilient coding scheme", ICSI TR-95-048, 1995; recalled). Powers 2^(ij) under an identity do not have

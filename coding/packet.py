@@ -1,4 +1,4 @@
-"""The packet: one coded symbol of every generation of one payload, with what a receiver needs to use it.
+"""The packet: one coded symbol of every generation of a payload, with a header for the receiver.
 
 Forty fixed bytes, the coefficients in one of five forms, then the body; little-endian throughout, laid out byte by byte
 in ``docs/formats/packets.md``. A packet is parsed under the receiver's own :class:`PacketLimits`: nothing is

@@ -1,4 +1,4 @@
-"""Parcels: the bytes one client hands to another, and what a receiver keeps of them in memory.
+"""Parcels: shard messages from one client to another, as bytes, and the receiver's store of them in memory.
 
 A parcel names where it belongs (run, round, kind, source, destination) and carries a body that is not interpreted here.
 Twenty clients in a round make hundreds of them, so the header is 36 bytes, little endian:

@@ -1,4 +1,4 @@
-"""Mutual TLS 1.3 on peer links: who is at the other end is known by a key that is pinned for a partition.
+"""Mutual TLS 1.3 on peer links: each partition has a pinned key that identifies the other end.
 
 There is no authority. An operator gives every node one list, a line for each partition: its number and the public key
 of its node as OpenSSH writes it (``fedcomp certificates`` makes it)::

@@ -1,4 +1,4 @@
-"""Prime fields: arithmetic in which a sum of residues is the residue of the sum.
+"""Prime fields: addition modulo p, in which shards of integers can be summed.
 
 In GF(2^8) addition is the exclusive or, so shards added in it decode to an exclusive or. In GF(p) it is addition
 modulo p: as long as a sum of integers stays within (p-1)/2 in magnitude, its residue tells it exactly. Three primes

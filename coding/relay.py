@@ -1,4 +1,4 @@
-"""Relayed shards: everybody's payload spread over the others, so that its owner may vanish. No network in here.
+"""Relayed shards: every client's payload is spread over the others, so that its owner may vanish. No network in here.
 
 A contributor turns its payload, whatever bytes these are, into N packets of which any K (K + T with T random symbols)
 decode, and hands one to each of N relays. From the moment K have arrived nobody needs the contributor any more. The

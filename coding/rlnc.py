@@ -1,4 +1,4 @@
-"""RLNC over GF(2^8): random linear combinations of a payload's symbols, made by the source, remade by relays.
+"""RLNC over GF(2^8): random linear combinations of a payload's symbols, which relays can recombine.
 
 Any K independent packets decode, whoever made them; K random ones are independent with probability 0.996, K+1 with
 0.99998 (``fedcomp.coding.plan``). The code has no fixed number of packets and, unlike Reed-Solomon, relays that hold

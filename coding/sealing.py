@@ -1,4 +1,4 @@
-"""Sealed boxes for parcels that pass through hands they are not meant for: the server on the hub path, or a LAN.
+"""Sealed boxes: encryption of parcels that pass through the server or an untrusted network.
 
 A box is made for one recipient with a key pair that exists for this box alone: X25519 agrees on a secret, HKDF-SHA256
 turns it into a key and a nonce, ChaCha20-Poly1305 encrypts and authenticates (RFC 7748, 5869 and 8439, all by the

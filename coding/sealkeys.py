@@ -1,4 +1,4 @@
-"""Seal keys that a node's own key has signed, so that no third party can put one of its own in their place.
+"""Seal keys signed by a node's own key, so that no third party can substitute one.
 
 Boxes (:mod:`fedcomp.coding.sealing`) are made for X25519 keys that a server hands round. Where nodes have a list of
 each other's public keys (:mod:`fedcomp.coding.peertls`), a node signs its X25519 key with the key by which the others

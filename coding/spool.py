@@ -1,4 +1,4 @@
-"""A directory of parcels that several processes share: the listener puts, the client app takes.
+"""The spool: a directory of parcels shared by several processes, which the listener fills and the client app reads.
 
 A parcel is one file whose name says where it belongs, so that finding a round's parcels opens no others. It is written
 beside its place and renamed into it: a reader sees all of it or nothing. Everybody who writes holds one lock, so that

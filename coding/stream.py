@@ -1,4 +1,4 @@
-"""The coefficient stream: SplitMix64, the same bytes in every language, on every machine, with every library version.
+"""The coefficient stream: SplitMix64, with the same bytes in every language, machine and library version.
 
 Coefficients that travel as a seed are redrawn by the receiver, so their stream is part of the wire format. Library
 generators give no such promise over versions; this one is a few lines of 64-bit arithmetic (Steele, Lea, Flood, "Fast

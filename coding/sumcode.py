@@ -1,4 +1,4 @@
-"""The shard of the sum is the sum of the shards: the server decodes what many clients sent together, and only that.
+"""Coded sums: the shard of a sum is the sum of the shards, so the server decodes only the clients' total.
 
 Every contributor cuts its vector of integers into K pieces, adds T pieces of randomness, and gives relay i the
 combination of them that row i of a matrix over GF(p) names. A relay adds what it got from a set of contributors on

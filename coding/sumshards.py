@@ -1,4 +1,4 @@
-"""What travels in a coded sum, and what a relay does with it: shards, reports of what is held, one sum a round.
+"""The messages of a coded sum and a relay's part in it: shards, reports of held shards, one sum per round.
 
 The mathematics are in :mod:`fedcomp.coding.sumcode`; here are its bytes, and the rule that a relay adds once. Nothing
 here is kept in the process: :class:`AnsweredSets` and the shards live where the caller keeps them.

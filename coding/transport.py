@@ -1,4 +1,4 @@
-"""Peer links: how a parcel gets from one client to another without passing the server.
+"""Peer links: direct transport of parcels between clients.
 
 Flower has no messages between clients, so these links stand beside it. Two kinds, one interface:
 

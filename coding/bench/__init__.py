@@ -1,1 +1,1 @@
-"""``python -m coding.bench``: what coding costs, as ratios taken in one process, and the goals it has to meet."""
+"""``python -m coding.bench``: the cost of coding, as ratios taken in one process, and the goals it must meet."""

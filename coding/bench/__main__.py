@@ -1,4 +1,4 @@
-"""``python -m coding.bench [--json] [--quick]``: what coding costs, as ratios taken in one process.
+"""``python -m coding.bench [--json] [--quick]``: the cost of coding, as ratios taken in one process.
 
 A claim has a bound and where it comes from. A claim that gates and fails makes the exit code 1. What cannot be measured
 here, because the CPU lacks a tier or a library is not installed, is shown as not measured, with the reason and what to

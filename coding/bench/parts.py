@@ -1,4 +1,4 @@
-"""What is measured of coding: every function is one part of the table, and yields its cases."""
+"""The parts of the coding benchmark: one function per part of the table, each yielding its cases."""
 
 from __future__ import annotations
 

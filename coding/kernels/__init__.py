@@ -1,4 +1,4 @@
-"""Products of matrices over GF(2^8), polynomial 0x11D: the one operation that erasure and network codes are made of.
+"""Matrix products over GF(2^8), polynomial 0x11D: the core operation of erasure and network codes.
 
 Several tiers give identical bytes, from GFNI and byte shuffles over plain 64-bit arithmetic down to numpy; the choice
 is made at first use from checked CPU features and never aborts on an old CPU. Kernels are single-threaded, release the

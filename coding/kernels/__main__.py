@@ -1,4 +1,4 @@
-"""``python -m fedcomp.coding.kernels``: compile what this machine needs into the disk cache and say so in one line."""
+"""``python -m fedcomp.coding.kernels``: compile the kernels for this machine into the disk cache and print one line."""
 
 from fedcomp.coding.kernels import warm
 

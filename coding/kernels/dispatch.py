@@ -1,4 +1,4 @@
-"""Which implementation runs. The choice is made once, at first use, from what the CPU is known to have.
+"""The choice of the kernel implementation. The choice is made once, at first use, from what the CPU is known to have.
 
 Asking LLVM for an instruction that its target lacks aborts the process, without an exception. So nothing here tries:
 the features come from LLVM's own look at this machine (which asks the operating system whether wide registers are

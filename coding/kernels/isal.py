@@ -1,4 +1,4 @@
-"""ISA-L's erasure-code product through ctypes: optional, never chosen by itself, a yardstick and a cross-check.
+"""ISA-L's erasure-code product through ctypes: optional, for comparison and cross-checks only.
 
 Intel's library (BSD-3) takes any matrix over the same field. It is found as the system's ``libisal.so.2`` or as the
 copy in PyECLib's wheel, which is newer than what most distributions have. Its tables depend on the machine's

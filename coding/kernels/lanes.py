@@ -1,4 +1,4 @@
-"""What the compiled products share: numba's settings for all of them, and memory by address.
+"""Common parts of the compiled products: numba settings, and memory access by address.
 
 A product touches memory as vectors at addresses it computes, which numba's own language has no words for.
 

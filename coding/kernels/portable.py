@@ -1,4 +1,4 @@
-"""The numpy tier: what every machine can do, and what the other tiers are compared with."""
+"""The numpy tier: runs on every machine, and is the reference for the other tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products and elimination of GF(2^8) matrices: arguments are checked here, whatever tier computes."""
+"""Products and elimination of GF(2^8) matrices, with argument checks common to all tiers."""
 
 from __future__ import annotations
 

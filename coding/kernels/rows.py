@@ -1,4 +1,4 @@
-"""The rows of a matrix that lie anywhere in memory: packets are multiplied where they arrived, without a copy."""
+"""Matrices whose rows lie anywhere in memory: received packets are multiplied in place, without a copy."""
 
 from __future__ import annotations
 

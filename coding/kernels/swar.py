@@ -1,4 +1,4 @@
-"""The portable tier: no instruction that not every 64-bit machine has; bytes side by side in 64-bit words.
+"""The portable compiled tier: bytes side by side in 64-bit words, with instructions that every 64-bit machine has.
 
 Doubling eight bytes in a word is a shift, and 0x1D in those that overflow. From a source's doubles come its sixteen
 multiples by 0 .. 15 and the sixteen by 0, 16 .. 240; a product with any coefficient is the sum of one of each. The

@@ -1,4 +1,4 @@
-"""What GF(2^8) is: the polynomial and the tables that every tier is derived from.
+"""The definition of GF(2^8): its polynomial, and the tables that every tier is derived from.
 
 Polynomial 0x11D, x^8 + x^4 + x^3 + x^2 + 1, generator 2: the field of ISA-L, zfec, galois and the Reed-Solomon codes on
 disks. It is not the field of AES (0x11B). All tables are read-only and made on first use.

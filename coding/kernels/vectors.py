@@ -1,4 +1,4 @@
-"""The vector tiers: products with GFNI's bit matrices and with byte shuffles, written in LLVM's own vector types.
+"""The vector tiers: products by GFNI bit matrices and by byte shuffles, written in LLVM vector types.
 
 One column tile at a time: the sources' tile is copied together, so that it stays in the first-level cache while all
 outputs pass over it (rows of a generation lie powers of two apart and would displace each other). Then, for four
