@@ -1,1 +1,1 @@
-"""The catalogue of runs: systems, experiments, engines, reports, benchmarks, and the command lines that start them."""
+"""The catalogue of runs: systems, experiments, engines, reports, benchmarks and their command lines."""

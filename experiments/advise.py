@@ -1,4 +1,4 @@
-"""Which line of ``docs/choose/use-this-when.md`` fits a model and a link, with the bytes that it will send.
+"""Advice for a model and a link: the lines of ``docs/choose/use-this-when.md`` that fit, and the bytes that each sends.
 
 Bytes are not computed from formulas. A few rounds are run in this process, with the model's layout, random updates,
 and the strategy and codec of the line; the traffic ledger counts what they send. ``fedcomp advise`` prints the table.

@@ -1,4 +1,4 @@
-"""The command ``fedcomp advise``: a table of lines for a model and a link, the recommendation first."""
+"""The command ``fedcomp advise``: a table of lines for a model and a link, with the recommendation first."""
 
 from __future__ import annotations
 

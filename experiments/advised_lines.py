@@ -1,4 +1,4 @@
-"""The lines that ``fedcomp advise`` compares: what to paste, when it fits, and what it was measured to lose.
+"""The lines that ``fedcomp advise`` compares: the code to paste, when it fits, and the loss measured for it.
 
 They are those of ``docs/choose/use-this-when.md``; ``tests/experiments/test_advise.py`` compares the figures with it.
 """

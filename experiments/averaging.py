@@ -1,4 +1,4 @@
-"""Averaging without gradients: how fast nodes that begin with different vectors come to their mean, and what they sent.
+"""Averaging without gradients: the convergence of nodes with different vectors to their mean, and the bytes sent.
 
 :func:`average` runs an algorithm as a training would, messages, mailbox and all, only without gradients.
 """

@@ -1,4 +1,4 @@
-"""Export of rounds to TensorBoard: a curve for each system and figure, a point for each round."""
+"""Export to TensorBoard: one curve per system and metric, one point per round."""
 
 from __future__ import annotations
 

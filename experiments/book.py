@@ -1,4 +1,4 @@
-"""The book of results: ``python -m experiments.run book`` gathers runs, makes those that are missing, writes the pages.
+"""The book of results: ``python -m experiments.run book`` gathers runs, makes missing ones and writes the pages.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Federated averaging without messages: many clients, one process, the same arithmetic.
+"""Federated averaging without messages: many clients in one process, with the same arithmetic.
 
 For grids too large to send as Flower messages, and for methods that cannot be sent at all because they need to see
 every client's update at once. Every client trains as :mod:`fedcomp.clients.app` does, and the system itself runs on the

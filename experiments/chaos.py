@@ -1,4 +1,4 @@
-"""What is done to a deployment, when; and what must be true of it afterwards: a schedule of faults, and a judge.
+"""Chaos schedules: when which fault is injected into a deployment, and the conditions checked afterwards.
 
 The judge believes nobody: it compares what clients wrote down before they kept or sent anything, what the server has
 in its sums, and what lies in the state folders at the end. With error feedback these add up, node by node:

@@ -1,4 +1,4 @@
-"""Wrong clocks on this machine: what single processes believe the time is.
+"""Wrong clocks on this machine: single processes with a shifted wall clock.
 
 Linux gives no process a wall clock of its own, and a library that stands between the two (libfaketime) does not get
 along with how Python sleeps (measured). So Python's own clocks are put off, by a module that it runs at the start of a

@@ -1,4 +1,4 @@
-"""What every command of the project shares: exit codes, one-line errors, a standard output that holds one document."""
+"""Common parts of all commands: exit codes, one-line errors, and one document on standard output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The terminal: the closing tables, the claims. Nothing here decides anything."""
+"""Terminal output: the final tables and the claims. Nothing here decides anything."""
 
 from __future__ import annotations
 

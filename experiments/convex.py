@@ -1,4 +1,4 @@
-"""Smooth convex objectives of nodes, their optimum to machine precision, and how fast an algorithm comes to it."""
+"""Smooth convex objectives of nodes, their optimum to machine precision, and an algorithm's convergence to it."""
 
 from __future__ import annotations
 

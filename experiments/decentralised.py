@@ -1,4 +1,4 @@
-"""Decentralised trainings in one process, and what their messages cost: what experiments of gossip algorithms share.
+"""Decentralised trainings in one process and their traffic, shared by the gossip experiments.
 
 :func:`train` runs an algorithm on a task and says how good the nodes' models are and what was sent. It is the program
 that runs over messages (:mod:`fedcomp.gossip_simulation`): the same messages, the same bits. Convex problems,

@@ -1,4 +1,4 @@
-"""What an experiment computes, as a digest: results that were stored before it changed can be told from others."""
+"""The digest of an experiment's definition, by which stored results from an older definition are recognised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGD of several workers in one process, with gradients that are applied some steps late: what that does to accuracy.
+"""SGD of several workers in one process with delayed gradients, to measure the effect on accuracy.
 
 A perceptron on digits in numpy, float32; the mean of the workers' gradients makes the step of the server, with momentum
 if asked for. All differences between rows are the delay's, since nothing is sent.

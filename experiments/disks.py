@@ -1,4 +1,4 @@
-"""Small disks on this machine: file systems in memory that can be filled, so that nothing else runs out of room.
+"""Small disks on this machine: in-memory file systems that can be filled without filling the real disk.
 
 Linux and root only; :func:`unavailable` says what is missing.
 """

@@ -1,4 +1,4 @@
-"""A part of the experiment ``flare``: an edge, a sensor below it, and surroundings that change, tick by tick."""
+"""Part of the experiment ``flare``: an edge, its sensor, and changing surroundings, tick by tick."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A part of the experiment ``flare``: rounds between nodes with sensors, of which some see something new in the middle.
+"""Part of the experiment ``flare``: rounds between nodes with sensors, some of which see new data halfway.
 
 Every node holds a part of the digits, and a sensor below it infers with the model that the node deployed. All rows are
 the same apps; what differs is whether nodes may be quiet.

@@ -1,4 +1,4 @@
-"""What an experiment is: a question, the systems compared, the settings a user may change, and the claims.
+"""The definition of an experiment: a question, the systems compared, its options, and its claims.
 
 A module in :mod:`fedcomp.experiments.catalog` builds one :class:`Experiment`. It names no file and prints nothing;
 running it, storing it and reporting it are the work of :mod:`experiments.run`, :mod:`fedcomp.experiments.store` and

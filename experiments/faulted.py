@@ -1,4 +1,4 @@
-"""A real deployment to which a schedule of faults is done, and what is seen of it from outside.
+"""A real deployment with injected faults, and its behaviour as seen from outside.
 
 ``fedcomp link`` and four ``fedcomp node`` over network links of their own; the apps are those of
 :mod:`fedcomp.experiments.journal`. An operator is played, too: when the server app was killed, its run is stopped, and

@@ -1,4 +1,4 @@
-"""The nodes of a run: waiting for them, and drawing cohorts that can be drawn again; who they are, the roll knows.
+"""The nodes of a run: waiting for them and reproducible sampling; identities are in the roll.
 
 Flower's strategies sample nodes with the process's global random generator from ids that are new in every run. Here the
 server decides who takes part, by partition, and shows a strategy only those nodes.

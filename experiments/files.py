@@ -1,4 +1,4 @@
-"""Files that are replaced whole: what a crash or a power failure leaves is the old content or the new one."""
+"""Atomic file replacement: after a crash or power failure, a file has its old content or its new one."""
 
 from __future__ import annotations
 

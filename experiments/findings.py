@@ -1,4 +1,4 @@
-"""What an experiment found: tables, curves, heat maps, pictures, claims, and the answer to its question.
+"""The findings of an experiment: tables, curves, heat maps, pictures, claims, and the answer to its question.
 
 :func:`fedcomp.experiments.tables.findings` makes :class:`Findings`. They are plain data: they go into ``summary.json``
 and come back from there unchanged; :mod:`fedcomp.experiments.page` and :mod:`fedcomp.experiments.console` show them.

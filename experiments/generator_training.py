@@ -1,4 +1,4 @@
-"""Private trainings of generators and classifiers by thousands of small clients, without messages.
+"""Private trainings of generators and classifiers with thousands of small clients, without messages.
 
 Every method is held to the same promise: a client of about fifteen records may be exchanged for another (``replace``),
 all clients are in every release, delta is the same, and the noise is the smallest that keeps epsilon over all releases.

@@ -1,4 +1,4 @@
-"""A perceptron on digits whose clients write down what they send, and whose server can be killed at any time.
+"""A perceptron on digits whose clients log every update, with a server that can be killed at any time.
 
 A client appends a line to its journal before anything of its update is kept or sent: inner products of the update and
 of its frame with fixed random vectors (:func:`fedcomp.experiments.chaos.projected`). The server keeps, in one file and

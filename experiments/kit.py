@@ -1,4 +1,4 @@
-"""What a page of the catalogue is written with: sweeps over axes, tables and curves of records.
+"""Building blocks for pages of the catalogue: sweeps over axes, tables and curves of records.
 
 A page says what is compared, over which axes, in which columns, what is claimed of it, and what the answer is. What
 every experiment needs besides is here, once: cells that run side by side, are kept as they finish and are named on the

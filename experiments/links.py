@@ -1,4 +1,4 @@
-"""Slow links on this machine: a network namespace per node, joined to the server's by token buckets.
+"""Slow links on this machine: one network namespace per node, joined to the server's by token buckets.
 
     nodes --- eth0 [bucket: up] ===== port I [bucket: down] --- bridge of the server
 

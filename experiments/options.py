@@ -1,4 +1,4 @@
-"""What a user may set: one option, those that many experiments share, and the configuration of a run."""
+"""Options: the declaration of one option, the ones that many experiments share, and the configuration of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All runs of a folder on one page, ``index.html``: the finished, the unfinished, and what is damaged or not a run."""
+"""The page ``index.html`` of all runs in a folder: finished, unfinished, damaged, and folders that are not runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings on the virtual clock whose clients have a pace each: seconds, accuracy, bytes, and whose updates were used.
+"""Trainings on a virtual clock with clients of different speeds: seconds, accuracy, bytes, and whose updates counted.
 
 A client's pace is log-normal over the clients and, less so, over its messages. The seconds are the clock's of the
 in-process engine, which the strategies themselves wait by; training and bytes are real.

@@ -1,5 +1,5 @@
-"""A run's report, the list of all runs and the comparison of two, each one HTML page that needs nothing but itself:
-no script, nothing loaded from anywhere. What they say is in ``templates``; this is what is put into them."""
+"""HTML pages for a run's report, the list of runs and the comparison of two, self-contained and without scripts. What
+they say is in ``templates``; this is what is put into them."""
 
 from __future__ import annotations
 

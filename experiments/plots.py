@@ -1,4 +1,4 @@
-"""Line plots as inline SVG for a page with a light and a dark face, their legends, and pictures as PNG.
+"""Line plots as inline SVG for light and dark pages, their legends, and pictures as PNG.
 
 Matplotlib draws with placeholder colours that are then replaced by CSS variables of the page, so that one
 drawing serves both faces. Figures are plain objects: no pyplot, no global figure list, no window.

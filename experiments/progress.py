@@ -1,4 +1,4 @@
-"""Progress of a run: which rows, rounds and parts of the measurement are done, and how long the rest will take."""
+"""Progress of a run: finished rows, rounds and measurements, and the estimated remaining time."""
 
 from __future__ import annotations
 

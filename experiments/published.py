@@ -1,4 +1,4 @@
-"""What papers claim, and which claims of the experiments here speak to it: the rows of the book of results.
+"""The claims of papers, and the experiments' claims that test them: the rows of the book of results.
 
 A paper's claim has a mark: "read" in the paper itself, "abstract" where only that was read, "recalled" where nothing
 was at hand. Nothing here says that a paper is wrong: its networks, data and machines are others.

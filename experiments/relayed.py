@@ -1,4 +1,4 @@
-"""Gossip rows that go through messages, and the same runs in one process, to compare bit by bit."""
+"""Gossip rows run through messages and again in one process, for a bit-by-bit comparison."""
 
 from __future__ import annotations
 

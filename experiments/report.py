@@ -1,4 +1,4 @@
-"""What a run found, as one JSON-able document, and the words that figures are shown with."""
+"""The result of a run as one JSON document, and the wording of its numbers."""
 
 from __future__ import annotations
 

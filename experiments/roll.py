@@ -1,4 +1,4 @@
-"""The nodes of a run under names that last: who is who goes by the partition, not by Flower's node id.
+"""The roster of a run: nodes are identified by partition, which lasts, not by Flower's node id.
 
 A node that is restarted without a registered key, or that finds another SuperLink, has another id. What a strategy
 keeps of it (what was acknowledged, which model and basis it holds, its vertex, its part in a plan) is under the id it

@@ -1,4 +1,4 @@
-"""The server's part of a run, the same on every engine: nodes, model, strategy, rounds, evaluation, records.
+"""The server's part of a run, identical on every engine: nodes, model, strategy, rounds, evaluation, records.
 
 An engine brings a Grid and calls :func:`serve`. All that a client has to know is put into the messages, since not every
 engine gives clients a run configuration; so the bytes are the same everywhere.

@@ -1,4 +1,4 @@
-"""The ServerApp that Flower loads: reads the run configuration, serves the run, delivers the result.
+"""The ServerApp that Flower loads: reads the run configuration, serves the run, and stores the result.
 
 Engines that live in this process call :func:`~fedcomp.experiments.serve.serve` themselves.
 """

@@ -1,4 +1,4 @@
-"""Tables as a reader sees them: the rows of a run, its claims, its privacy, what was measured.
+"""Tables for readers: the rows of a run, its claims, its privacy, and its measurements.
 
 A :class:`Sheet` is text in every cell. The terminal and the pages show the same sheets.
 """

@@ -1,4 +1,4 @@
-"""Least squares in a real deployment whose clients sleep: what overlapping exchanges gain on the clock on the wall.
+"""Least squares in a real deployment with sleeping clients: wall-clock time saved by overlapping exchanges.
 
 Each SuperNode runs one message at a time, in a process of its own; the server works, too, for a while each round. The
 problem is small and needs no torch, so that what costs time is the sleeping, and Flower itself.

@@ -1,4 +1,4 @@
-"""A wide perceptron on digits, trained over real slow links: seconds, accuracy, and bytes at ledger and interface.
+"""A wide perceptron on digits, trained over slow links: seconds, accuracy, and bytes by ledger and by interface.
 
 The training needs no torch: a node imports it for every message otherwise, which would hide the links. One training is
 one deployment in namespaces of its own (:mod:`fedcomp.experiments.links`), so that nothing late of another is on them;

@@ -1,4 +1,4 @@
-"""What is run and what came out: :class:`RunSpec`, :class:`RoundRecord`, :class:`RunResult`.
+"""The specification and the results of a run: :class:`RunSpec`, :class:`RoundRecord`, :class:`RunResult`.
 
 A spec is flat and scalar on purpose: it has to pass through a command line, Flower's run configuration and a
 message to a client without losing anything. A result is stored as JSON beside one ``.npz`` of plain arrays;

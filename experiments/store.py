@@ -1,4 +1,4 @@
-"""The folder of a run: what was asked, every round as it finished, the results, the summary and the report.
+"""The folder of a run: its request, every finished round, the results, the summary and the report.
 
 ::
 

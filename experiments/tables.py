@@ -1,4 +1,4 @@
-"""An experiment's rows, trained and measured: what they send and reach, by name, and what is claimed of it.
+"""An experiment's rows, trained and measured by name: bytes sent, accuracy reached, and claims about them.
 
 A row is a label and the text that a user would type after ``compare``: ``"topk feedback=true codec.density=0.01"``.
 Rows are trained by the runner on the engine of the run, one training each; or, where an experiment tunes or repeats,

@@ -1,4 +1,4 @@
-"""Two finished runs side by side: settings that differ, rows, claims and measured figures."""
+"""Two finished runs side by side: differing settings, rows, claims and measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of whole systems in which devices vanish inside a round: real messages, real shards, the same failures for all.
+"""Runs of whole systems with devices that vanish inside a round: real messages and shards, equal failures for all.
 
 A world says when devices can be reached and how fast their links are; :func:`live` runs a system in it, :func:`relive`
 runs the plain pair again with exactly the clients whose updates another run had in its sums.

@@ -1,1 +1,1 @@
-"""The privacy audit: what is audited, by which tiers, and wrong variants that it must catch."""
+"""The privacy audit: its subjects, its tiers, and incorrect variants that it must detect."""

@@ -1,4 +1,4 @@
-"""Our accountants beside Opacus' and dp-accounting's, for the same events: what each says they cost.
+"""A comparison of our accountants with Opacus and dp-accounting on the same events.
 
 ``python -m fedcomp.experiments.audits.accountants`` prints the table. dp-accounting is compared with where it is
 installed (``pip install '.[dp]'``); without it the table says so. Every figure is worked out when the command runs.

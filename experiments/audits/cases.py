@@ -1,4 +1,4 @@
-"""Mechanisms and simple strategies under audit as they are, each with the worst pair of data sets we found."""
+"""Mechanisms and simple strategies under audit, each with the worst pair of data sets found."""
 
 from __future__ import annotations
 

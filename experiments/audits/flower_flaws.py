@@ -1,4 +1,4 @@
-"""What the differential-privacy wrappers of the installed Flower do, measured on the wrappers themselves.
+"""Measurements of the differential-privacy wrappers in the installed Flower.
 
 Replies are made by hand and handed to the wrappers' own ``aggregate_train``. Their noise comes from numpy's global
 generator, which nobody here may seed: figures that contain it vary a little from run to run.

@@ -1,4 +1,4 @@
-"""Wrong variants of the private code, each of which looks right and trains well, and the tier that must catch it.
+"""Incorrect variants of the private code, each with the audit tier that must detect it.
 
 Every mutant changes one thing in a class of the product and is audited together with its original: the audit has
 to flag the one and pass the other. What is wrong with each stands in :data:`MUTANTS`. They exist to test the audit;

@@ -1,4 +1,4 @@
-"""What is audited: a private system as an attacker drives it, and the mechanisms themselves.
+"""Subjects of the audit: mechanisms, and private systems as an attacker drives them.
 
 A subject runs the code path that a training uses, as often as it is asked to, and says what was claimed for it: the
 standard deviation of every coordinate of its output, what one round costs by the mechanism's own event, and the epsilon

@@ -1,4 +1,4 @@
-"""Whole systems under audit: low-rank updates, DataLens, steps of DP-SGD, and messages that are private themselves."""
+"""Whole systems under audit: low-rank updates, DataLens, DP-SGD steps, and locally private messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiers of the audit on any subject, and what they say."""
+"""The audit tiers, applicable to any subject, and their results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The in-process engine against Flower's simulation on Ray, what aggregation costs the server in memory, and what a
-client-round costs the engine: beside training, with many clients, and in what clients remember.
+"""The in-process engine against Flower's simulation on Ray: time and memory per client-round, and memory of
+aggregation.
 
 Every measurement is a process of its own, started in the same way, so that imports and Ray's start-up and shutdown
 count on both sides. Both engines run the same ClientApp (next to no work on a float32 model of 1 MB), the same FedAvg

@@ -1,4 +1,4 @@
-"""A fleet on one machine: fifty of this project's nodes, each what a device would run, and one training over all.
+"""A fleet on one machine: fifty edge nodes with the processes of a real device, in one training.
 
 Memory is proportional (PSS): a page that fifty nodes share counts in each for a fiftieth, so that the sum is what the
 machine holds. Processor time is that of all processes of a node, from ``/proc``.

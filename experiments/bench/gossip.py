@@ -1,4 +1,4 @@
-"""Decentralised runs in one process: time per edge as the graph grows, share of the protocol.
+"""Decentralised runs in one process: time per edge as the graph grows, and the protocol's part of it.
 
 Every message is compressed and read once, so a run takes time in proportion to its edges; what would make it grow
 faster is looked for by comparing 64 nodes with 8. Ratios gate; times are reported only, since they say more about the

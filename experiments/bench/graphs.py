@@ -1,4 +1,4 @@
-"""Graph learning as graphs grow: time and memory of a step and of a round, the sampler beside plain scipy.
+"""Graph learning at growing size: time and memory of a step and a round, and the sampler against plain scipy.
 
 A step looks at the rows it samples and at nothing else: neither its time nor its memory may grow with the graph. That
 is measured on planted graphs of mean degree 20 up to 200 000 nodes and 2 000 000 undirected edges (4 200 000 entries of

@@ -1,5 +1,4 @@
-"""Kernels against merely reading the vector, and the usual ways: selection, error feedback, scatter-add, transforms, a
-basis, SIDCo's estimate, the arg-max of chunks, AdaComp's rule; and inputs that are hard to rank, beside the usual ones.
+"""Kernels against one pass over the vector and against the usual implementations, on easy and hard inputs.
 
 Times are read passes, see :mod:`experiments.bench.readpass`.
 

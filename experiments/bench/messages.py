@@ -1,4 +1,4 @@
-"""What messages cost a training on one machine: with them, handed over by reference, and in the bare loop.
+"""The cost of messages in a training on one machine: serialised, by reference, and in a bare loop.
 
 Three ways to the same model, in one run, at the sizes of the catalogue's grids. The bare loop
 (:mod:`fedcomp.experiments.central`) trains, encodes and adds up, and makes no record and no message.

@@ -1,4 +1,4 @@
-"""What an edge node costs its device: a message beside training, and waiting for one.
+"""The cost of an edge node on its device: handling a message beside training, and waiting for one.
 
 Two nodes of one deployment answer the same messages side by side: one with Flower's own executor, which starts a
 program for each, one with ours, which forks (:mod:`fedcomp.clients.edge.executor`). Processor time is that of all

@@ -1,4 +1,4 @@
-"""Privacy noise: exact integer samplers against a float Gaussian, and against deciding everything in rationals.
+"""Privacy noise: exact integer samplers against a float Gaussian and against rational arithmetic.
 
 The float Gaussian is numpy's, which is neither exact nor from a source nobody can repeat; the others take their
 randomness from ChaCha20 under a key of the operating system.

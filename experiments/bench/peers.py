@@ -1,4 +1,4 @@
-"""Our codecs beside what others use: bytes, error and time on the same updates, in one run and one thread.
+"""Our codecs against those of other libraries: bytes, error and time on the same updates, in one run and one thread.
 
 Updates are those of a client of a CNN, an LSTM and a transformer (:func:`captured`), and normal values as a control,
 each as one vector. Peers are libraries, called as a user would, and encodings of other frameworks, written from their

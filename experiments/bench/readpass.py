@@ -1,4 +1,4 @@
-"""Timing in read passes: what a kernel costs relative to merely reading its vector once.
+"""Timing in read passes: a kernel's time relative to reading its vector once.
 
 Everything runs in one thread, as a simulated client does. Every time is divided by that of a read pass, the vectorised
 sum of |x|: one is taken before each call, the mean over a repetition is the repetition's limit, and the median of the

@@ -1,4 +1,4 @@
-"""What a round costs beside the app: a client's half, the server's, in read passes and models of memory, and the bytes.
+"""The overhead of a round without the app: time of both halves in read passes, memory in models, and bytes.
 
 The drop-in pair (FedAvg inside ``Compressed``, top-k 1 % with error feedback) and plain FedAvg in the same run, on
 models of 50 tensors. The app is a record that was made before and takes no time: what is measured is delivery.

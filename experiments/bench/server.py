@@ -1,4 +1,4 @@
-"""What a client costs the server: checking, decoding and adding its update, for every codec and many clients.
+"""The server's cost per client: checking, decoding and adding its update, for every codec and many clients.
 
 Replies are made beforehand, from ten distinct updates, and handed to ``aggregate_train`` of FedAvg inside
 ``Compressed``, as the driver would. FedAvg itself, on the same models as plain arrays, is measured in the same run and

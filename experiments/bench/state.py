@@ -1,4 +1,4 @@
-"""What a node's own work costs beside training: keeping its state on disk.
+"""A node's own cost beside training: keeping its state on disk.
 
 System calls are included, against writing the same bytes to a file and flushing it. How long the disk takes is the
 disk's; a state is written once for each message that changes it.

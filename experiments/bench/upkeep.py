@@ -1,4 +1,4 @@
-"""What a round costs the server beside its clients' updates: the step from their mean, the checkpoint, new arrays.
+"""The server's fixed cost of a round: the step from the mean, the checkpoint, new arrays.
 
 Each row has two ways of the same thing, one after the other in one process, and their ratio; system calls included.
 *Step*: Flower's FedAvg takes the mean as it is, against a FedAvg that has to be run on it as on a reply. *Checkpoint*:

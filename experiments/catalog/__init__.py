@@ -1,4 +1,4 @@
-"""The catalogue: one row per experiment, imported only when it is asked for."""
+"""The catalogue: one row per experiment, imported on demand."""
 
 from __future__ import annotations
 

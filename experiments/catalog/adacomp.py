@@ -1,4 +1,4 @@
-"""AdaComp: does the compression find its own ratio, and what does it reach on convolutional and full layers?"""
+"""AdaComp: which compression ratio does it reach on convolutional and fully connected layers, without setting one?"""
 
 from __future__ import annotations
 

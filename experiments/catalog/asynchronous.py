@@ -1,4 +1,4 @@
-"""Clients of very unlike pace: is it worth stepping as soon as some updates are there, and who is left out?"""
+"""Clients of different speeds: does it pay to step once some updates have arrived, and whose updates are left out?"""
 
 from __future__ import annotations
 

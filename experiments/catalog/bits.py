@@ -1,4 +1,4 @@
-"""How few bits an update needs: top-k with low-bit values, and EDEN without memory, beside federated averaging."""
+"""Few bits per update: top-k with low-bit values, and EDEN without memory, against federated averaging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chaos: what becomes of a compressed training while everything it consists of is killed in turn?"""
+"""Chaos: does a compressed training survive if each of its processes is killed in turn?"""
 
 from __future__ import annotations
 

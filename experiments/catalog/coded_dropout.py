@@ -1,4 +1,4 @@
-"""Clients die inside the round: whose update is still in the sum, with what bytes, with and without coded relays."""
+"""Clients that die inside a round: which updates remain in the sum, at which bytes, with and without coded relays."""
 
 from __future__ import annotations
 

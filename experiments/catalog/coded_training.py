@@ -1,4 +1,4 @@
-"""Coded training: what does half the set-up traffic of an MDS code buy, and is what comes out the same model?"""
+"""Coded training: what does a code with half the set-up traffic of an MDS code give up, and is the model the same?"""
 
 from __future__ import annotations
 

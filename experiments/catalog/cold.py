@@ -1,4 +1,4 @@
-"""COLD and Dyna-COLD: iterations and bits to an exact optimum, their peers, and the floors of inexact methods."""
+"""COLD and Dyna-COLD: iterations and bits to an exact optimum, against peers and the floors of inexact methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any systems on any task, side by side: what they send, what they reach, and how long they take."""
+"""Any systems on any task, side by side: bytes, accuracy and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DataLens: what a generator learns from the noisy votes of teachers, what that costs, and what was published of it."""
+"""DataLens: how well a generator learns from noisy votes of teachers, its cost, and the published results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DataLens on MNIST: 4000 teachers of fifteen images, against what else the same privacy buys."""
+"""DataLens on MNIST: 4000 teachers of fifteen images each, against other methods at the same privacy."""
 
 from __future__ import annotations
 

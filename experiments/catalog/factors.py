@@ -1,4 +1,4 @@
-"""Factors instead of gradients: is dAD one batch of all examples, what does it save, and what is rank-dAD worth?"""
+"""Factors instead of gradients: does dAD equal one batch of all examples, what does it save, and does rank-dAD pay?"""
 
 from __future__ import annotations
 

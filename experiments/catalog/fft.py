@@ -1,4 +1,4 @@
-"""Sparse spectra: when a convolution's gradient fits into few waves, and whether training notices."""
+"""Sparse spectra: when do few Fourier coefficients capture a convolution's gradient, and does training suffer?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""To send or not to send: sensors whose surroundings change, and nodes that have nothing new (FLARE)."""
+"""Conditional sending: sensors whose surroundings change, and nodes with nothing new (FLARE)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scalars in place of vectors: forward gradients beside back-propagation, top-k and EDEN at equal rounds and bytes."""
+"""Scalars instead of vectors: forward gradients against back-propagation, top-k and EDEN at equal rounds and bytes."""
 
 from __future__ import annotations
 

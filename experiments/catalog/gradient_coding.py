@@ -1,4 +1,4 @@
-"""Gradient coding: how much sooner does a round end when the slowest need not be waited for, and what does it cost?"""
+"""Gradient coding: how much sooner does a round end without the stragglers, and at what cost?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GradiVeQ: which slices of a gradient fit into few directions, what a cycle saves, and whether training notices."""
+"""GradiVeQ: which slices of a gradient have low rank, what a cycle saves, and whether training suffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LGC: what an autoencoder of gradients loses, against 8 bits in the same bytes, and whether training notices."""
+"""LGC: what an autoencoder of gradients loses against 8 bits at equal bytes, and whether training suffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums that wrap: residues that anybody adds on the way, their error, and what leaves a relay."""
+"""Modular sums: residues that relays add on the way, their error, and a relay's output bytes."""
 
 from __future__ import annotations
 

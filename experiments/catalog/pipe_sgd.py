@@ -1,4 +1,4 @@
-"""Pipe-SGD: what do several rounds in flight gain in time, and what does the delay cost?"""
+"""Pipe-SGD: how much time do several rounds in flight save, and what does the delay cost?"""
 
 from __future__ import annotations
 

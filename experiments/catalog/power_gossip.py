@@ -1,4 +1,4 @@
-"""PowerGossip beside CHOCO-SGD and DeepSqueeze at the consensus step that suits each.
+"""PowerGossip against CHOCO-SGD and DeepSqueeze, each with its own consensus step.
 
 After Vogels, Karimireddy and Jaggi, "PowerGossip: Practical Low-Rank Communication Compression in Decentralized Deep
 Learning", arXiv:2008.01425.

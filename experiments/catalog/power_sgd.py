@@ -1,4 +1,4 @@
-"""PowerSGD: how short are updates in both directions, what does it cost in accuracy, and what stays in the memories?"""
+"""PowerSGD: the size of updates in both directions, the loss of accuracy, and the growth of the memories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The privacy audit: what an attacker measures of every private system, and whether wrong variants would be noticed."""
+"""The privacy audit: the leakage an attacker measures on every private system, and tests with incorrect variants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first thing a new user runs: digits on ten unlike clients, nine ways of sending the update."""
+"""The first run of a new user: digits on ten non-IID clients, with nine ways of sending the update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README's first table: the lines that it offers, in accuracy after few and many rounds and in bytes on the wire."""
+"""README's first table: accuracy after few and many rounds, and bytes on the wire, for the lines it offers."""
 
 from __future__ import annotations
 

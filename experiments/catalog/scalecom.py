@@ -1,4 +1,4 @@
-"""ScaleCom: does one support for all keep the downlink short, and what does a support chosen by one client miss?"""
+"""ScaleCom: does one shared support keep the downlink short, and what does one client's choice miss?"""
 
 from __future__ import annotations
 

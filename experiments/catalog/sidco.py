@@ -1,4 +1,4 @@
-"""SIDCo: how well a threshold guessed from a few moments selects, what the search for stages does, what is saved."""
+"""SIDCo: the accuracy of thresholds estimated from moments, the search for stages, and the time saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slow links: how long does a training take where a model is minutes of the link?"""
+"""Slow links: how long does training take where sending the model takes minutes?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sparse-Push: how few bytes on directed and changing graphs, and what unlike data and a closing phase do to it."""
+"""Sparse-Push: bytes on directed and changing graphs, with non-IID data and a closing phase."""
 
 from __future__ import annotations
 

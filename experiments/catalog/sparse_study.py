@@ -1,4 +1,4 @@
-"""What matters in sparse communication: which coordinates, chosen where, from what, and whether the rest is remembered.
+"""Design choices of sparse communication: the selection, where and from what it is made, and memory of the rest.
 
 After Foroutan Eghlidi and Jaggi, "Sparse Communication for Training Deep Networks", arXiv:2009.09271, of which the
 abstract was read: it studies several schemes and names three key parameters. The axes here are a reading of it, not a

@@ -1,4 +1,4 @@
-"""Every sparsifying compressor and the standard baselines beside dense averaging, on one task."""
+"""Every sparsifying compressor and the standard baselines against dense averaging, on one task."""
 
 from __future__ import annotations
 

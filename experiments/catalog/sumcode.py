@@ -1,4 +1,4 @@
-"""Coded sums: does what the server receives stay the same when clients are added, and is what it decodes the sum?"""
+"""Coded sums: does the server's traffic stay constant as clients are added, and is the decoded sum correct?"""
 
 from __future__ import annotations
 

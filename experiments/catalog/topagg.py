@@ -1,4 +1,4 @@
-"""TopAgg at client level: what votes cost in accuracy at equal epsilon, and what they save in bytes."""
+"""TopAgg at client level: the accuracy that votes cost at equal epsilon, and the bytes they save."""
 
 from __future__ import annotations
 

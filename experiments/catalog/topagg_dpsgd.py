@@ -1,4 +1,4 @@
-"""DP-SGD at equal epsilon: whole gradients, votes of two kinds, a random mask, low-rank products, and both of these."""
+"""DP-SGD at equal epsilon: whole gradients, two kinds of votes, a random mask, low-rank products, and both combined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines: the ways to run one spec with the same server app and the same client app.
+"""Engines: the ways to run one spec with the same server and client apps.
 
 Importing this package imports neither Flower nor Ray; each engine is a module that is loaded when it is asked for.
 """

@@ -1,4 +1,4 @@
-"""A deployment as it is in the field: ``fedcomp link`` with TLS and keys, ``fedcomp node`` at the ends of links.
+"""A deployment as in the field: ``fedcomp link`` with TLS and keys, and ``fedcomp node`` at the ends of links.
 
 The SuperLink has a database and the server app a process of its own, so that each of them can be killed alone. What
 ``fedcomp link`` supervises is started again by it; nodes have keys, and so keep their ids when they are restarted.

@@ -1,4 +1,4 @@
-"""The default engine: server and clients in this process, one after the other, every message really serialised.
+"""The default engine: server and clients in one process, in sequence, with every message serialised.
 
 Its checkpoints hold the clients' states, too, and it is the only engine with a virtual clock.
 """

@@ -1,4 +1,4 @@
-"""A deployment whose nodes reach the SuperLink over slow links, each in a network namespace of its own."""
+"""A deployment whose nodes reach the SuperLink over slow links, each in its own network namespace."""
 
 from __future__ import annotations
 

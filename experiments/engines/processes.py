@@ -1,4 +1,4 @@
-"""Child processes that are always taken down again: the ground under engines that start servers.
+"""Child processes that are always terminated, for engines that start servers.
 
 Every child leads a process group of its own, so that what it starts in turn (Flower's SuperExec, one process per
 message) is reached through it, and so that Ctrl-C in a terminal reaches only us, who then stop the children in order.

@@ -1,4 +1,4 @@
-"""Flower's simulation engine: the same apps, clients in Ray actors.
+"""Flower's simulation engine: the same apps, with clients in Ray actors.
 
 Uses the Python entry point because it takes the very app objects that the other engines run; ``flwr run`` would load
 its own from a bundle. Client state lives in the simulation's process and cannot be stored, so a run cannot be resumed.

@@ -1,4 +1,4 @@
-"""Both halves: the server sends empty messages, one at a time, and the nodes answer them."""
+"""Both halves: the server sends empty messages, one at a time, and the nodes reply."""
 
 import time
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""The server's side of a deployment beyond loopback: certificates and keys, the proxy, and what starts all of it."""
+"""The server side of a deployment beyond loopback: certificates, keys, the proxy, and the command that starts them."""

@@ -1,4 +1,4 @@
-"""A SuperLink that nodes elsewhere can reach, and nobody else can command: ``fedcomp link``.
+"""``fedcomp link``: a SuperLink that remote nodes can reach but not control.
 
 One process that supervises others, as a node does: the SuperLink, on loopback; what registers the keys of the nodes;
 and the SuperExec, which starts the server app of a run. The proxy in front of them is a thread of it. What ends is

@@ -1,4 +1,4 @@
-"""The one door of a server: TLS from the nodes, ``/v1/fleet/`` to the SuperLink on loopback, 403 to everything else.
+"""The server's proxy: TLS from the nodes, ``/v1/fleet/`` to the SuperLink on loopback, 403 for everything else.
 
 The port that Flower opens for nodes also takes the orders of the operator and of the app processes; whoever reaches it
 can register nodes and start runs. So the SuperLink listens on loopback only, and nodes reach it through here.

@@ -1,4 +1,4 @@
-"""Register the public keys of nodes with a SuperLink on loopback, through Flower's own command line.
+"""Registration of nodes' public keys with a SuperLink on loopback, through Flower's own command line.
 
 A process of its own, because the environment (``FLWR_HOME``) says where Flower's settings are, and one for all keys,
 because importing Flower takes longer than a hundred calls.

@@ -1,4 +1,4 @@
-"""What ``fedcomp link`` knows of its nodes, and ``fedcomp status``, which shows it on one screen.
+"""The state of all nodes known to ``fedcomp link``, and ``fedcomp status``, which shows it on one screen.
 
 The proxy counts what passes it, by the key that a call was signed with: only where the SuperLink took the call, which
 checks the signature. Server apps add the end of every training round to a file that the link reads, with the nodes

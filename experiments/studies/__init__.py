@@ -1,1 +1,1 @@
-"""What is mathematics or a measurement of one paper, and no table of rows: a function for a page of the catalogue."""
+"""Studies: mathematics or measurements of one paper that no table of rows covers, as functions for catalogue pages."""

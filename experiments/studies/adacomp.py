@@ -1,4 +1,4 @@
-"""AdaComp's layers: bytes in the frames, what every bin sends, and train losses."""
+"""AdaComp's layers: bytes in the frames, values sent per bin, and training losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients of very unlike pace: rounds with and without a deadline, and buffered steps, by the clock and for real."""
+"""Clients of different speeds: rounds with and without a deadline, and buffered steps, on simulated and real clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Auto beside FedAvg and its rivals: five tasks, cohorts and bits at a user's own step, and tuned rows."""
+"""Auto against FedAvg and its rivals: five tasks, several cohorts and bits, at a user's step size and at tuned ones."""
 
 from __future__ import annotations
 

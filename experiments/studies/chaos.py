@@ -1,4 +1,4 @@
-"""Chaos: trainings in real deployments to which faults are done, and what the judge found of them."""
+"""Chaos: trainings in real deployments with injected faults, and the judge's findings."""
 
 from __future__ import annotations
 

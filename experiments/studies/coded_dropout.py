@@ -1,4 +1,4 @@
-"""Clients die inside the round: all ways to get updates to the server, under the same failures, beside the model."""
+"""Clients that die inside a round: all ways to deliver updates under the same failures, against the model."""
 
 from __future__ import annotations
 

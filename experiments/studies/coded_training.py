@@ -1,4 +1,4 @@
-"""Coded training: traffic of encoding matrices, chances to decode, and descent on coded data beside uncoded descent.
+"""Coded training: traffic of encoding matrices, decoding probabilities, and coded against uncoded descent.
 
 The reconstruction of Lin et al. 2019 (arXiv:1910.10283, of which only the abstract was read) in
 :mod:`fedcomp.coding.datacode`. No figure for traffic is given without the decode probability beside it.

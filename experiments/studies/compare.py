@@ -1,4 +1,4 @@
-"""Which systems may be compared: those whose rounds and bytes are the same things."""
+"""Which systems are comparable: those whose rounds and bytes have the same meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every codec of the package on four models, each with a setting and a step size of its own, at equal uplink bytes."""
+"""Every codec on four models, each with its own setting and step size, at equal uplink bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Consensus without gradients: rate per topology and compressor, and what a digit of agreement costs in bytes."""
+"""Consensus without gradients: the rate per topology and compressor, and bytes per digit of agreement."""
 
 from __future__ import annotations
 

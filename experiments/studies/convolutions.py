@@ -1,4 +1,4 @@
-"""A small convolutional network on the digits, as the pages ``fft``, ``gradiveq`` and ``lgc`` train it.
+"""The small convolutional network on digits that the pages ``fft``, ``gradiveq`` and ``lgc`` train.
 
 Three convolutions of 16, 32 and 64 filters and one linear layer, 29,066 weights, on 8x8 digits enlarged to 12x12; SGD
 with momentum 0.9 on the mean gradient of four workers.

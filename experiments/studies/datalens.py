@@ -1,4 +1,4 @@
-"""DataLens: what the published settings of its authors' code (read) cost and show, and what a run of rows came to."""
+"""DataLens: cost and accuracy with the settings of its authors' code (read), and the results of a run's rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A generator of MNIST that learns from noisy votes, beside other ways to spend the same epsilon."""
+"""A generator of MNIST trained on noisy votes, against other uses of the same epsilon."""
 
 from __future__ import annotations
 

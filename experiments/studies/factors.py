@@ -1,4 +1,4 @@
-"""Factors beside one batch of all examples: how far from it, how long, how soon at the server, of what rank."""
+"""Factors against one batch of all examples: deviation, bytes, arrival time at the server, and rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of transforms on gradients of convolutions and on noise, and those of 8-bit forms on whole gradients."""
+"""Errors of transforms on gradients of convolutions and on noise, and of 8-bit formats on whole gradients."""
 
 from __future__ import annotations
 

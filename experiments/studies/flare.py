@@ -1,4 +1,4 @@
-"""Sensors and nodes that send when there is something new: latency, bytes, false alarms, and rounds between nodes."""
+"""Sensors and nodes that send only new information: latency, bytes, false alarms, and rounds between nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward gradients in as many bytes as their rivals, and six estimates of the gradient of one model on MNIST."""
+"""Forward gradients against rivals at equal bytes, and six gradient estimators of one model on MNIST."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Skewed neighbour sampling: how many feature rows of other owners a GCN needs, and what fewer of them cost."""
+"""Skewed neighbour sampling: how many feature rows of other owners a GCN needs, and the cost of using fewer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient coding: rounds among stragglers, on a simulated clock, and what their models and times come to."""
+"""Gradient coding: rounds among stragglers on a simulated clock, with the resulting models and times."""
 
 from __future__ import annotations
 

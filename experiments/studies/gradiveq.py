@@ -1,4 +1,4 @@
-"""GradiVeQ: what bases of gradients miss, trainings with cycles of samples and coefficients, and collectives."""
+"""GradiVeQ: the error of gradient bases, trainings in cycles of samples and coefficients, and collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of graph learning: one training as a cell of a sweep, and what rows, bytes and accuracy it came to."""
+"""Runs of graph learning: one training per cell of a sweep, with its rows, bytes and accuracy."""
 
 from __future__ import annotations
 

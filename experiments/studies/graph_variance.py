@@ -1,4 +1,4 @@
-"""What skew does to the variance of a sampled layer, exactly: on the batches a run draws, with all features at hand.
+"""The variance of a sampled layer under skew, computed exactly on a run's batches with all features known.
 
 No client could compute this: features of other owners are in it. An experiment has the whole graph, and asks how far
 the budget that the sampler was given is from what it came to (:func:`measured`), and whether the mean over many draws

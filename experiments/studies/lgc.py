@@ -1,4 +1,4 @@
-"""LGC: what an autoencoder of gradients loses beside codings in the same bytes, and trainings with it."""
+"""LGC: the loss of an autoencoder of gradients against other codings at equal bytes, and trainings with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long memories become when clients send the same updates in every round."""
+"""The growth of error-feedback memories when clients send the same updates in every round."""
 
 from __future__ import annotations
 

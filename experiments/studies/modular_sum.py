@@ -1,4 +1,4 @@
-"""Sums that wrap: their error and what leaves a relay; and sums over an emulated Gaussian multiple-access channel.
+"""Modular sums: their error and a relay's output; and sums over an emulated Gaussian multiple-access channel.
 
 The channel is a simulation. Every use of it adds the real amplitudes of all senders and normal noise. Each sender has
 power 1 on average, and the signal-to-noise ratio is that of one sender. Three ways to bring a sum of values in [-1, 1]

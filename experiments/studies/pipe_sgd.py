@@ -1,4 +1,4 @@
-"""Rounds in flight: trainings beside their recursions, the law of the period, late gradients, and the clock."""
+"""Rounds in flight: trainings against their recursions, the law of the period, delayed gradients, and time."""
 
 from __future__ import annotations
 

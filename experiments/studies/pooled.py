@@ -1,4 +1,4 @@
-"""Trainings whose rounds ought to be steps on one batch of all clients' examples, and that training.
+"""Trainings whose rounds should equal steps on one batch of all clients' examples, and the central reference.
 
 Clients have batches of unequal sizes, and take one step of plain SGD a round: any other optimiser would hide a wrong
 scale. The models have what gradients as factors have to cope with: layers of one shape, a recurrent cell, convolutions,

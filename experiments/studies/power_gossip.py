@@ -1,5 +1,4 @@
-"""PowerGossip beside CHOCO-SGD and DeepSqueeze: trainings with the consensus step that suits each, and matrices that
-are averaged without gradients, where rank, warm start and spectrum show."""
+"""PowerGossip against CHOCO-SGD and DeepSqueeze: tuned trainings, and averaging of matrices without gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long PowerSGD's memories become when clients send constant updates."""
+"""The growth of PowerSGD's memories when clients send constant updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The privacy audit: attacks on every private system, on wrong variants of them, and on the installed Flower."""
+"""The privacy audit: attacks on every private system, on incorrect variants, and on the installed Flower."""
 
 from __future__ import annotations
 

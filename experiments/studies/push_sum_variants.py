@@ -1,4 +1,4 @@
-"""Incorrect variants of compressed push-sum, beside the right one: what a first idea of it would program.
+"""Incorrect variants of compressed push-sum, as a first attempt might program them, against the correct one.
 
 What is compressed decides whether nodes agree (:func:`averaged`, without gradients), and what is left out decides
 whether they learn (:func:`trained`). All n nodes are rows of one matrix here: nothing is sent, since the question is

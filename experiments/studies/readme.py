@@ -1,4 +1,4 @@
-"""The lines of README on three tasks and two cohorts: accuracy after few and many rounds, and bytes on the wire."""
+"""README's lines on three tasks and two cohorts: accuracy after few and many rounds, and bytes on the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ScaleCom: bytes and unions against the number of clients, and norms of memories with constant gradients."""
+"""ScaleCom: bytes and unions by the number of clients, and norms of memories with constant gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How SIDCo's thresholds select: on known tails, on captured gradients, by the search for stages, and in time.
+"""The accuracy of SIDCo's thresholds: on known tails, on captured gradients, by the search for stages, and in time.
 
 A figure is always selected over wanted: how many elements exceed an estimated threshold, over the k that were asked
 for. 1 is right.

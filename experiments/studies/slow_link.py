@@ -1,4 +1,4 @@
-"""Slow links: trainings over real links, the seconds they take, and where every byte at the interfaces went."""
+"""Slow links: trainings over real links, their duration, and every byte at the interfaces."""
 
 from __future__ import annotations
 

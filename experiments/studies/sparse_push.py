@@ -1,4 +1,4 @@
-"""What Sparse-Push's messages hold and what is lost by it: trainings by graph, data and size of a message."""
+"""Sparse-Push: message contents and losses, by graph, data and message size."""
 
 from __future__ import annotations
 

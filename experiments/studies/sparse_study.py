@@ -1,4 +1,4 @@
-"""Which coordinates are sent, chosen where and from what, and whether the rest is remembered: the whole grid."""
+"""Sparse communication: the whole grid of which coordinates, chosen where and from what, with and without memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways of sending a hundredth of an update: a table of schemes, servers with moments, rules that are no mean, a CNN."""
+"""Sending a hundredth of an update: a table of schemes, servers with momentum, rules other than the mean, a CNN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coded sums: bytes a round on each link, and rounds compared with integers added without a code."""
+"""Coded sums: bytes per round on each link, and rounds compared with uncoded integer sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DP-SGD at equal epsilon: private trainings on records, what is tried for each method, and what they come to.
+"""DP-SGD at equal epsilon: private trainings on records, the settings tried for each method, and their results.
 
 The training is that of :func:`fedcomp.privacy.dpsgd.private_training`; what is added here is the data, the model, the
 statement, and how long a client's message with such a contribution would be.

@@ -1,4 +1,4 @@
-"""Python runs this at the start of every process that finds it: its wall clock is off by the seconds in a file.
+"""Startup code for every Python process that finds it: shifts the wall clock by the seconds in a file.
 
 See fedcomp.experiments.clocks. Monotonic clocks, and what is no Python, stay right.
 """

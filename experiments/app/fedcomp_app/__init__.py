@@ -1,4 +1,4 @@
-"""The two halves of the app, taken from the installed library: of the version that this bundle was made for.
+"""Both halves of the app, imported from the installed library of the version that this bundle was made for.
 
 Whoever has another one refuses every message with the remedy, before anything of the library is imported that may have
 moved. Another version may train, encode or count differently without anybody noticing.

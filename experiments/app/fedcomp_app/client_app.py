@@ -1,4 +1,4 @@
-"""The client's half."""
+"""The client half."""
 
 from fedcomp.clients.app import app
 

@@ -1,4 +1,4 @@
-"""The server's half."""
+"""The server half."""
 
 from fedcomp.experiments.server_app import app
 
