@@ -1,4 +1,4 @@
-"""The communication layer for Flower, under one name.
+"""The public interface: ``import fedcomp as fc``, a communication layer for Flower.
 
 >>> import fedcomp as fc
 >>> from flwr.clientapp import ClientApp

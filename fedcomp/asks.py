@@ -1,4 +1,4 @@
-"""What a server asks and a client answers, in plain values: :mod:`fedcomp.program` says what comes of it."""
+"""Requests and answers of a program in plain values; :mod:`fedcomp.program` defines how they are used."""
 
 from __future__ import annotations
 

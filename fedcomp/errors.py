@@ -1,4 +1,4 @@
-"""The one base class of every error this project raises, and the small helpers that keep messages useful.
+"""The base class of all errors of this package, and helpers for their messages.
 
 An error says what was wrong, what was expected, and what to do. Errors that a peer can provoke with bytes are
 :class:`fedcomp.wire.WireError`; errors a user can provoke with arguments are :class:`ConfigError`.

@@ -1,4 +1,4 @@
-"""Integers, booleans and running statistics as one frame: carried beside the vector as values, bit for bit."""
+"""Integers, booleans and running statistics in a frame: sent as exact values beside the update vector."""
 
 from __future__ import annotations
 

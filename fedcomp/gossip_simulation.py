@@ -1,4 +1,4 @@
-"""Whole decentralised runs in this process: :class:`fedcomp.systems.gossip.Gossip` on the driver in memory.
+"""Whole decentralised runs in one process: :class:`fedcomp.systems.gossip.Gossip` on the in-memory driver.
 
 The same program and the same nodes as over a network, so the same trajectory, bit for bit, for the same seeds. Faults
 can be injected where a network would have them.

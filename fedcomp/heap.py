@@ -1,4 +1,4 @@
-"""Memory of large arrays: used again by this process, and not given back to the system and fetched anew."""
+"""Reuse of memory for large arrays within the process, which avoids repeated allocation from the system."""
 
 from __future__ import annotations
 

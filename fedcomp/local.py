@@ -1,4 +1,4 @@
-"""Runs a system in this process, by reference: for experiments, and for the tests that hold for every system."""
+"""The in-memory driver: runs a system in this process by reference, for experiments and for tests of all systems."""
 
 from __future__ import annotations
 

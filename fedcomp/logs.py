@@ -1,4 +1,4 @@
-"""The one logger of this project: a child of Flower's, so that its lines appear beside Flower's (:mod:`.flower.logs`).
+"""The package's logger: a child of Flower's, so that its lines appear beside Flower's (:mod:`.flower.logs`).
 
 The name is all that is Flower's in it, so that packages that do not know Flower can log here too.
 """

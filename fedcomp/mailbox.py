@@ -1,4 +1,4 @@
-"""What clients send each other, on its way: bytes from one client to another, and the asks that bring them.
+"""Messages between clients on their way through the server: bytes, and the asks that deliver them.
 
 A post leaves with its sender's answer and comes with the recipient's next ask, so nobody is reached in the exchange in
 which something was posted to it. What an ask brought and nobody answered comes again; a client half may therefore be

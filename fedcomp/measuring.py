@@ -1,4 +1,4 @@
-"""Benchmarks as tables: cases that are timed or measured, what each must keep, and the one runner of them all.
+"""Benchmark tables: cases that are timed or measured, their limits, and one runner for all.
 
 Absolute times of a shared machine say little: claims are ratios taken in one run, of methods whose calls are
 interleaved. Time is the processor time of one thread, so that other processes do not count.

@@ -1,4 +1,4 @@
-"""Checks of single arguments, for functions; what has fields has rules (:mod:`fedcomp.rules`)."""
+"""Checks of single function arguments; classes with fields use rules (:mod:`fedcomp.rules`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of declared types as plain data, and back: what reports, states and files are written in.
+"""Conversion of typed values to plain data and back, for reports, states and files.
 
 Plain data are numbers, strings, lists and dictionaries with string keys, which JSON holds, and beside them bytes,
 arrays and Flower's records, which :mod:`fedcomp.flower.store` holds. The type says how to read them back: keys that are

@@ -1,4 +1,4 @@
-"""A round as a program of plain values: what is asked, what is answered. Drivers deliver it.
+"""A round as a program on plain values: it yields asks and reads answers. Drivers deliver it.
 
 A system is two pure halves in one file (:mod:`fedcomp.systems`). ``round`` yields asks and receives answers; ``client``
 takes a memory and an ask and returns the memory after it and an answer. Who crashed, what was lost, what is sent again,

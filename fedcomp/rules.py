@@ -1,4 +1,4 @@
-"""One rule language: what a field may be is said once, and constructors and messages follow from it.
+"""Field rules: each field is declared once, and constructors and messages follow from it.
 
 A rule is part of a field's annotation::
 

@@ -1,4 +1,4 @@
-"""What an object keeps from round to round, declared once: saved, checked and restored in one place.
+"""State that an object keeps between rounds: declared once, saved, checked and restored in one place.
 
 A class lists the attributes that are state, each with its type, in ``STATE``; :class:`Stateful` makes ``state_dict``
 and ``load_state_dict`` of that. A state is plain data (:mod:`fedcomp.plain`). What is damaged, forged, of another class

@@ -1,4 +1,4 @@
-"""One word and one reason for every system and codec: which to take, and when.
+"""The verdict of every system and codec: one word, a reason, and when to use it.
 
 ``python -m experiments.run --list`` prints them, ``docs/choose/verdicts.md`` lists them, and each system's page begins
 with its own (``python tests/docs/verdict_pages.py`` writes them there). A verdict is about measurements of this

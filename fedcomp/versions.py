@@ -1,4 +1,4 @@
-"""Versioned replicas: a model broadcast as compressed differences, with the server's error feedback built in.
+"""Versioned replicas: a model broadcast as compressed differences, with error feedback at the server.
 
 The server holds a *reference*: exactly the model its clients hold. A new version is the difference between the true
 model and the reference, compressed, decoded and added to the reference at both ends. What compression dropped stays

@@ -1,1 +1,1 @@
-"""Concept drift on devices that only infer, and when to send anything about it: torch-free, and without Flower."""
+"""Concept drift on inference-only devices, and when they report it; needs neither torch nor Flower."""

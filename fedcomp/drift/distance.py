@@ -1,4 +1,4 @@
-"""How far a window of figures is from a reference: the two-sample Kolmogorov-Smirnov distance, and its threshold.
+"""The distance of a window of statistics from a reference: the two-sample Kolmogorov-Smirnov test and its threshold.
 
 FLARE (Chow, Raza, Mavromatis, Khan, "FLARE: Detection and Mitigation of Concept Drift for Federated Learning based IoT
 Deployments", arXiv:2305.08504) compares the confidences of a deployed model with those that it had on held-out data.

@@ -1,4 +1,4 @@
-"""The two ends of a link between an edge and a sensor: models and sketches down, windows up when they are unlike.
+"""Both ends of an edge-sensor link: models and sketches go down, and windows that differ come up.
 
 An :class:`Edge` deploys models to any number of sensors, as steps from the version that each of them runs; a
 :class:`SensorEndpoint` stands where inference runs. What is between them is a :class:`SensorLink`: two queues in one

@@ -1,4 +1,4 @@
-"""What a sensor and its edge say to each other, in bytes.
+"""The messages between a sensor and its edge, as bytes.
 
 A sensor's message begins with nine: its number, the version of the model it runs (two uint32), and what it says
 (:class:`Says`). A window follows as one frame: samples, labels, sketch. A deployment begins with version, base,

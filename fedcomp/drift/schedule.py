@@ -1,4 +1,4 @@
-"""When an edge gives a model to its sensors, and whether it has anything to say to the server.
+"""The edge's schedule: when it deploys a model to its sensors, and when it reports to the server.
 
 Both follow from the losses that the models of the rounds have on the edge's own held-out data (FLARE, see
 :mod:`fedcomp.drift.distance`: that the loss has to be stable is recalled, the rule and its constants are derived).

@@ -1,4 +1,4 @@
-"""When a sensor sends what it sees: the state machine of a device that only infers.
+"""The sensor's state machine: when an inference-only device sends its window.
 
 A sensor keeps the figures of its last inferences, and the inputs they were made of. While they look like the reference
 of the model it runs it sends nothing; when they do not, several times in a row, it sends the window and starts again.

@@ -1,4 +1,4 @@
-"""Figures of single inferences that tell of drift: how sure the model is, or how wrong where labels are known.
+"""Per-inference statistics that reveal drift: confidence, or the error where labels are known.
 
 Confidence sees inputs of another kind. It is blind where inputs look as before and their meaning has changed, as when
 two labels swap: the model is as sure as ever, and wrong. The loss sees that, too, and needs labels. Any function of

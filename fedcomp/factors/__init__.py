@@ -1,1 +1,1 @@
-"""Gradients as sums of outer products: what layers saw and what came back to them, captured while a model trains."""
+"""Gradients as sums of outer products: layer inputs and output gradients, captured during training."""

@@ -1,4 +1,4 @@
-"""What came back to every layer, worked out from the layers' inputs and from what came back to the last one alone.
+"""Output gradients of every layer, computed from the layers' inputs and the last layer's output gradient.
 
 In a chain of linear maps with pointwise functions between them, back-propagation needs nothing else: the derivative of
 each function is taken from its output, which is the next layer's input (edAD; the authors' code was read). Where it

@@ -1,4 +1,4 @@
-"""Capturing, while a torch model trains, what every layer saw and what came back to it.
+"""Capture of layer inputs and output gradients while a torch model trains.
 
 Captured are calls of ``nn.Linear`` (recurrent cells and attention built from it included, on any number of leading
 axes), of ``nn.Conv2d`` as the linear map of its patches, and, where its weight is a linear layer's too, of

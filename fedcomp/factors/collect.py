@@ -1,4 +1,4 @@
-"""Where what training captured goes: a place that the client's half opens around an app, and training finds by itself.
+"""The collector of captured factors, which the client half opens around an app and training finds by itself.
 
 So an app that captures works with every strategy: where nobody has opened such a place nothing is captured, and what is
 captured leaves in no other way than through the half that asked for it.

@@ -1,4 +1,4 @@
-"""Following what a model was given through what it computes, so that it is known which layers see it.
+"""Tracing a model's inputs through its computation, to find the layers that see them.
 
 A layer shows its inputs to whoever gets its factors. Which inputs are the examples themselves cannot be told from where
 a layer stands: a skip connection, a concatenation or an embedding brings them to the last one.

@@ -1,4 +1,4 @@
-"""A matrix as a sum of outer products, and the sum of few that is nearest to it.
+"""A matrix as a sum of outer products, and its best approximation by fewer of them.
 
 For a linear map z = W x + b the gradient of W is the sum over all rows of a batch of (dloss/dz)(x)', and that of b the
 sum of dloss/dz: two thin matrices say what one of the layer's size says. Baker, Calhoun, Pearlmutter, Plis, "Peering

@@ -1,4 +1,4 @@
-"""Left sides of outer products that are few slopes and many signs, of which a seed says all signs.
+"""Left factors of outer products built from a few slopes and many signs, where one seed generates all signs.
 
 What comes back to a layer's output, measured along random signs in place of being back-propagated, is one slope for
 each example and pass times signs that whoever knows the seed draws again (derived from Ren, Kornblith, Liao, Hinton,

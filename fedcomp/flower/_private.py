@@ -1,4 +1,4 @@
-"""Every private name of Flower that this project uses, in one place, and what happens where a Flower lacks one.
+"""All private names of Flower that this package uses, with the fallback where a Flower version lacks one.
 
 Flower moves such names in nearly every minor release, so nothing here goes by a version: what is needed is looked for.
 

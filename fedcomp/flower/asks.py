@@ -1,4 +1,4 @@
-"""Asks and answers of programs as Flower messages: a head, what is said in words, frames. Here alone are their names.
+"""Asks and answers of programs as Flower messages: a header, plain values, and frames. Here alone are their names.
 
 Head, words and small frames are entries of one ConfigRecord, which travels anyhow: of the strategy's own in an ask, of
 the one by which a reply says who it is in an answer. A record of their own would cost about 240 bytes each.

@@ -1,4 +1,4 @@
-"""Checkpoints: the server's side of a run in one file, so that an interrupted run continues exactly.
+"""Checkpoints: the server's state of a run in one file, from which an interrupted run continues exactly.
 
 :func:`save` writes one; :class:`CheckpointFile` is for a run that makes one after each round, and writes what changed.
 

@@ -1,4 +1,4 @@
-"""A client's whole reply as bytes that may travel another way; and what messages of links between clients share."""
+"""A client's whole reply as bytes for another route, and common fields of messages about links between clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way of one message in the in-process engine: through a client under a fault plan, and back.
+"""Delivery of one message in the in-process engine: to a client under a fault plan, and back.
 
 :class:`ClientRunner` executes the app on a copy of the node's context and commits or discards that copy;
 :class:`Flights` holds the replies until they are pulled.

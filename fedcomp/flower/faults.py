@@ -1,4 +1,4 @@
-"""What can go wrong with one message, and plans that decide it reproducibly.
+"""Faults of single messages, and reproducible plans of them.
 
 A plan is any callable from a :class:`Delivery` to a :class:`Fault`. It must be a pure function of the delivery, so
 that a run repeats exactly, on resume too; the plans here are.

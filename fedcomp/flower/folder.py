@@ -1,4 +1,4 @@
-"""The folder in which a node keeps its state when it is restarted: one file for each run series, whole or not at all.
+"""The state folder of a node: one file per run series, written atomically, from which a restarted node continues.
 
 A file is a head and the records of ``context.state`` in the format of :mod:`fedcomp.flower.store`, never pickle. The
 head is a few hundred bytes: whose state it is, how often it was written, and a digest of the records, so that a message

@@ -1,4 +1,4 @@
-"""An engine in one process: no server, no Ray, no sockets, and still everything is really serialised.
+"""The in-process engine: no server, Ray or sockets, but every message is really serialised.
 
 :class:`InProcessGrid` runs a ClientApp for each message inside the caller's own thread. Messages and client states
 pass through Flower's own serialisation both ways, so that a client never sees an object of the server's, byte counts

@@ -1,4 +1,4 @@
-"""A file that holds a value as it was last written, and grows by what has changed since the time before.
+"""A file that holds a value as last written, extended by the changes since then.
 
 ::
 

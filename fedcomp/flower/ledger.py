@@ -1,4 +1,4 @@
-"""The traffic ledger: what every message cost, counted on serialised bytes.
+"""The traffic ledger: the cost of every message, counted on serialised bytes.
 
 Two figures per message, never mixed. *Payload* is what a codec produced (frames and array data). *Wire* is what a
 deployment moves for it: every deflated object, the tree of their ids, and the metadata. The wire figure agrees with

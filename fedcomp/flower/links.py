@@ -1,4 +1,4 @@
-"""Links between clients as bytes: who is reached where, a post as it travels, and what stands for one at the server."""
+"""Links between clients as bytes: addresses, the encoding of a message, and its placeholder at the server."""
 
 from __future__ import annotations
 

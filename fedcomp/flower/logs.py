@@ -1,4 +1,4 @@
-"""The log of both halves: a child of Flower's own, so that its lines appear beside Flower's without configuration.
+"""The logger of both halves: a child of Flower's, so that its lines appear beside Flower's without configuration.
 
 Python shows a library's INFO lines only when the application configures logging, which Flower's apps do not: Flower
 gives its logger "flwr" a handler at INFO instead. What is logged under that name goes where Flower's lines go (console,

@@ -1,4 +1,4 @@
-"""A Grid around any Grid that counts every message and hands replies over in an order that repeats.
+"""A Grid wrapper that counts every message and returns replies in a reproducible order.
 
 Works on the in-process engine, on Flower's simulation and on a deployment alike. It also smooths what differs
 between them: replies are joined to messages by message id, duplicates are dropped, and errors the SuperLink makes in

@@ -1,4 +1,4 @@
-"""Keep Flower from talking to the network: telemetry, update check, dependency installation.
+"""Disabling Flower's own network access: telemetry, update check, dependency installation.
 
 This module imports nothing of Flower: the telemetry switch is read once, while Flower is imported, so it has to be
 set before.

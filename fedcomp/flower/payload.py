@@ -1,4 +1,4 @@
-"""Frames in messages: where the compressed bytes ride, and how many of a message's bytes are payload.
+"""Frames in messages: where the compressed bytes are, and how many of a message's bytes are payload.
 
 Flower sends every Array as several objects, one request each. A small frame is cheaper as one ``bytes`` value of a
 ConfigRecord (435 bytes and two requests less, measured); a large one has to be an Array, because only Arrays are cut

@@ -1,4 +1,4 @@
-"""Messages that are not waited for at once, so that several exchanges are on their way at a time.
+"""Asynchronous sending, so that several exchanges are in flight at a time.
 
 A round (:mod:`fedcomp.flower.rounds`) says ``yield Send(messages)`` and goes on; it, or a later round of the same
 strategy, says ``replies = yield Await(messages, ...)``. What nodes, links and server do in between overlaps.

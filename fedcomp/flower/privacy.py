@@ -1,4 +1,4 @@
-"""What the two sides of a private round agree on, and how a strategy says what it promises.
+"""The agreement between both sides of a private round, and how a strategy declares its guarantee.
 
 A private strategy puts :data:`PRIVATE` into the training configuration. Clients then send nothing but the update: no
 metrics, no number of examples, no statistics of their data (:mod:`fedcomp.clients.private.mod`). Its frame is padded to

@@ -1,4 +1,4 @@
-"""Names that messages of all systems have in common, and replies that are errors."""
+"""Names shared by the messages of all systems, and error replies."""
 
 from __future__ import annotations
 

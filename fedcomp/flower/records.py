@@ -1,4 +1,5 @@
-"""Named arrays and Flower's ArrayRecords: conversion, comparison, and the model's own dtypes after an aggregation."""
+"""Named arrays and Flower's ArrayRecords: conversion, comparison, and restoring the model's dtypes after
+aggregation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened in a round: one report that every strategy writes, to which systems add fields.
+"""The report of a round: one format for all strategies, which systems extend with fields.
 
 A :class:`Report` has what all rounds have: who was asked, whose update is used, what was refused and why, bytes and
 seconds, and figures by node. A system declares what it has beside that as a :class:`ReportSection`, a dataclass of

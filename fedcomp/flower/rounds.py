@@ -1,4 +1,4 @@
-"""A round is a generator of exchanges; this is what drives it.
+"""Rounds as generators of exchanges, and the loop that drives them.
 
     replies = yield messages
     replies = yield Push(messages, timeout=5.0)

@@ -1,4 +1,4 @@
-"""What a message says, as a frozen dataclass whose fields have rules: one way to write it, one to read it.
+"""Message schemas: frozen dataclasses with a rule for each field, one writer and one reader.
 
 A record is described once, by annotations (:mod:`fedcomp.rules`)::
 

@@ -1,4 +1,4 @@
-"""What clients of all systems say of the state that they keep in ``context.state``; :mod:`fedcomp.clients.memory`."""
+"""State in ``context.state`` that clients of all systems report on; see :mod:`fedcomp.clients.memory`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain data to bytes and back, without pickle: what snapshots and checkpoints are written in.
+"""Serialisation of plain data without pickle, for snapshots and checkpoints.
 
 Numbers, strings, bytes, lists, tuples, dictionaries, numpy arrays and Flower's records survive exactly, nested in
 any way. The container is numpy's ``npz`` (a zip archive, each member with its CRC-32): one member per array plus one

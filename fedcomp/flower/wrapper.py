@@ -1,4 +1,4 @@
-"""A Grid around another one, which does whatever it does not change."""
+"""A Grid that wraps another one and delegates everything it does not override."""
 
 from __future__ import annotations
 

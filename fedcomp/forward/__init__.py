@@ -1,4 +1,4 @@
-"""Gradients from scalars: directions that both sides draw, and how far along each of them the loss changes."""
+"""Gradients from scalars: random directions known to both ends, and the loss's derivative along each."""
 
 from typing import Final, Literal, get_args
 

@@ -1,4 +1,4 @@
-"""Gradients of linear layers from perturbed activities: less variance than perturbed weights, and no few numbers.
+"""Gradients of linear layers by activity perturbation: less variance than weight perturbation, but more numbers.
 
 An example i of a layer contributes the outer product of what comes back to the layer's outputs, δ_i, and its inputs,
 a_i. Moving the outputs by signs u_i changes the example's loss by s_i = <δ_i, u_i>, one number for each example and all

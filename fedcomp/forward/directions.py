@@ -1,4 +1,4 @@
-"""Directions of signs that client and server draw alike, and the estimate of a gradient that their scalars make.
+"""Random sign directions that client and server draw from one seed, and the gradient estimate from their scalars.
 
 A client that knows ``<gradient, v>`` for some directions v sends these numbers and nothing else; whoever draws the same
 directions has the estimate ``mean of <gradient, v> v``. It is unbiased where the signs of v are independent; its

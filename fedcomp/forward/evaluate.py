@@ -1,4 +1,4 @@
-"""How far a torch model's loss changes along given directions, without a backward pass.
+"""Directional derivatives of a torch model's loss, without a backward pass.
 
 Forward-mode differentiation gives the products of the gradient with directions exactly, at the memory of an
 evaluation; central differences need nothing but the loss, also of models that cannot be differentiated. Whatever is

@@ -1,4 +1,4 @@
-"""Graph learning over parts of a graph: P, samplers and plans, layers, and the bytes of rows and ids.
+"""Graph learning on partitioned graphs: the normalised adjacency P, samplers, plans, layers, and bytes of rows and ids.
 
 This package brings neither torch nor scipy: the torch layers stand in :mod:`fedcomp.graphs.layers`.
 """

@@ -1,4 +1,4 @@
-"""The normalised adjacency P, and what one owner knows of it.
+"""The normalised adjacency P, and the part of it that one owner knows.
 
 P as a whole is three arrays in compressed sparse rows. A client reads rows of it through a
 :class:`~fedcomp.graphs.base.Structure`: :class:`FullStructure` has every row and every owner, :class:`HaloStructure`

@@ -1,4 +1,4 @@
-"""What all of graph learning shares: rows of a normalised adjacency, one owner's part of a graph, and a sampled plan.
+"""Core types of graph learning: rows of the normalised adjacency, one owner's part of a graph, a sampled plan.
 
 Nodes are known by their id in the whole graph, 0 to N - 1, everywhere; positions are local to one array and never
 travel. Lists of ids are int64, ascending and without repeats unless it is said otherwise. Nothing here knows Flower,

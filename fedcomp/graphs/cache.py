@@ -1,4 +1,4 @@
-"""The cache of rows that a client was sent, and noise that stays the same however often a row is sent.
+"""The cache of received feature rows, and noise that stays the same however often a row is sent.
 
 Features never change, so a row that is held need not be fetched again. Under a limit the least recently used rows go
 first. Each row is held in the shortest of three exact forms: a row of Cora, 5 732 bytes dense, then takes 41.

@@ -1,4 +1,4 @@
-"""Bytes of id lists and of norms, and the envelope of every frame that graph learning sends.
+"""Encoding of id lists and norms, and the envelope of every graph-learning frame.
 
 A list of ids ascends, so that it travels as its gaps: one byte for a gap below 128, two below 16 384. Feature rows,
 norms and adjacency rows begin with such a list. docs/formats/graphs.md describes every byte. Frames are read with the

@@ -1,4 +1,4 @@
-"""Which columns of a layer are drawn: base weights, inclusion probabilities, and the two draws with exact estimators.
+"""Sampling of a layer's columns: base weights, inclusion probabilities, and two draws with unbiased estimators.
 
 For a sum over columns ``Z = sum_i U[:, i] h_i``, of which only some can be afforded:
 

@@ -1,4 +1,4 @@
-"""Graph convolutions on the operators of a plan: torch sparse matrices, and the features they multiply.
+"""Graph convolutions on the operators of a plan, as products of torch sparse matrices and features.
 
 This is the only module here that imports torch. Nothing reads or writes a global
 generator: initial values come from whoever builds the module, dropout masks from a generator that is passed in.

@@ -1,4 +1,4 @@
-"""Who owns which node: METIS, recursive Kernighan-Lin bisection, greedy streaming, and at random.
+"""Partitions of a graph among owners: METIS, recursive Kernighan-Lin bisection, greedy streaming, or random.
 
 All of them take edges as undirected, without loops and repeats, give every node exactly one owner, leave no part empty
 and keep all sizes within 5 % of the mean (:func:`bounds`). Where a method's own sizes exceed that, nodes are moved,

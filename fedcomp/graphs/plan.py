@@ -1,4 +1,4 @@
-"""What the next steps of an owner compute, derived from keys alone: batches, operators, and whose rows they use.
+"""Plans of an owner's next steps, derived from keys: batches, operators, and the owners of the rows used.
 
 A plan is a pure function of the part, the settings, the key, and what cannot be had. Whoever made it can make it again:
 the client plans once to ask for rows, and again when it trains. It walks from the batch at the output layer to the

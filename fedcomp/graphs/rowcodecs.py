@@ -1,4 +1,4 @@
-"""Row codecs: the bytes of feature rows on their way from their owner to another client.
+"""Row codecs: the encoding of feature rows that one client sends to another.
 
 A frame holds rows and their ids; ``select`` takes rows out of a frame and returns the very bytes that encoding these
 rows alone would have made. Rows are sections of :mod:`fedcomp.wire`: its index codecs say where values are, its value

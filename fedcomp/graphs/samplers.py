@@ -1,4 +1,4 @@
-"""The samplers: which columns of one layer are kept, and with which weights.
+"""Samplers: which columns of a layer are kept, and with which weights.
 
 A layer estimates ``Z = U H`` with ``U = P[rows, :]`` from few columns of U. Every sampler is a function of what there
 is to choose from (:class:`Layer`), the settings and uniform numbers, and returns one factor per entry of U

@@ -1,4 +1,4 @@
-"""How much owned columns are favoured: the scale s >= 1 from a variance budget D.
+"""The scale s >= 1 by which owned columns are favoured, derived from a variance budget D.
 
 The idea, a sampler that prefers local nodes by a factor an algorithm determines, is that of Jiang and Rumi (arXiv
 2101.07706, abstract). The rules below are derived here: with base probabilities q_i, local mass lambda, and

@@ -1,4 +1,4 @@
-"""Settings of graph learning: of a sampler, of how feature rows travel, and of what a round asks of a client."""
+"""Settings of graph learning: the sampler, the transport of feature rows, and a client's work per round."""
 
 from __future__ import annotations
 

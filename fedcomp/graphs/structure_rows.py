@@ -1,4 +1,4 @@
-"""Bytes of adjacency rows, with the owners of their columns.
+"""Encoding of adjacency rows together with the owners of their columns.
 
 An owner that knows its own rows of P only (structure "halo") is sent those of other nodes when a plan reaches them. A
 frame lists each column once, with its owner. The places of the non-zeros are one section of :mod:`fedcomp.wire`. A

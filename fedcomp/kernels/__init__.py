@@ -1,5 +1,4 @@
-"""Kernels for model-sized vectors: exact top-k, bins and tails, fused error-feedback steps, weighted sums,
-the fast Walsh-Hadamard transform, sums of directions of signs.
+"""Kernels for model-sized vectors: top-k, tails, error feedback, weighted sums, Walsh-Hadamard, sign directions.
 
 Two tiers give bit-identical results: ``numba`` (compiled on first use, cached on disk, one thread, releases the GIL)
 and ``numpy``. ``tier="auto"`` takes numba from :data:`SMALL` elements on when it is installed. Importing this package

@@ -1,4 +1,4 @@
-"""``python -m fedcomp.kernels``: compile every kernel into the disk cache and say so in one line."""
+"""``python -m fedcomp.kernels``: compile every kernel into the disk cache and print one line."""
 
 from fedcomp.kernels import warm
 

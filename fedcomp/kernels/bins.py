@@ -1,4 +1,4 @@
-"""Selection bin by bin: the arg-max of every bin, and AdaComp's rule of the soft threshold.
+"""Selection per bin: the arg-max of every bin, and AdaComp's soft-threshold rule.
 
 A bin is ``length`` consecutive elements; the last one may be shorter. Sparsification within bins needs no threshold for
 the whole vector, so one pass decides everything.

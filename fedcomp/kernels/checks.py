@@ -1,4 +1,4 @@
-"""What every kernel asks of its vectors before, and of their values after, it has looked at them."""
+"""Checks of kernel arguments before a kernel runs, and of their values afterwards."""
 
 from __future__ import annotations
 

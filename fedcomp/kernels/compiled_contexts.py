@@ -1,4 +1,4 @@
-"""Compiled kernels of levels in contexts: the same decisions as the portable tier, in words of 64 bits.
+"""Compiled kernels of context-coded levels: the decisions of the portable tier, in words of 64 bits.
 
 Encoder and decoder are one text, in which ``mode`` is a constant when it is compiled: what a decision does is
 decided by the compiler, and nothing can drift apart.

@@ -1,4 +1,5 @@
-"""Compiled kernels that pack and unpack numbers, turn levels and codes into floats, and sum squares: numpy's bits."""
+"""Compiled kernels for packing and unpacking numbers, decoding levels and codes, and sums of squares; bits equal
+numpy's."""
 
 from __future__ import annotations
 

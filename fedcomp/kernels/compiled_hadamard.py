@@ -1,4 +1,4 @@
-"""Compiled kernel of :mod:`fedcomp.kernels.hadamard`: the same additions as the numpy tier, in the same order.
+"""Compiled kernel of :mod:`fedcomp.kernels.hadamard`: the additions of the numpy tier in the same order.
 
 Memory decides at model size. First all short distances within a block that stays in the cache, then the long ones among
 64 blocks, in a strip of 64 columns that are brought side by side: each is one pass over the vector, and two suffice up

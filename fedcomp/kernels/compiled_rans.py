@@ -1,4 +1,4 @@
-"""Compiled kernels of interleaved rANS: the same steps as the numpy tier, lane by lane.
+"""Compiled kernels of interleaved rANS: the steps of the numpy tier, lane by lane.
 
 The lanes do not depend on each other, so that a processor works at several of them at once; only the place in the
 stream of words is common to them, and it moves by an addition instead of a branch that nobody could predict.

@@ -1,4 +1,4 @@
-"""Compiled kernels of :mod:`fedcomp.kernels.signs`: the same additions as the numpy tier, in the same order."""
+"""Compiled kernels of :mod:`fedcomp.kernels.signs`: the additions of the numpy tier in the same order."""
 
 from __future__ import annotations
 

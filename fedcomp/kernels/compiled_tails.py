@@ -1,4 +1,4 @@
-"""The numba tier's kernels over what lies above a threshold; see :mod:`fedcomp.kernels.compiled`.
+"""The numba tier's kernels on the values above a threshold; see :mod:`fedcomp.kernels.compiled`.
 
 Every block of 64 is compared first; only one with a hit is looked at again. Sums are masked, not branched: 32 lanes of
 float64 that take two rows of a block one after the other, the order that :class:`fedcomp.kernels.interface.Ops` fixes.

@@ -1,4 +1,4 @@
-"""Levels of a vector's matrices in the bytes of a range coder: which tier codes them, and in which streams.
+"""Context-coded levels of a vector's matrices: the choice of the tier and of the streams.
 
 A vector of millions of values is cut where its matrices begin, into streams that know nothing of each other and can be
 coded at the same time. Where depends on the matrices alone, so that the bytes do not depend on the number of threads.

@@ -1,4 +1,4 @@
-"""The fast Walsh-Hadamard transform with random signs: an orthonormal rotation that is drawn by bits."""
+"""The fast Walsh-Hadamard transform with random signs: an orthonormal random rotation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kernel tier implements, and the float32-as-integer facts all tiers share."""
+"""The interface of a kernel tier, and properties of float32 bit patterns that all tiers use."""
 
 from __future__ import annotations
 

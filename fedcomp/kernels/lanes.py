@@ -1,4 +1,4 @@
-"""Vector code for compiled kernels: what numba's language lacks, written in LLVM's own vector types.
+"""Vector code for compiled kernels in LLVM's vector types, which numba's own language lacks.
 
 A comparison of many lanes leaves its hits as one machine word on every instruction set. LLVM does not find this form
 from a scalar loop.

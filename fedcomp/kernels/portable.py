@@ -1,4 +1,4 @@
-"""The numpy tier of :class:`fedcomp.kernels.interface.Ops`: the meaning of every kernel in a few plain lines."""
+"""The numpy tier of :class:`fedcomp.kernels.interface.Ops`: the reference definition of every kernel in a few lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Levels of matrices as the bytes of a range coder whose probabilities follow rows and columns: the meaning of it.
+"""Context coding of matrix levels by a range coder with probabilities from rows and columns: the reference.
 
 Plain integers, of any length: no word overflows here, and no carry has to go anywhere. The compiled tiers give the same
 bytes. Everything in this file is part of the format and may never change; nothing in it is a floating-point number.

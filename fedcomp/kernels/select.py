@@ -1,4 +1,4 @@
-"""Exact top-k by magnitude at about the speed of memory, and the error-feedback step built on it.
+"""Exact top-k by magnitude at about memory speed, and the error-feedback step built on it.
 
 A threshold guessed from a small sample leaves a few more than k candidates after one pass; an exact selection on the
 candidates finishes. The threshold rises on the way: once k candidates reach it, an element that only equals it loses

@@ -1,4 +1,4 @@
-"""Directions of signs: products with a vector, and their sums, each times a number, which is made again of scalars."""
+"""Random sign directions: their products with a vector, and the weighted sums that rebuild a vector from scalars."""
 
 from __future__ import annotations
 

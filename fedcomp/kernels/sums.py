@@ -1,4 +1,4 @@
-"""Adding many weighted vectors, sparse ones above all, into the one dense buffer the receiver owns."""
+"""Sums of many weighted vectors, mostly sparse ones, in the receiver's dense buffer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moments of what exceeds a threshold, and the selection of it: the passes of threshold estimators such as SIDCo.
+"""Moments and selection of the values above a threshold, for threshold estimators such as SIDCo.
 
 Sums run in float64 in one fixed order (see :class:`fedcomp.kernels.interface.Ops`), so both tiers give the same bits.
 The variance is taken about a value from the data itself, the first that exceeds the threshold, and taken again about

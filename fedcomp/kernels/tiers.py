@@ -1,4 +1,4 @@
-"""Which implementation runs: the choice between the compiled and the numpy tier."""
+"""The choice between the compiled and the numpy tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiling ahead of time, where a user would not wait for it: at installation, before many processes start."""
+"""Compiling kernels ahead of time: at installation, or before many processes start."""
 
 from __future__ import annotations
 

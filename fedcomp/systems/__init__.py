@@ -1,4 +1,5 @@
-"""Systems, one file each: both halves, options, citation. :func:`get_system` makes a system of its options."""
+"""Systems, one file each, with both halves, the options and the citation. :func:`get_system` makes a system of its
+options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training of LGC's autoencoder, on the server: the one part of the system that needs torch.
+"""Training of LGC's autoencoder on the server: the only part of LGC that needs torch.
 
 The losses are those of Abrahamyan et al., recalled, and read in a third party's implementation, which trains by SGD;
 Adam is derived. Values come divided by their root mean square: raw gradients are so small that their squared error

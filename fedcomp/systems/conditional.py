@@ -1,4 +1,4 @@
-"""Conditional rounds: nodes that have nothing new are not averaged, and cost a few bytes instead of an update.
+"""Conditional rounds: nodes with nothing new send a few bytes instead of an update, and are left out of the mean.
 
 FLARE (Chow, Raza, Mavromatis, Khan, arXiv:2305.08504) has an edge send when its training is not settled, or its sensors
 saw something new, and not by the clock. Here the same decision stands one tier up, between nodes and server: a node has

@@ -1,4 +1,4 @@
-"""dAD, edAD and rank-dAD: what a layer saw and what came back to it travel in place of their product.
+"""dAD, edAD and rank-dAD: layer inputs and output gradients are sent in place of their product.
 
 Baker, Khanal, Calhoun, Pearlmutter, Plis, "Peering Beyond the Gradient Veil with Distributed Auto Differentiation",
 arXiv:2102.09631 (abstracts and the authors' code read); which form each tensor takes is in

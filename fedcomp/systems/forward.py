@@ -1,4 +1,4 @@
-"""Forward gradients: clients measure how the loss changes along random directions, and send these numbers alone.
+"""Forward gradients: clients send only the loss's derivatives along random directions.
 
 m numbers come up from each client whatever the size of the model, and what goes down are the numbers of all. The price
 is variance: the estimate's squared error is (p - 1) / (m C) times the gradient's squared length, for p parameters and

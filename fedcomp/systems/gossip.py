@@ -1,4 +1,4 @@
-"""Decentralised learning: nodes keep models of their own and exchange messages with their neighbours in a graph.
+"""Decentralised learning: every node keeps its own model and exchanges messages with its neighbours in a graph.
 
 What a node computes is an iteration of :mod:`fedcomp.gossip`, a pure function of its state and its messages. The server
 knows the graph, says who does what next, and never looks into a message. Asks are repeated verbatim until they are

@@ -1,4 +1,4 @@
-"""GradiVeQ: sample dense rounds, fit a basis to their means, let clients send slices in it, and begin again.
+"""GradiVeQ in cycles: sample dense rounds, fit a basis to their means, then send slices in it.
 
 Yu et al., "GradiVeQ: Vector Quantization for Bandwidth-Efficient Gradient Aggregation in Distributed CNN Training",
 NeurIPS 2018, arXiv 1811.03617; what was read of it, and what is derived, is in :mod:`fedcomp.codecs.subspace`.

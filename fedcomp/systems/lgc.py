@@ -1,4 +1,4 @@
-"""LGC: values on shared supports train an autoencoder, and then its latents take their place.
+"""LGC: values on shared supports train an autoencoder, and later rounds send its latents instead.
 
 Abrahamyan, Chen, Bekoulis and Deligiannis, "Learned Gradient Compression for Distributed Deep Learning", IEEE TNNLS
 33(12) 2022, arXiv 2103.08870; what was read of it, and what is derived, is in :mod:`fedcomp.codecs.lgc`; the training

@@ -1,4 +1,4 @@
-"""The drop-in pair: every client encodes by itself; frames are added into one buffer, or handed on one by one."""
+"""The drop-in pair: clients encode independently; frames are summed into one buffer or passed on one by one."""
 
 from __future__ import annotations
 

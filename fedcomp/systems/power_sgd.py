@@ -1,4 +1,4 @@
-"""PowerSGD: every client sends its matrices in the round's basis, and one low-rank step comes down.
+"""PowerSGD: clients send their matrices in the round's basis, and the server broadcasts one low-rank step.
 
 Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS
 2019, arXiv:1905.13727; what a client does with its update is in :mod:`fedcomp.codecs.power_sgd`.

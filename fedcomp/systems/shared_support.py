@@ -1,4 +1,4 @@
-"""ScaleCom: a leader chooses the support, everybody sends on it, and as many values come back down.
+"""ScaleCom: a leader chooses the support, all clients send on it, and the same number of values comes back down.
 
 Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed Training",
 NeurIPS 2020, arXiv:2104.11125; what a client does with its update is in :mod:`fedcomp.codecs.scalecom`.

@@ -1,5 +1,4 @@
-"""What is learnt: data, its partition over clients, model, loss and metric. Everything runs offline by
-default."""
+"""Tasks: data, its partition over clients, model, loss and metric. Everything runs offline by default."""
 
 from fedcomp.tasks.partition import Partitioner, parse_partitioner
 from fedcomp.tasks.registry import TASKS, get_task

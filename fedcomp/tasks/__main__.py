@@ -1,4 +1,4 @@
-"""``python -m fedcomp.tasks``: what each task is, how a partition looks, and what central training reaches.
+"""``python -m fedcomp.tasks``: a list of the tasks, the look of a partition, and the result of central training.
 
 Prints the figures of ``docs/reference/tasks.md``.
 """

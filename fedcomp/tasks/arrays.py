@@ -1,4 +1,4 @@
-"""A torch model as named numpy arrays and back: what :class:`fedcomp.layout.Layout` is made of."""
+"""A torch model as named numpy arrays and back, for :class:`fedcomp.layout.Layout`."""
 
 from __future__ import annotations
 

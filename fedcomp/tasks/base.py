@@ -1,4 +1,4 @@
-"""What a task is: data and its partition over clients, a model, a loss, a metric, and plain SGD.
+"""The interface of a task: data and its partition over clients, a model, a loss, a metric, and plain SGD.
 
 A task is immutable and holds no randomness of its own: models come from a seed, batches from a
 :class:`~fedcomp.rng.Key`. Training runs with one intra-op thread, so that the floating-point sums have one

@@ -1,4 +1,4 @@
-"""Thousands of bilinear teachers at once, as products of matrices: the teachers of a whole federation in one process.
+"""Thousands of bilinear teachers as batched matrix products: all teachers of a federation in one process.
 
 A bilinear teacher (:class:`fedcomp.tasks.gan.Bilinear`) scores an image with one row per class,
 ``D(x, y) = x . A[y] + c[y]``. So the direction that would make an image more real, ``sigmoid(-D(x, y)) A[y]``, is the

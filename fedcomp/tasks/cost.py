@@ -1,4 +1,4 @@
-"""What a layer costs per weight: the figure by which ScaleCom's authors choose densities per layer."""
+"""The cost of a layer per weight, by which ScaleCom's authors choose densities per layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conditional generators and discriminators, and ensembles of discriminators that learn side by side.
+"""Conditional generators and discriminators, and ensembles of discriminators trained in parallel.
 
 A *student* (the generator) never sees data. A *teacher* (a discriminator) sees its own records only, and says of every
 generated image in which direction its pixels should move. What leaves a teacher is made from that direction elsewhere

@@ -1,5 +1,4 @@
-"""Tasks whose model is a conditional generator, which is judged by the accuracy of a classifier that has seen nothing
-but its images.
+"""Tasks with a conditional generator, scored by the accuracy of a classifier trained only on its images.
 
 A generator does not learn from records. Its teachers do (:mod:`fedcomp.tasks.gan`), and say in which direction its
 images should move; :class:`fedcomp.strategies.private.datalens.DataLens` is how that is federated. So

@@ -1,4 +1,4 @@
-"""Tasks on one graph that several owners share: every node has one owner, and edges go between owners.
+"""Tasks on one graph of several owners: every node has one owner, and edges may cross owners.
 
 What is learnt is the class of a node, from its features and those of the nodes around it. An owner has the features and
 labels of its own nodes alone: :meth:`SharedGraph.part` copies them out, so that whoever needs another owner's row has

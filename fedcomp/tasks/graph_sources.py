@@ -1,4 +1,4 @@
-"""Graphs to learn on: read, embedded, or drawn from documented formulas. The same arrays in every process.
+"""Graph data sets: read from files, embedded, or drawn from documented formulas. The same arrays in every process.
 
 Drawn ones use raw Philox words with arithmetic spelled out, never numpy's distributions: every client draws the graph
 for itself, and they have to agree.

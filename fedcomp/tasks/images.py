@@ -1,4 +1,4 @@
-"""Images of ten classes: scikit-learn's 8x8 digits (embedded, the default task everywhere), MNIST, some of CIFAR-10."""
+"""Image data of ten classes: scikit-learn's 8x8 digits (embedded, the default task), MNIST, a subset of CIFAR-10."""
 
 from __future__ import annotations
 

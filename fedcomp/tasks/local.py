@@ -1,4 +1,4 @@
-"""One node's part of a task as a function of named arrays: value, gradient, Hessian.
+"""One node's objective as a function of named arrays: value, gradient, Hessian.
 
 For algorithms that do their own steps. Arrays come in and go out; what a call returns depends on its arguments alone.
 The torch model inside is scratch memory: every call fills it first.

@@ -1,4 +1,4 @@
-"""The small models the tasks train, initialised from explicit generators only.
+"""The small models of the tasks, initialised from explicit generators only.
 
 A model is built on the ``meta`` device, where torch's own initialisers draw nothing, and then filled here:
 weights uniform in +-sqrt(1/fan_in) (torch's default for linear, convolutional and, with the hidden size,

@@ -1,4 +1,4 @@
-"""Options of a task: a name, a default, and a rule for Python values and their text form alike.
+"""Task options: a name, a default, and one rule for Python values and for text.
 
 Run configurations carry only numbers, booleans and text, so ``hidden=(256, 256)`` and ``hidden="256,256"``
 mean the same.

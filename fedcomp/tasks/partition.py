@@ -1,4 +1,4 @@
-"""Which client holds which example: IID, Dirichlet label skew, shards and pieces by label, sorted, natural ids.
+"""Partitions of examples over clients: IID, Dirichlet label skew, shards and pieces by label, sorted, natural ids.
 
 A partitioner returns an *assignment*: one partition id per example, int64, shape ``(N,)``. Being a function
 from examples to partitions it is disjoint and complete by construction; what is left to check is balance and

@@ -1,4 +1,4 @@
-"""The planetoid files of Cora and CiteSeer (Yang, Cohen and Salakhutdinov 2016): the one place that reads pickles.
+"""The planetoid files of Cora and CiteSeer (Yang, Cohen and Salakhutdinov 2016): the only module that reads pickles.
 
 The files are Python 2 pickles of numpy arrays, scipy matrices and dicts. They are read here only after their SHA-256
 was compared with the recorded one, and even then with an unpickler that knows six names and refuses every other. A

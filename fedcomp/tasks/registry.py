@@ -1,4 +1,4 @@
-"""The one table of tasks. Importing it loads neither torch nor any data."""
+"""The table of tasks. Importing it loads neither torch nor any data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent written out: every trainer of a torch model here takes the same step.
+"""Stochastic gradient descent, written out: the step that every trainer of a torch model here takes.
 
 It is that of ``torch.optim.SGD``, bit for bit. It is written out because the first optimiser a process builds imports
 torch's compiler, which costs a client process more than a second (measured).

@@ -1,4 +1,4 @@
-"""Next-character prediction, one speaker of a play per client: data that is non-IID by nature."""
+"""Next-character prediction with one speaker of a play per client, which is naturally non-IID."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a data set comes from: a checked local folder, a library asked to download, or the offline default.
+"""Sources of a data set: a checked local folder, a download by a library, or the offline default.
 
 :func:`load` tries, in this order,
 

@@ -1,4 +1,4 @@
-"""Stand-ins drawn from documented formulas, for when a set's files are not there. The same arrays in every
+"""Synthetic data from documented formulas, used where a data set's files are missing. The same arrays in every
 process."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who holds which record: disjoint assignments of records to teachers, and one that is not.
+"""Assignments of records to teachers: disjoint ones, and one that overlaps.
 
 A vote is bounded per teacher, so a record that two teachers hold moves the sum twice as far as was paid for. Who gets a
 record must also depend on nothing but the record: a deal that goes through the data in turn moves the later records of

@@ -1,4 +1,4 @@
-"""Which room a phone is in, from the Wi-Fi signal strengths it sees: the small mobile-device task."""
+"""Indoor localisation: the room of a phone from Wi-Fi signal strengths, a small mobile-device task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bytes and failures cost in time: alpha-beta link models on counted bytes."""
+"""The cost of bytes and failures in time: alpha-beta link models on counted bytes."""
 
 from fedcomp.timing.links import PRESETS, Link, parse_link, simulated_seconds
 

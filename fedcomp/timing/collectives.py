@@ -1,4 +1,4 @@
-"""How long an all-reduce takes, by the alpha-beta-gamma model, without compression and with it.
+"""The duration of an all-reduce by the alpha-beta-gamma model, with and without compression.
 
 A message costs ``latency`` seconds (alpha) and ``per_byte`` seconds for every byte (beta); adding costs
 ``add_per_byte`` seconds for every byte (gamma). The first four formulas are the classic ones. Those for compressed sums

@@ -1,4 +1,4 @@
-"""Devices that vanish inside a round: when each can be reached, and what then arrives of uploads and shards.
+"""Devices that vanish inside a round: when each is reachable, and which uploads and shards arrive.
 
 All times are seconds since the round began. A device computes whether or not it can be reached; whatever it sends or is
 sent needs it to be there for the whole transfer, and an interrupted transfer is lost. The schemes differ in what is

@@ -1,4 +1,4 @@
-"""How long the bytes of a run take on a link, by the alpha-beta model.
+"""Transfer times of a run's bytes on a link, by the alpha-beta model.
 
 A transfer of n bytes over a link with latency alpha (seconds) and bandwidth B (bits per second) takes
 

@@ -1,4 +1,4 @@
-"""What several rounds in flight gain in time, and what their delay costs in stability.
+"""Several rounds in flight: the time they save, and the stability that their delay costs.
 
 Li, Yu, Li, Avestimehr, Kim, Schwing, "Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net
 Training", NeurIPS 2018, arXiv:1811.03619 (abstract read, the body recalled). The law of the period for one processor

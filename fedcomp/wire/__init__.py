@@ -1,4 +1,4 @@
-"""FCW1: the bytes of an update. One frame per message; numpy only; safe to decode from anyone.
+"""FCW1: the wire format of an update. One frame per message; numpy only; safe to decode from anyone.
 
 >>> import numpy as np
 >>> from fedcomp import wire

@@ -1,4 +1,4 @@
-"""Which tensor of a frame costs how many bytes, read from the tensor table without decoding a section."""
+"""Bytes per tensor of a frame, read from the tensor table without decoding a section."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gaps entropy-coded by their size: an index codec for supports that are clustered, in whatever way.
+"""Entropy-coded gaps: an index codec for clustered supports of any kind.
 
 The class of a gap (its exponent and the two bits below the leading one, see
 :meth:`fedcomp.kernels.interface.Codes.classes`) goes into a stream of rANS with a table of its own, the bits below

@@ -1,4 +1,4 @@
-"""Byte compressors behind a section, and how to open their output without trusting it."""
+"""Byte compressors for sections, and safe decompression of untrusted input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All index codecs by id and name, the complement wrapper, and the choice among them (``index="auto"``).
+"""The table of index codecs by id and name, the complement wrapper, and the automatic choice (``index="auto"``).
 
 The choice compares exact sizes: formulas for every codec that has one, trials for ans-gaps and for gap-bytes with zstd,
 which win on the clustered supports that real gradients have. It is never worse than Rice plus one byte.

@@ -1,4 +1,4 @@
-"""Values of a few bits: a sign and one of a few magnitudes, which travel with them."""
+"""Codebook values of a few bits: a sign and one of a few magnitudes, which are sent with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoder: bytes of an untrusted peer in, checked tensors or a WireError out.
+"""The decoder: from untrusted bytes to checked tensors or a WireError.
 
 The order of the checks is fixed: header and checksum; the table, against the receiver's schema; section lengths; then,
 per tensor, possible lengths, declared raw sizes, decompression, indices, values. Nothing is allocated by the size a

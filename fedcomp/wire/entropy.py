@@ -1,4 +1,4 @@
-"""When values are entropy-coded: where a stream of rANS is shorter than their fields."""
+"""Entropy coding of values: whether an rANS stream is shorter than fixed-width fields."""
 
 from __future__ import annotations
 

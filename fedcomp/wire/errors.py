@@ -1,4 +1,4 @@
-"""The errors that bytes from a peer can provoke. Nothing else leaves :func:`fedcomp.wire.decode`."""
+"""Errors caused by bytes from a peer. Nothing else leaves :func:`fedcomp.wire.decode`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Seeded fuzzing of the decoder: specimens of every codec, mutated, decoded, measured. Tests and benchmark share it.
+"""Seeded fuzzing of the decoder: samples of every codec are mutated, decoded and measured. Tests and benchmark share
+it.
 
 Most mutants get a correct checksum, since anyone can compute one; otherwise only the checksum would be tested.
 """

@@ -1,4 +1,4 @@
-"""Index codecs: where the values of a sparse tensor belong. This module: the interface and the plain codecs.
+"""Index codecs: the positions of a sparse tensor's values. This module: the interface and the plain codecs.
 
 A codec writes strictly ascending indices of ``range(n)``; the receiver knows ``n`` and ``k``. ``bounds`` says which
 section lengths are possible before anything is decompressed or allocated, ``decode`` accepts only canonical bytes.

@@ -1,4 +1,4 @@
-"""Value codecs of a few integer levels: ternary and QSGD; and the table of all value codecs."""
+"""Value codecs with a few integer levels, ternary and QSGD, and the table of all value codecs."""
 
 from __future__ import annotations
 

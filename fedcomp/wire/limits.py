@@ -1,4 +1,4 @@
-"""What a receiver expects and how much it is willing to handle: dtypes, schema, resource limits."""
+"""The receiver's expectations and limits: dtypes, schema, resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a frame can get, and frames made as long as that: a length that reveals nothing of the update.
+"""The maximum length of a frame, and padding to it, so that the length reveals nothing about the update.
 
 The length of a frame follows the update: supports cost fewer bytes where they are clustered, zeros do not travel, and a
 zero vector is an empty frame. :func:`longest` bounds it by what a receiver knows beforehand (the schema, and the form

@@ -1,4 +1,4 @@
-"""Levels of one step for a whole vector, coded by what is large in its rows and columns."""
+"""Levels of one step for a whole vector, entropy-coded by the magnitudes in their rows and columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Value codecs with few bits per value: uniform and sign with a scale per block, ones; and what such codecs share.
+"""Value codecs with few bits: uniform and sign with a scale per block, ones, and their common base.
 
 Decoding is integer arithmetic and one correctly rounded product per value, so that every platform decodes the same
 floats. Scales, norms and zero points must be finite, whatever the policy for values.

@@ -1,4 +1,4 @@
-"""Floats of N bits without a stored exponent field: the range of the values decides which magnitudes have codes.
+"""Floats of N bits without a stored exponent field: the range of the values selects the magnitudes that have codes.
 
 A float32 pattern cut to m bits of mantissa is an integer that grows with the number, so that codes may count these
 integers from the smallest magnitude that is needed: within an octave the spacing is constant, and it doubles every

@@ -1,4 +1,4 @@
-"""Interleaved rANS: numbers of a small range in the bits that their frequencies ask for, up to some per cent.
+"""Interleaved rANS: entropy coding of small integers to within a few per cent of their entropy.
 
 Range asymmetric numeral systems (Duda 2013, arXiv:1311.2540; recalled) with a static table in the stream. Number j
 belongs to lane j % lanes. Every lane is a state of 32 bits, never below 2**16 between two numbers, and all lanes share

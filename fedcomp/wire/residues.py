@@ -1,4 +1,4 @@
-"""Residues: integers modulo M as multiples of one step, so that anybody can add two sections and get a third."""
+"""Residues: integers modulo M as multiples of one step, so that sections can be added without decoding."""
 
 from __future__ import annotations
 

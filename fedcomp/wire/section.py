@@ -1,4 +1,4 @@
-"""Sections: one tensor inside a message that already says what it is, where it ends and whether it arrived whole.
+"""Sections: one tensor inside a message that already states its type, its length and a checksum.
 
 A frame (:mod:`fedcomp.wire.frame`) describes itself: names, shapes, codecs, lengths, a checksum. Short messages cannot
 afford that, and need not where the enclosing message has it. A :class:`Section` is what both ends know beforehand; its

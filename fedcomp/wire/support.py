@@ -1,4 +1,4 @@
-"""Supports of which only a name travels: the seed that they are drawn by, or the id of one that both ends hold.
+"""Named supports: only a seed or an id is sent in place of the indices.
 
 Seeded supports are k of n indices both ends derive from one 64-bit seed, scattered (algorithm 1) or a block (2). Exact
 and stable for ever, in pure 64-bit integer arithmetic, so that any language can reproduce it:

@@ -1,4 +1,4 @@
-"""What a frame holds: tensors, dense or sparse, with their values as they travel."""
+"""The contents of a frame: dense or sparse tensors with their values in wire format."""
 
 from __future__ import annotations
 

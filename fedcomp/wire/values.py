@@ -1,4 +1,4 @@
-"""Value codecs: what the kept values look like on the wire. This module: the interface and the floating-point ones.
+"""Value codecs: the wire format of the values that are sent. This module: the interface and the floating-point ones.
 
 A :class:`Values` object holds values as they travel, already quantised: the codecs above decide how to quantise,
 this package writes the result down. Quantising constructors are given where there is one canonical way.

@@ -1,1 +1,1 @@
-"""Systems whose clients hand each other coded parts, so that some of them may vanish, or nobody reads a single one."""
+"""Systems in which clients exchange coded shards, so that some may vanish or no single update is readable."""

@@ -1,4 +1,4 @@
-"""Gradient coding, whole: the sum of all updates from any n - s of n devices (Tandon et al. 2017).
+"""Gradient coding: the sum of all updates from any n - s of n devices (Tandon et al. 2017).
 
 Every client trains on s + 1 partitions, its own and those of s others, and answers one combination of the weighted
 updates (:mod:`fedcomp.coding.gradcode`). As soon as the answers determine the sum over all partitions the round is

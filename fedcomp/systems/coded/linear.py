@@ -1,4 +1,4 @@
-"""Gradient descent on coded data, whole: linear models, exact while enough devices answer.
+"""Gradient descent on coded data for linear models, exact while enough devices answer.
 
 **Privacy.** Raw training data leave their owners; by way of the server they even pass it. The server learns the label
 of every example, and its margin in every iteration. Use it within one trust domain only.

@@ -1,4 +1,4 @@
-"""Relayed updates: everybody's reply is spread over the others, and decoded when its owner is gone.
+"""Relayed updates: every reply is spread over the other clients, and decoded if its owner vanishes.
 
 1. *Share*: everybody trains, cuts its whole reply into N packets of which any K (K + T) decode, and posts one to each
    of the N clients that follow it.

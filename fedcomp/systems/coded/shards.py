@@ -1,4 +1,4 @@
-"""What relayed updates and coded sums have in common: who takes part, sealed posts, and what a relay keeps.
+"""Common parts of relayed updates and coded sums: participants, sealed messages, and what a relay stores.
 
 A shard is sealed for its relay, and bound to the run, the round, its source and the relay: it opens nowhere else,
 whichever way it travels. Who takes part, with the keys, is one blob, the same for all.

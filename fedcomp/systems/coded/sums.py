@@ -1,4 +1,4 @@
-"""Coded sums: the server decodes what its clients sent together, and nobody's own update.
+"""Coded sums: the server decodes the sum of its clients' updates, and no single one.
 
 Every client cuts its update, integers on a shared grid, into shards, one for every relay, and the relays, which are the
 clients again, add the shards of all; the shard of the sum is the sum of the shards (:mod:`fedcomp.coding.sumcode`).

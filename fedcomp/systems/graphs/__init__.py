@@ -1,1 +1,1 @@
-"""Graph convolutions on a graph of several owners, with sampled neighbours: both halves."""
+"""Graph convolutions on a graph of several owners with sampled neighbours: both halves."""

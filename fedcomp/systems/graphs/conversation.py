@@ -1,4 +1,4 @@
-"""The server half: who owns what, what the clients' plans need, and how they get it.
+"""The server half: ownership of nodes, the rows that clients' plans need, and their delivery.
 
     who        which part are you; asked of nodes that are new or were silent
     plan       every client says which rows of other owners its next steps use

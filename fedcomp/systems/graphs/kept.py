@@ -1,4 +1,4 @@
-"""What an owner keeps: cached rows, feature norms and its secret beside its memory, norms of hidden layers in it.
+"""An owner's stored state: cached rows, feature norms and its secret, and norms of hidden layers in its memory.
 
 Rows and feature norms belong to the graph, and stay from run to run; norms of hidden layers belong to one run's model,
 as all of a memory does. A client that has lost everything makes a plan that asks for more.

@@ -1,4 +1,4 @@
-"""The options of a graph run, which both halves know."""
+"""Options of a graph run, shared by both halves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client half: an owner that says which rows its next steps use, hands out its own, and learns.
+"""The client half: an owner requests the rows that its next steps use, provides its own, and trains.
 
 No client has an array of all features. A step takes rows of other owners from its own ask, as bytes, or from what
 earlier asks left at the node. The plan of a training is made again from its seed; rows that it does not use are

@@ -1,4 +1,4 @@
-"""Graph convolutions on sampled neighbours, owned ones favoured, on a graph of several owners: both halves.
+"""Graph convolutions on sampled neighbours that favour owned ones, on a graph of several owners: both halves.
 
 Sampler after Jiang and Rumi (arXiv 2101.07706, abstract); the rule by which a budget sets the skew is derived here. The
 clients decide which nodes a step uses (:mod:`fedcomp.graphs`); the rows of other owners' nodes travel through the

@@ -1,4 +1,4 @@
-"""What fetching rows took; all byte counts are lengths of frames that were really sent.
+"""Traffic of fetching rows, counted as lengths of the frames that were sent.
 
 The frames of one exchange go over one link; feature rows that travel from their owner through the server to a requester
 are counted once as *logical* bytes, and on both links as *link* bytes.

@@ -1,4 +1,4 @@
-"""What the server of a graph run and the owners of its parts say to each other.
+"""The messages between the server of a graph run and the owners of its parts.
 
 A part of the graph is owned by the node of that number. Every list of ids and every block of rows is one frame, called
 by its kind and by a part: ``rows/3``. In asks and answers of a requester the part says whose the rows are; in those of

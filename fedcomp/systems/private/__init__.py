@@ -1,1 +1,1 @@
-"""Private rounds: one rule in place of the mean, and the systems that need a client half of their own."""
+"""Private rounds: a rule in place of the mean, and the systems that need their own client half."""

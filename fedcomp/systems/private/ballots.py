@@ -1,4 +1,4 @@
-"""Sums of votes: clients vote on the signs of their largest coordinates, the server counts noisily.
+"""Sums of votes: clients vote on the signs of their largest coordinates, and the server adds noise to the counts.
 
 B. Wang et al., "DataLens", CCS 2021, arXiv:2103.11109 (abstract): TopAgg was published for gradients of a generator,
 and in one sentence for DP-SGD. This client-level form for models is derived here: a client's whole local update votes.

@@ -1,4 +1,4 @@
-"""What every private run has, whatever it releases: a ledger, a sampling, and sources of randomness."""
+"""Common state of all private runs: a privacy ledger, a sampler, and sources of randomness."""
 
 from __future__ import annotations
 

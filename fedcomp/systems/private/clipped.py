@@ -1,4 +1,4 @@
-"""Sums of clipped updates: every client's update clipped to a norm, summed, noised; around any codec.
+"""Sums of clipped updates: each update is clipped to a norm, summed and noised, around any codec.
 
 H. B. McMahan, D. Ramage, K. Talwar, L. Zhang, "Learning differentially private recurrent language models", ICLR 2018
 (recalled): federated averaging with flat clipping of the whole update, Gaussian noise on the sum and a fixed

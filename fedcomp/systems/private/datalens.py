@@ -1,4 +1,4 @@
-"""DataLens: a generator learns from the noisy votes of teachers that see data; teachers are clients.
+"""DataLens: a generator learns from noisy votes of teachers that see the data; the teachers are clients.
 
 B. Wang, F. Wu, Y. Long, L. Rimanic, C. Zhang, B. Li, "DataLens: Scalable Privacy Preserving Training via Gradient
 Compression and Aggregation", CCS 2021, arXiv:2103.11109. The order of things is that of the authors' published code

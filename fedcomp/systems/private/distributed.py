@@ -1,4 +1,4 @@
-"""Distributed noise: every client adds a share of it, and the server decodes a sum that is private already.
+"""Distributed noise: every client adds a share of the noise, and the server decodes a sum that is already private.
 
 The coded sum (:mod:`fedcomp.systems.coded.sums`) of integers of a bounded norm. Everybody weighs the same, no metric
 and no count of cut values travels, and the sum is divided by the number of clients that are asked, which is public.

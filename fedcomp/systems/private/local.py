@@ -1,4 +1,4 @@
-"""Local differential privacy: every client noises its own update before a codec sees it, and nobody is trusted.
+"""Local differential privacy: every client noises its own update before encoding, and no other party is trusted.
 
 The Gaussian mechanism on every client, with integer noise after C. Canonne, G. Kamath, T. Steinke, "The discrete
 Gaussian for differential privacy", NeurIPS 2020 (recalled). Whatever follows the noise is post-processing: the codec,

@@ -1,4 +1,4 @@
-"""LSG-style training of a model by clients: what they learnt comes back as a few kept coordinates of low-rank products.
+"""LSG-style training: clients send a few coordinates of low-rank products of their updates.
 
 A shorter vector receives less noise at the same norm, and costs fewer bytes; see :mod:`fedcomp.privacy.lsg` for what is
 read and what is derived (Ito et al. 2022, abstract; Yu et al. 2021, their code). The server makes the carriers of every

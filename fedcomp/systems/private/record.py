@@ -1,4 +1,4 @@
-"""Record-level privacy: every client trains with DP-SGD on its own records, and says what that cost.
+"""Record-level privacy: every client trains with DP-SGD on its own records and reports the cost.
 
 M. Abadi, A. Chu, I. Goodfellow, H. B. McMahan, I. Mironov, K. Talwar, L. Zhang, "Deep learning with differential
 privacy", CCS 2016, arXiv:1607.00133 (recalled).

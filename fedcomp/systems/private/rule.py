@@ -1,4 +1,4 @@
-"""One mean with a mechanism: who is drawn, what a round costs, what is released. In one place, and in one order.
+"""The private mean: a mechanism, who is sampled, what a round costs, and what is released.
 
 A program does not know of it. :class:`Private` is the rule that contributions are handed to in place of a mean:
 

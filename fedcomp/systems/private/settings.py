@@ -1,4 +1,4 @@
-"""What a private run promises, and what it costs."""
+"""Settings of a private run: its guarantee and its cost."""
 
 from __future__ import annotations
 
