@@ -26,28 +26,25 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True, eq=False)
 class ClientHalf:
-    """One system on a client.
+    """The client half of one system.
 
     Attributes
     ----------
     name : str
-        Under which others refer to it.
+        Name by which other halves refer to this one.
     mod : callable, optional
         Sees every message of the app before its handlers do, and every reply after them.
     handlers : mapping of str to callable
-        Handlers of the system's own message types, such as ``"train.gcn"``. All mods stand around them, the app's
-        own included.
+        Handlers of the system's own message types, such as ``"train.gcn"``. All mods wrap them, the app's own included.
     outside, inside : tuple of str
-        Names of the halves that this one's mod encloses, and of those that enclose it. A name that is not among an
-        app's halves has no effect.
+        Names of the halves that this one's mod wraps, and of those that wrap it. A name that is not among an app's
+        halves has no effect.
     needs : tuple of str
         Names of the halves without which this one does not work.
     drop_in : bool
-        It may stand in ``ClientApp(mods=[...])``, because no other half has to be ordered around it there.
+        Whether the mod may be listed in ``ClientApp(mods=[...])``, because it needs no order relative to other halves.
 
-    Examples
-    --------
-    A mod that watches what the coding mod is given to code:
+    Examples -------- A mod that prints the reply before the coding mod codes it:
 
     >>> def watch(msg, context, call_next):
     ...     reply = call_next(msg, context)

@@ -18,7 +18,7 @@ class FedcompError(Exception):
 
 
 class ConfigError(FedcompError, ValueError):
-    """A parameter, name or combination the user chose cannot work."""
+    """A parameter, name or combination that cannot work."""
 
 
 class LayoutError(FedcompError, ValueError):
@@ -30,7 +30,7 @@ class NonFiniteUpdate(FedcompError, ValueError):
 
 
 class NoUsableReply(FedcompError, RuntimeError):
-    """Clients were asked, none of their replies can be used, and nothing was learnt before."""
+    """No reply of the asked clients is usable, and no earlier round succeeded."""
 
 
 class StateError(FedcompError, RuntimeError):
@@ -38,7 +38,7 @@ class StateError(FedcompError, RuntimeError):
 
 
 class MissingExtra(FedcompError, ImportError):
-    """A library that an optional extra brings is not installed."""
+    """A library of an optional extra is not installed."""
 
 
 @contextlib.contextmanager

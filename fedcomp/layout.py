@@ -68,27 +68,27 @@ def fitted(policy: DensityPolicy | None, model: Mapping[str, TensorShape]) -> De
 
 @dataclass(frozen=True, slots=True)
 class SmallDense(Configured):
-    """A density policy: small tensors travel dense while they cost little, statistics travel as values.
+    """A density policy: small tensors are sent dense while they cost little, and statistics are sent as values.
 
-    A small tensor (bias, scale) is hurt more by sparsification than a large one, but its cost depends on the model: a
-    thousand values are nothing beside a million and everything in a model of adapters. So the smallest tensors travel
-    dense, sizes in ascending order and all tensors of one size or none, as long as all of them together hold at most
-    ``share`` of the model's values and each fewer than ``min_size``.
+    Sparsification harms a small tensor (bias, scale) more than a large one, but the cost of sending it dense depends on
+    the model: a thousand values are negligible beside a million, but not in a model of adapters. So the smallest
+    tensors are sent dense, in ascending order of size and with all tensors of one size or none, as long as together
+    they hold at most ``share`` of the model's values and each has fewer than ``min_size``.
 
-    Tensors whose name fits one of ``patterns`` are running statistics, not gradients: a change of them that was lost
-    and comes back a round later would be applied twice, and a variance can turn negative that way. Where names are only
-    positions ("0", "1", ...), torch's batch normalisation is known by its shapes: two vectors of equal length followed
-    by an integer scalar. Other frameworks' statistics cannot be told apart there.
+    Tensors whose name matches one of ``patterns`` are running statistics, not gradients: error feedback would apply a
+    lost change twice, which can turn a variance negative. If names are only positions ("0", "1", ...), torch's batch
+    normalisation is recognised by its shapes: two vectors of equal length followed by an integer scalar. Other
+    frameworks' statistics cannot be recognised then.
 
     Parameters
     ----------
     min_size : int
-        Tensors of at least so many values never travel dense.
+        Tensors of at least this many values are never sent dense.
     patterns : tuple of str
         Shell patterns of the names of statistics.
     share : float
-        The largest share of all values, statistics not counted, that may travel dense, in [0, 1]. 1.0 leaves the
-        decision to ``min_size`` alone.
+        The largest fraction of all values, not counting statistics, that may be sent dense, in [0, 1]. With 1.0 only
+        ``min_size`` decides.
 
     Examples
     --------
@@ -237,13 +237,13 @@ def _positional_statistics(model: Mapping[str, TensorShape]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class EndsDense(Configured):
-    """A density policy for models whose first and last layers are better left alone.
+    """A density policy that sends the model's first and last layers dense.
 
     Parameters
     ----------
     first, last : int
-        How many tensors at either end of the model travel dense, statistics not counted. A layer's weights and its bias
-        are two.
+        Number of tensors at either end of the model that are sent dense, not counting statistics. A layer's weights and
+        its bias are two tensors.
     others : density policy, optional
         Decides about all other tensors; default :class:`SmallDense`.
 

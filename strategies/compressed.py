@@ -75,41 +75,42 @@ class Noise(ReportSection, name="noise"):
 
 
 class Compressed(Server):
-    """Compress what an inner Flower strategy exchanges with its clients.
+    """Compress the messages between an inner Flower strategy and its clients.
 
     Parameters
     ----------
     inner : Strategy
-        Any Flower strategy that works through the ``configure_*``/``aggregate_*`` hooks, a private one included.
-        With a codec that lists coordinates, FedAdam, FedYogi and FedAdagrad keep moments and steps to the coordinates
-        of which something arrived (:mod:`fedcomp.strategies.adaptive`).
+        Any Flower strategy that works through the ``configure_*``/``aggregate_*`` hooks, a private one included. With a
+        codec that lists coordinates, FedAdam, FedYogi and FedAdagrad update moments and take steps only at coordinates
+        where values arrived (:mod:`fedcomp.strategies.adaptive`).
     codec : Codec or dict, optional
-        What clients send. The clients learn it from the server's messages. Default: EDEN of one bit per value, 32 times
-        fewer bytes. It is unbiased and needs no memory, and so serves runs of any length and clients that seldom
-        return. Where the same clients return for many rounds ``TopK(density=0.01, values="q2")`` sends 300 times fewer
-        bytes, but learns more slowly at first. With an inner strategy that bounds or looks at single updates (a private
-        one, a median) take a codec with less error, such as ``EDEN(bits=4)`` or ``TopK``.
+        The codec of the uplink. The clients learn it from the server's messages. Default: EDEN with one bit per value,
+        32 times fewer bytes. It is unbiased and needs no memory, so it suits runs of any length and clients that seldom
+        return. If the same clients return for many rounds, ``TopK(density=0.01, values="q2")`` sends 300 times fewer
+        bytes, but learns more slowly at first. With an inner strategy that bounds or inspects single updates (a private
+        one, a median) use a codec with less error, such as ``EDEN(bits=4)`` or ``TopK``.
     downlink : Codec or dict, optional
-        What the server sends: compressed differences to nodes whose acknowledged version it knows, the full model to
-        the others, every version checked by a digest. None sends the model as the inner strategy does. A codec that
-        is not a contraction would let the replicas diverge, and is refused: ``EDEN(scale="least")`` is one.
+        The codec of the downlink: compressed differences to nodes whose acknowledged version the server knows, the full
+        model to the others, with a digest check of every version. None sends the model as the inner strategy does. A
+        codec that is not a contraction is refused, because the replicas would diverge; ``EDEN(scale="least")`` is a
+        contraction.
     feedback : bool, optional
-        Whether to wrap ``codec`` in error feedback. Default: when it is biased, has no memory of its own and does not
+        Whether to wrap ``codec`` in error feedback. Default: if it is biased, has no memory of its own and does not
         vote.
     policy : DensityPolicy, optional
-        Decides per tensor what travels dense. Default: nothing but statistics, :data:`fedcomp.layout.NONE_DENSE`;
-        small tensors do under :class:`fedcomp.layout.SmallDense`.
+        Decides which tensors are sent dense. Default: only running statistics, :data:`fedcomp.layout.NONE_DENSE`;
+        :class:`fedcomp.layout.SmallDense` adds small tensors.
     guard : Norms, optional
-        Refuses updates that are far longer, or weigh far more, than is usual; default nobody does. Not with a private
-        strategy that bounds every update itself, as all do but local privacy.
+        Refuses updates with an unusually large norm or weight; by default none is refused. Not allowed with a private
+        strategy that bounds every update itself, which all do except local privacy.
     record : str, optional
-        Name of the ArrayRecord that is the model, where messages of the inner strategy hold several. The others pass
-        through as they are, unchecked and uncompressed, in both directions; so do those that replies hold beside the
-        model, which then has this name there, too. Default: the only ArrayRecord of a message.
+        Name of the model's ArrayRecord if messages of the inner strategy hold several. The other records pass
+        unchanged, unchecked and uncompressed, in both directions. Replies must use the same name for the model.
+        Default: the only ArrayRecord of a message.
     first_model_at_nodes : bool
-        Send the model that the run begins with by its digest alone: the nodes make the same one, by the ``first_model``
-        of :func:`fedcomp.clients.compressed.compression`. A node that cannot, or whose model differs in a bit, is
-        refused for the round, by name, and gets the whole model with its next message. Needs a ``downlink``.
+        Send only the digest of the run's first model; each node creates the same model by the ``first_model`` of
+        :func:`fedcomp.clients.compressed.compression`. A node that cannot, or whose model differs in any bit, is
+        refused for the round, named in the log, and gets the whole model with its next message. Needs a ``downlink``.
     seed : int
         Seed of the random streams of clients and server.
 
@@ -122,14 +123,12 @@ class Compressed(Server):
     ------
     ConfigError
         When the codec needs several exchanges, when it votes and the inner strategy is not a weighted mean, when the
-        inner strategy's rounds are not made by Flower's hooks, when it is one of Flower's client-side privacy wrappers
-        and the codec may enlarge an update, when the downlink is not a contraction or keeps a memory of its own, or
-        when nodes are to make the first model and there is no downlink.
+        inner strategy does not use Flower's hooks for its rounds, when it is one of Flower's client-side privacy
+        wrappers and the codec may enlarge an update, when the downlink is not a contraction or keeps a memory of its
+        own, or when nodes are to make the first model and there is no downlink.
 
-    Notes
-    -----
-    An inner strategy that overrides ``start`` runs its own loop, with the hooks of this one. Attributes that this
-    strategy does not have are the inner strategy's, for reading, calling and setting.
+    Notes ----- An inner strategy that overrides ``start`` runs its own loop with this strategy's hooks. All other
+    attributes are delegated to the inner strategy, for reading, calling and setting.
 
     Examples
     --------

@@ -60,23 +60,22 @@ class Quietness(ReportSection, name="conditional"):
 
 
 class Conditional(Server):
-    """Let nodes be quiet that have nothing new; the others are averaged without them.
+    """Conditional rounds: nodes with nothing new send no update, and the mean is taken over the others.
 
-    The clients' apps need :func:`fedcomp.clients.conditional.conditional`; others train in every round.
+    The clients' apps need :func:`fedcomp.clients.conditional.conditional`; clients without it train in every round.
 
     Parameters
     ----------
     inner : Strategy
-        A :class:`Compressed`, or any strategy that one can stand around: its clients then send whole models.
+        A :class:`Compressed`, or any strategy that it could wrap; clients then send whole models.
     max_skip, query
         As of :class:`fedcomp.systems.conditional.ConditionalRounds`.
 
     Raises
     ------
     ConfigError
-        For private strategies and codecs: whether a node answers would follow from its data. For gossip: neighbours
-        wait for a node that is quiet, and take it for one that vanished. For other strategies that write their rounds
-        as exchanges of their own.
+        For private strategies and codecs, because whether a node replies would depend on its data. For gossip, because
+        neighbours would wait for a quiet node and treat it as vanished. For other strategies with their own exchanges.
 
     Examples
     --------

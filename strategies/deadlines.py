@@ -13,19 +13,19 @@ from fedcomp.stateful import Stateful
 
 
 class Deadline(Stateful):
-    """A quantile of the asked clients' own past times, with some slack.
+    """An adaptive deadline: a quantile of the asked clients' past durations, times a slack factor.
 
-    A client counts with the median of its last times. Replies that come too late to be used are timed, too, or a client
-    that got slower would stay unknown.
+    A client's duration is the median of its last ones. Replies that arrive too late to be used are timed as well, so
+    that a client that became slower is noticed.
 
     Parameters
     ----------
     quantile : float
-        Share of the asked clients that is expected in time, in (0, 1].
+        Fraction of the asked clients expected in time, in (0, 1].
     slack : float
-        Factor on that time, at least 1: times vary from round to round.
+        Factor on that time, at least 1, to allow for variation between rounds.
     history : int
-        Times of a client that are remembered.
+        Number of durations stored per client.
 
     Raises
     ------

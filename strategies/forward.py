@@ -50,16 +50,16 @@ class Slopes(ReportSection, name="forward"):
 
 
 class ForwardGradients(Server):
-    """Average estimates of gradients that clients make of few numbers, and send these numbers on.
+    """Forward gradients: average gradient estimates from a few numbers per client, and broadcast these numbers.
 
     The clients' apps need :func:`fedcomp.clients.forward.forward_gradients`; replies of others are refused.
 
     Parameters
     ----------
     inner : Strategy
-        Any Flower strategy with hooks; the mean of the clients' steps is its update. Under FedAvg the numbers of all
-        clients go down in place of the model; the step of another server (momentum, Adam, a median) is not their sum,
-        and the model goes down whole.
+        Any Flower strategy with hooks; its update is the mean of the clients' steps. Under FedAvg the server broadcasts
+        the numbers of all clients in place of the model. The step of another strategy (momentum, Adam, a median) is not
+        their sum, so the whole model is sent.
     directions, lr, lr_scale, scope, shared, clip, replay, most_signs
         As of :class:`fedcomp.systems.forward.Forward`.
     record, guard, seed
@@ -68,7 +68,8 @@ class ForwardGradients(Server):
     Raises
     ------
     ConfigError
-        For private strategies: slopes are no bounded update. In the first round, when the directions cost too much.
+        For private strategies, because slopes are not a bounded update; and in the first round, if the directions cost
+        too much.
 
     Examples
     --------

@@ -10,7 +10,7 @@ from fedcomp.systems import gradiveq
 
 
 class FittedBasis(Averaging):
-    """Average updates in a basis that is fitted to former averages.
+    """GradiVeQ: average updates in a basis fitted to earlier averages.
 
     Parameters
     ----------

@@ -394,40 +394,38 @@ class Overlapping(ExchangeStrategy, Stateful):
 class PipelinedStrategy(Overlapping):
     """Keep several rounds in flight; with ``width`` K an update is applied K - 1 steps late, and never lost.
 
-    While one cohort trains, the replies of another travel and are aggregated, and the server evaluates. Near-constant
-    times gain at most a factor of two, and that with K = 2 (:class:`fedcomp.timing.pipeline.Pipeline`). **The price is
-    the step size**: on a quadratic the largest stable one is halved by one step of delay
+    While one cohort trains, the replies of another are sent and aggregated, and the server evaluates. With nearly
+    constant times the gain is at most a factor of two, reached with K = 2 (:class:`fedcomp.timing.pipeline.Pipeline`).
+    **The price is the step size**: on a quadratic the largest stable one is halved by one step of delay
     (:func:`fedcomp.timing.pipeline.stable_step`), and momentum narrows the margin further.
 
-    The nodes are split in ``width`` fixed cohorts that take turns, so that no node ever has two messages and clients
-    may keep memory. An inner strategy's minimum numbers of nodes are then those of a cohort.
+    The nodes are split into ``width`` fixed cohorts that take turns, so that no node ever has two messages and clients
+    may keep memory. The inner strategy's minimum numbers of nodes then apply to a cohort.
 
     Parameters
     ----------
     inner : Strategy
-        A :class:`~fedcomp.strategies.server.Server` of any system that keeps nothing from round to round, or any
-        strategy that one can stand around.
+        A :class:`~fedcomp.strategies.server.Server` of any system without state between rounds, or any strategy that a
+        ``Server`` can wrap.
     width : int
         Rounds in flight; 1 is the inner strategy's own loop, bit for bit.
     warmup_rounds : int
         First rounds that run one at a time.
     timeout : float
-        Seconds after which a round goes on without the replies that are missing.
+        Seconds after which a round continues without the missing replies.
     deadline : Deadline, optional
-        Ends rounds earlier, by the clients' own past times; with ``width=1`` that is synchronous training with an
+        Ends rounds earlier, based on the clients' past durations; with ``width=1`` this is synchronous training with an
         adaptive deadline.
     compensation : float
         λ of delay compensation, 0 for none: ``u - λ u² (now - then)`` takes the place of the mean update ``u``, where
-        ``then`` is the model that it was made from. λ of the papers is for gradients, which for a client of step size η
-        is η times this one. Only where the inner strategy is a weighted mean.
+        ``then`` is the model that the update started from. The papers' λ is for gradients: η times this one for a
+        client with step size η. Only if the inner strategy is a weighted mean.
     evaluate_every : int
-        Clients evaluate after every so many rounds, for which the pipe is drained; 0: never.
+        Clients evaluate after every this many rounds, with the pipeline drained first; 0: never.
 
-    Notes
-    -----
-    Client evaluation would stall the pipe, hence ``evaluate_every``; evaluate on the server, which is hidden. Metrics
-    of a round are those of the exchange that it applied; :attr:`reports` are by the round that sent it, with the
-    staleness of each update in ``report.overlap``. Private strategies are refused.
+    Notes ----- Client evaluation stalls the pipeline, hence ``evaluate_every``; evaluation on the server is overlapped
+    and costs no time. A round's metrics are those of the exchange that it applied; :attr:`reports` are by the round
+    that sent it, with the staleness of each update in ``report.overlap``. Private strategies are refused.
 
     Examples
     --------
@@ -589,31 +587,33 @@ def _compensate(step: Step, x: Running, then: Now, strength: float) -> None:
 
 
 class Buffered(Overlapping):
-    """Keep some clients busy, and step whenever enough of their updates have arrived.
+    """Buffered asynchronous training: keep some clients busy, and step whenever enough updates have arrived.
 
-    ``θ += η mean(s(τ) δ)``, where δ is what a client made of the model it was sent, τ the steps the model has made
-    since and s its weight. A slow client delays nobody; its update counts less. A round of this strategy is one step.
+    ``θ += η mean(s(τ) δ)``, where δ is a client's update, τ its staleness (the steps that the model has made since it
+    was sent) and s its weight. A slow client delays no other; its update counts less. A round of this strategy is one
+    step.
 
     Parameters
     ----------
     inner : Strategy
-        A :class:`~fedcomp.strategies.server.Server` of a system of one exchange, with any codec but those that vote, or
-        any strategy that one can stand around. It weighs updates against each other as ever, FedAvg by examples, and
-        its optimiser makes the step.
+        A :class:`~fedcomp.strategies.server.Server` of a system of one exchange, with any codec that does not vote, or
+        any strategy that a ``Server`` can wrap. It weights updates as usual (FedAvg by examples), and its optimiser
+        makes the step.
     concurrency : int
-        Clients that are kept busy. A client whose update waits in the buffer is not asked again before the step that
-        decides whether it is used, so that its memory is right; with fewer than ``concurrency + buffer - 1`` nodes
-        online fewer are busy.
+        Number of clients kept busy. A client whose update waits in the buffer is not asked again until that update is
+        used or refused, so that its memory is correct; with fewer than ``concurrency + buffer - 1`` nodes online, fewer
+        are busy.
     buffer : int
-        Updates that make a step; those that have arrived by then as well are taken along.
+        Updates that trigger a step; all others that have arrived by then are included.
     max_staleness : int
-        Steps after which an update is refused. Its client, which is not acknowledged, puts it back into its memory.
+        Largest staleness; older updates are refused. The client gets no acknowledgement and puts the update back into
+        its memory.
     weight : {"1/sqrt", "constant"}
         s(τ): 1/sqrt(1 + τ), or 1.
     server_lr : float
         η.
     timeout : float
-        Seconds after which a message is given up and another client is asked.
+        Seconds after which a message is abandoned and another client is asked.
     seed : int
         Seeds the draw of clients.
 
@@ -623,13 +623,12 @@ class Buffered(Overlapping):
         For values that do not fit, and a codec of votes, which cannot be scaled. At the first step for a system of
         several exchanges.
 
-    Notes
-    -----
-    Of the clients that the inner strategy samples the idle ones are asked; leave ``fraction_train`` at 1. Clients do
-    not evaluate, which would have them do two things at a time. What is under way when the run ends is not waited for.
+    Notes ----- The idle ones among the clients that the inner strategy samples are asked; leave ``fraction_train`` at
+    1. Clients do not evaluate, since each handles one message at a time. Messages in flight when the run ends are not
+    awaited.
 
-    Fast clients are in more updates than slow ones: the model leans towards their data. The reports name the nodes of
-    every step (``report.overlap.staleness``).
+    Fast clients contribute more updates than slow ones, so the model leans towards their data. The reports name the
+    nodes of every step (``report.overlap.staleness``).
 
     Examples
     --------

@@ -31,28 +31,26 @@ _LONGEST_BIN = 1 << 62
 
 @dataclass(frozen=True, repr=False, eq=False)
 class AdaComp(PositionalCodec):
-    """Send, of every bin, the elements that the current update lifts to the bin's largest magnitude.
+    """Send the elements of every bin that the current update lifts to the bin's largest magnitude.
 
     Per tensor, with this round's update g and bins of L consecutive elements::
 
-        G = residue + g
-        H = G + (factor - 1) * g                       # a look-ahead: where the update would go on
-        send j  when  |H_j| >= max |G| of its bin,  and G_j is not 0
-        s = mean over all bins of max |G|              # one scale for the tensor, as float32
-        q_j = s * sign(G_j) of sent j
-        residue = G - q                                # sent elements keep what s gets wrong
+        G = residue + g H = G + (factor - 1) * g                       # a look-ahead: one more step of the update send
+        j  when  |H_j| >= max |G| of its bin,  and G_j is not 0 s = mean over all bins of max |G|              # one
+        scale for the tensor, as float32 q_j = s * sign(G_j) of sent j residue = G - q                                #
+        sent elements keep their error against s
 
-    How much travels is not set but found: where the update agrees with the residue several elements of a bin pass, and
-    where it opposes it, perhaps none. In federated use g is the whole local update of the round.
+    The density cannot be set; it results from the data. Where the update agrees with the residue, several elements of a
+    bin are sent; where it opposes the residue, perhaps none. In federated use g is the whole local update of the round.
 
     This is not a contraction: with the look-ahead the error can exceed ‖G‖². Twenty bins, one with a spike of 10, the
-    others of 0.001 with g = G, give 3.28 ‖G‖² (derived, measured), because all the small elements travel as s. What
-    holds is conservation: what was sent and the residue add up to all updates, each to one float32 rounding. Where
-    exactly the largest element of every bin travels the error is ‖G‖² - B s² with B bins (derived).
+    others of 0.001 with g = G, give 3.28 ‖G‖² (derived, measured), because all the small elements are sent as s.
+    Conservation holds: the sum of what was sent plus the residue equals the sum of all updates, up to one float32
+    rounding each. If exactly the largest element of every bin is sent, the error is ‖G‖² - B s² with B bins (derived).
 
-    Every tensor has its own scale and bins, whatever else the layout says; densities of single tensors are refused.
-    Signs and scale travel as :class:`~fedcomp.wire.SignScale`, the support as packed offsets within bins or as "auto"
-    would write it, whichever is shorter.
+    Every tensor has its own scale and bins, regardless of the layout; densities of single tensors are refused. Signs
+    and scale travel as :class:`~fedcomp.wire.SignScale`, the support as packed offsets within bins or as "auto" would
+    write it, whichever is shorter.
 
     Parameters
     ----------
@@ -61,10 +59,11 @@ class AdaComp(PositionalCodec):
     conv_bin : int
         L in convolutional layers: tensors of three and more dimensions.
     factor : float
-        The soft threshold's factor, at least 1. With 1 nothing looks ahead: only a bin's largest magnitudes travel.
+        The soft threshold's factor, at least 1. With 1 there is no look-ahead: only each bin's largest magnitudes are
+        sent.
     guard : bool
-        Ours: a tensor whose error would exceed ‖G‖², that is s·m > 2 Σ |G| over its m sent elements, sends the largest
-        element of every bin instead. The error then never exceeds ‖G‖² (up to float32 rounding of s).
+        Our addition: a tensor whose error would exceed ‖G‖², that is s·m > 2 Σ |G| over its m sent elements, sends the
+        largest element of every bin instead. The error then never exceeds ‖G‖² (up to float32 rounding of s).
     rest : {"float32", "bf16", "q8"}
         How the dense rest travels; the residue keeps what is rounded away.
 

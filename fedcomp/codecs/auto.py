@@ -102,40 +102,40 @@ class Matrices(Stretch):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Auto(SeededCodec):
-    """Round the whole vector to one step, the shortest whose levels fit the budget, and code them in context.
+    """Quantise the whole vector with one step, the smallest whose entropy-coded levels fit the byte budget.
 
     ``feedback=False``: unbiased, without memory. A draw of the round's key is added before rounding and subtracted
-    after it (subtractive dither), so that errors are uniform and independent of the update, with variance D²/12 at
-    step D, and errors of clients are independent of each other. Below 0.75 bit only a part of the columns travels,
-    drawn anew in every frame, at one bit a value. Where values have no structure to model, as normal ones, signs of a
-    random part, turned by :class:`EDEN`, are nearer in as many bytes; the sender knows, and sends these.
+    after it (subtractive dither), so that errors are uniform and independent of the update, with variance D²/12 at step
+    D, and errors of clients are independent of each other. Below 0.75 bit only a part of the columns is sent, redrawn
+    in every frame, at one bit a value. Values without structure, such as normally distributed ones, have less error as
+    :class:`EDEN` signs of a random part in the same bytes; the sender then sends these.
 
-    ``feedback=True``: rounded to the nearest, but to 1 from 0.6 on, and to 0 below. For error feedback, which
-    ``Compressed`` puts around it.
+    ``feedback=True``: rounded to the nearest level, except that magnitudes below 0.6 steps become 0. For use under
+    error feedback, which ``Compressed`` adds.
 
-    What arrives of an update of equal signs and magnitudes depends on ties: what does not fit is left out in pieces of
-    64 values. Magnitudes below 2^-100 may arrive as zero; values from 2^125 on are refused, dithered ones from 2^119
-    times the part of the columns. Frames of fewer ``bits`` are taken, too. Where neither numba nor the package's
-    compiled file is installed, vectors of more than 4096 values travel within the same budget as such signs, or as
-    top-k in two bits with ``feedback``; every receiver takes both.
+    In an update of equal signs and magnitudes, ties decide what is sent: values that do not fit are left out in pieces
+    of 64. Magnitudes below 2^-100 may arrive as zero; values from 2^125 on are refused, dithered ones from 2^119 times
+    the part of the columns. Frames of fewer ``bits`` are accepted, too. Where neither numba nor the package's compiled
+    file is installed, vectors of more than 4096 values travel within the same budget as such signs, or as top-k in two
+    bits with ``feedback``; every receiver takes both.
 
     Parameters
     ----------
     bits : float or "auto"
-        For each value of the compressed part, above 0 and at most 16; 256 bytes are allowed in any case. What a frame
-        adds around its content, some 60 bytes, is not counted. "auto" is half a bit, and less where a node's
-        configuration says what its ``uplink`` carries ("1mbit"): a fifth of the time that its app trains is then spent
-        on sending, but not less than ``least`` bits.
+        Bits per value of the compressed part, above 0 and at most 16; at least 256 bytes are always allowed. The
+        frame's own overhead, some 60 bytes, is not counted. "auto" is half a bit, or less where a node's configuration
+        states the rate of its ``uplink`` ("1mbit"): the node then spends a fifth of its training time on sending, but
+        never goes below ``least`` bits.
     feedback : bool or "auto"
-        Whether the frame is one for error feedback. "auto": unbiased, unless ``Compressed`` sees in its first round
-        that too few replies come for so few bits (:meth:`settled`).
+        Whether frames are made for error feedback. "auto": unbiased, unless ``Compressed`` finds in its first round
+        that there are too few replies for so few bits (:meth:`settled`).
     bytes : int or str, optional
         The budget itself, such as 20_000 or "20 kB" (of 1000 bytes), at least 256; in place of ``bits``.
     seconds : float, optional
-        What an upload may take of each client's own ``uplink``, at most two bits a value; half a bit where a node does
-        not know its uplink. In place of ``bits``.
+        Seconds that an upload may take on each client's own ``uplink``, at most two bits a value; half a bit if a node
+        does not know its uplink. In place of ``bits``.
     least : float
-        Bits a value below which no client goes for its link's sake; ``Compressed`` sets it where it is 0.
+        The fewest bits a value that any client uses on a slow link; ``Compressed`` sets it if it is 0.
 
     Raises
     ------

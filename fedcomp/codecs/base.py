@@ -171,34 +171,34 @@ class Receiver(ABC):
 class Codec(Receiver, Configured):
     """Turns an update into a frame and back.
 
-    Class attributes declare what the codec is; they are checked by the shared tests.
+    Class attributes declare the codec's properties; shared tests check them.
 
     Attributes
     ----------
     codec_id : str
-        The registered name that travels to peers.
+        The registered name by which messages refer to the codec.
     lossless : bool
         ``decode(encode(x)) == x`` bit for bit. The drop-in pair then sends the model itself instead of a difference.
     linear : bool
         For one support and one key, decoding commutes with addition: frames of several clients may be summed.
     unbiased : bool
-        ``E[decode(encode(x))] == x``; of a rotation that is not uniform, up to what its class says.
+        ``E[decode(encode(x))] == x``; for a non-uniform rotation, up to the deviation that its class states.
     remembers : bool
-        The codec holds memory of what was not sent; it needs no error feedback around it.
+        The codec has its own memory of what was not sent, and needs no error feedback around it.
     never_enlarges : bool
         ``‖decode(encode(x))‖ <= ‖x‖`` for every x, every draw, every state and every shared basis, up to the rounding
-        of float32: an update that was clipped before it was encoded is still within the clip norm after it was decoded.
+        of float32: an update clipped before encoding is still within the clip norm after decoding.
     phases : int
-        Exchanges an encoding needs. 1 for everything that fits Flower's own hooks.
+        Number of exchanges that an encoding needs; 1 for codecs that work with Flower's own hooks.
     votes : bool
-        A frame is a vote, not an estimate of the update: only the sum of all of them, through :meth:`conclude`, is one.
-        A receiver that looks at single decoded frames (a median, a norm) cannot use them.
+        A frame is a vote, not an estimate of the update; only :meth:`conclude` of the sum of all votes is an estimate.
+        A receiver that uses single decoded frames (a median, a norm) cannot use votes.
     gain : float
-        How many times the sum of what is sent may exceed the sum of the updates in the long run: 1/(1 - momentum) with
-        momentum correction.
+        The factor by which the sum of sent values may exceed the sum of the updates in the long run: 1/(1 - momentum)
+        with momentum correction.
     exposes : str
-        What a frame shows of single examples that a sum over them does not, as a clause; empty for nothing. A client
-        sends no such frame unless its author has agreed to it.
+        What a frame reveals about single examples beyond their sum, as a clause; empty for nothing. A client sends such
+        a frame only if the app's author has agreed to it.
     """
 
     codec_id: ClassVar[str]
@@ -215,8 +215,8 @@ class Codec(Receiver, Configured):
     def contraction(self, layout: Layout) -> float | None:
         """Return δ with ``‖x - C(x)‖² <= (1-δ)‖x‖²`` for every x, or None when no such bound holds.
 
-        For a codec that draws at random the bound is on the expectation over the key. Where values are smaller than the
-        least normal float32, 2^-126, what they lose of it is not counted.
+        For a randomised codec the bound holds in expectation over the key. The loss of values below the smallest normal
+        float32, 2^-126, is not counted.
         """
         return None
 
@@ -229,7 +229,7 @@ class Codec(Receiver, Configured):
         return {"id": self.codec_id, **self.get_config()}
 
     def init(self, layout: Layout) -> State:
-        """Return the state of a client that has sent nothing yet; a layout that the codec cannot serve is refused."""
+        """Return the initial state of a client; refuse a layout that the codec does not support."""
         self.schema(layout)
         return {}
 
@@ -246,9 +246,9 @@ class Codec(Receiver, Configured):
         """
 
     def preview(self, values: ArrayLike, key: Key | None = None) -> Vector:
-        """Return what arrives of ``values`` when they are all that one client sends, float32 of their number.
+        """Return ``values`` as decoded from the frame of a single client, as float32 of the same length.
 
-        For a look at what a codec does; nothing is remembered.
+        For trying out a codec; no state is kept.
 
         Examples
         --------
@@ -265,22 +265,22 @@ class Codec(Receiver, Configured):
         return out.vector
 
     def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
-        """Return ``state`` (which :meth:`encode` returned with ``frame``) as if ``frame`` had never left.
+        """Return ``state`` (which :meth:`encode` returned with ``frame``) as if ``frame`` had never been sent.
 
         Called when the server did not acknowledge the frame. Codecs with memory put the mass of ``frame`` back into it.
         """
         return state
 
     def residual(self, state: State) -> Vector | None:
-        """Return what ``state`` remembers of updates and has not sent, float32 of the layout's size; None if nothing is
-        remembered. A view, not to be written to."""
+        """Return the unsent part of updates that ``state`` holds, float32 of the layout's size; None without memory. A
+        read-only view."""
         return state.get("memory") if self.remembers else None
 
     def common_support(self, layout: Layout, key: Key) -> NDArray[np.int64] | None:
         """Return the coordinates of the vector on which every frame of the round of ``key`` lies, ascending.
 
-        None when senders choose coordinates of their own, or send all of them. What is returned follows from the key
-        and the layout alone: no update has a part in it.
+        None if senders choose their own coordinates, or send all of them. The result depends on the key and the layout
+        only, never on an update.
         """
         return None
 

@@ -24,16 +24,16 @@ from fedcomp.wire import Bundle, Frame
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Domain(Wrapper):
-    """Apply an orthonormal ``transform`` to what the layout compresses, and encode the result with ``codec``.
+    """Apply an orthonormal ``transform`` to the compressed part of the update, and encode the result with ``codec``.
 
-    The frame is the codec's. A receiver who adds up a round adds in the transformed coordinates (:meth:`gather`) and
-    transforms back once (:meth:`conclude`), whatever the number of clients: weighted sums commute with the transform.
-    :meth:`decode` and :meth:`accumulate` transform back for each frame; they serve what looks at single updates, such
-    as a median. What the layout sends dense is not transformed.
+    The frame is the codec's. A receiver adds frames in the transformed coordinates (:meth:`gather`) and inverts the
+    transform once per round (:meth:`conclude`), for any number of clients, because weighted sums commute with the
+    transform. :meth:`decode` and :meth:`accumulate` invert it for each frame; aggregators that need single updates,
+    such as a median, use these. Tensors sent dense are not transformed.
 
-    All clients and rounds share the transform. Where its coordinates serve the codec's declarations they carry over,
-    up to the rounding of float32: lengths do not change. Coordinates that travel are no coordinates of the update, so
-    a sparse codec's supports are not those of the result, which is dense.
+    All clients and rounds share the transform. The codec's declared properties that depend only on norms carry over, up
+    to float32 rounding. The coordinates sent are not coordinates of the update: the decoded update of a sparse codec is
+    dense.
 
     Parameters
     ----------

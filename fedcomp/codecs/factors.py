@@ -92,50 +92,47 @@ class Factors(Codec):
     """Send matrices of an update as outer products: as they were captured ("dad"), so that the server finishes
     back-propagation ("edad"), or as the nearest sum of few ("rank").
 
-    Each tensor travels in the form that is shortest, and a frame is never longer than the model: whole; its rows that
-    are not zero (embeddings); as factors; a bias not at all, where it follows from its layer's factors. Which one it
-    is, the shape in the frame says. What was not captured (attention in one fused layer, fused recurrent cells, kernels
-    of many positions) travels whole, or reduced.
+    Each tensor is sent in its shortest form, and a frame is never longer than the model. The forms: whole; only the
+    nonzero rows (embeddings); factors; nothing for a bias that follows from its layer's factors. The shape in the frame
+    identifies the form. Tensors that were not captured (attention in one fused layer, fused recurrent cells, kernels of
+    many positions) are sent whole, or reduced.
 
     "dad" and "edad" are exact, up to the rounding of float32; with weights in proportion to the number of examples the
     mean of the clients' updates is that of one batch of all examples (tested, with batches of unequal sizes). They show
-    the server every example, see :data:`EXPOSED`: they save bytes among those who trust it, and keep nothing private.
-    Rank-dAD has no memory of what it leaves out, in the authors' code as here; error feedback around it works on whole
-    matrices, of which nothing needs to be captured.
+    the server every example, see :data:`EXPOSED`: they save bytes where clients trust the server, and protect no
+    privacy. Rank-dAD has no memory of what it leaves out, like the authors' code; error feedback around it works on
+    whole matrices and needs no capture.
 
     Parameters
     ----------
     mode : {"dad", "edad", "rank"}
     rank : int
-        Of "rank": the most outer products of a matrix.
+        For "rank": the largest number of outer products per matrix.
     iterations, theta, solver, stop
         As of :class:`fedcomp.factors.outer.Reduction`.
     per_layer : {"auto", "factors"}
-        "factors": as factors also what is shorter whole, as long as the frame is shorter than the model.
+        "factors": send factors even where the whole tensor is shorter, as long as the frame is shorter than the model.
     first_layer : {"factors", "gradient"}
-        "gradient": of layers that see the examples themselves, wherever they stand
-        (:mod:`fedcomp.factors.following`), only the sum over all rows travels. Labels, and what the other layers saw,
-        are shown all the same.
+        "gradient": layers that see the examples themselves, at any depth (:mod:`fedcomp.factors.following`), send only
+        the sum over all rows. Labels, and the inputs of the other layers, are still shown.
     values : {"float32", "fp16", "bf16", "q8"}
-        How factors travel; "q8" also what is whole.
+        The format of factors; "q8" also applies to whole tensors.
     chain : sequence of str, or str
-        Of "edad", with commas where it is one text: the layers from the input on, ``"name of the weight:activation"``
-        each, as :func:`fedcomp.factors.capture.chain_of` finds them. A client for which they do not explain what came
-        back sends factors instead, and says so in its log.
+        For "edad", with commas if given as one text: the layers from the input on, ``"name of the weight:activation"``
+        each, as :func:`fedcomp.factors.capture.chain_of` finds them. A client whose output gradients do not match this
+        chain sends factors instead, and logs it.
     i_know_inputs_are_visible : bool
-        Must be True for "dad" and "edad": whoever writes it has read :data:`EXPOSED`.
+        Must be True for "dad" and "edad", as a confirmation of :data:`EXPOSED`.
 
     Raises
     ------
     ConfigError
-        For parameters out of range, a chain without "edad" or "edad" without one, and where nobody has acknowledged
-        what is shown.
+        For parameters out of range, a chain without "edad" or "edad" without one, and a missing confirmation of what is
+        shown.
 
-    Notes
-    -----
-    Weights of clients must be the numbers of the examples their factors come from. Where a client takes several steps
-    of plain SGD its factors are those of all steps, and the update is their sum (derived); after steps with momentum,
-    weight decay or clipping it is not, which is noticed at the client: such an update travels whole, or reduced.
+    Notes ----- A client's weight must be the number of examples that its factors come from. If a client takes several
+    steps of plain SGD, its factors are those of all steps, and the update is their sum (derived). After steps with
+    momentum, weight decay or clipping this fails; the client notices and sends the update whole, or reduced.
 
     In a frame every tensor has one entry, whose shape states its form. One axis: the tensor whole; kind sparse holds
     the rows that are not zero, kind dense without elements is a bias that follows from its layer's factors. Two axes:

@@ -35,7 +35,7 @@ _INNER = "codec."
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ErrorFeedback(Wrapper):
-    """Wrap ``codec`` with a memory m of what it did not send.
+    """Wrap ``codec`` with error feedback: a memory m of what it did not send.
 
     Each round, with update g and the frame's decoded content q (from the bytes, so that quantisation errors are kept)::
 
@@ -45,13 +45,13 @@ class ErrorFeedback(Wrapper):
         m = (1 - beta) * m + beta * (p - q)        # beta == 1: m = p - q
         u[support of the frame] = 0                # with masking
 
-    The memory stays bounded when the codec contracts. An unbiased codec with ω >= 1, such as a scaled random-k, does
-    not: use its unscaled form here.
+    The memory stays bounded if the codec is a contraction. An unbiased codec with ω >= 1, such as a scaled random-k, is
+    not one: use its unscaled form here.
 
     With ``decay=1``, ``beta > 0``, no guard and no ``max_age`` nothing is lost: Σ sent + m / beta equals, elementwise,
     the sum of all that was added to the memory: Σ g without momentum, Σ u with it (Σ (u + g) for Nesterov). Tensors
-    that travel dense leave no memory but what their form rounds away; they share the momentum, which masking does not
-    touch (as in deep gradient compression's public code).
+    sent dense leave only their rounding errors in the memory; they share the momentum, which masking does not change
+    (as in deep gradient compression's public code).
 
     Parameters
     ----------
@@ -60,8 +60,8 @@ class ErrorFeedback(Wrapper):
     decay : float
         Factor of the memory per round, in [0, 1]. 0 forgets: no error feedback.
     beta : float
-        ScaleCom's low-pass filter, in [0, 1]. Sent coordinates keep (1 - beta) of their memory, not zero. 0 freezes the
-        memory at zero: explicitly no memory.
+        ScaleCom's low-pass filter, in [0, 1]. Sent coordinates keep (1 - beta) of their memory instead of none. With 0
+        there is no memory at all.
     momentum : float
         Momentum correction, in [0, 1). The server must then not use momentum of its own.
     nesterov : bool
@@ -73,13 +73,13 @@ class ErrorFeedback(Wrapper):
     max_age : int, optional
         Drop memory and momentum after this many missed rounds (by the key's round), at least 1.
     norm_guard : float, optional
-        Scale the memory down to this many times ‖g‖ when it is longer; a zero update sets no bound. A frame that is
-        rolled back returns to a memory under the same bound. What is cut away is lost on purpose.
+        Scale the memory down to this many times ‖g‖ if its norm is larger; a zero update sets no bound. The bound also
+        holds after a rollback. What is cut off is lost, by design.
     memory : {"float32", "float16"}
-        How the memory is kept between rounds. As float16, beside a power of two that follows its largest value, it is
-        half as large and cannot overflow. Every round then loses at most 2⁻¹¹ of each remembered value, or 2⁻³⁹ of the
-        largest (derived; :func:`fedcomp.codecs.memory.kept`): what is sent and what is remembered add up to that
-        rounding. The momentum stays float32. A memory of the other form is continued.
+        The format of the stored memory. float16, with a shared power of two that follows the largest value, is half as
+        large and cannot overflow. Every round then loses at most 2⁻¹¹ of each remembered value, or 2⁻³⁹ of the largest
+        (derived; :func:`fedcomp.codecs.memory.kept`): what is sent and what is remembered add up to that rounding. The
+        momentum stays float32. A stored memory of the other format is converted.
 
     Notes
     -----

@@ -96,7 +96,8 @@ class DFT(Orthonormal):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class FFT(Wrapper):
-    """Send the largest coefficients of each tensor's Fourier transform; the server adds spectra and goes back once.
+    """Send the largest coefficients of each tensor's Fourier transform; the server adds spectra and inverts the sum
+    once.
 
     ``Domain(DFT(order=order), TopK(density, "layer", values, index, schedule=schedule, rest=rest))`` under one name and
     with the paper's defaults. The paper has no memory; put :class:`~fedcomp.codecs.ErrorFeedback` around it for one.
@@ -110,13 +111,11 @@ class FFT(Wrapper):
     order : str
         As for :class:`DFT`.
     schedule : sequence of (int, float)
-        From which round on which density holds, in place of ``density``; see :class:`~fedcomp.codecs.TopK` and
-        :func:`diminishing`.
+        Pairs of a first round and the density from it on, in place of ``density``; see :class:`~fedcomp.codecs.TopK`
+        and :func:`diminishing`.
 
-    Notes
-    -----
-    On weights that vary smoothly along an order of their axes a few coefficients hold nearly all of the energy; of
-    white noise they hold less than as many of the largest elements do.
+    Notes ----- For weights that vary smoothly along some order of their axes, a few coefficients hold nearly all of the
+    energy. For white noise they hold less than the same number of largest elements.
 
     Examples
     --------

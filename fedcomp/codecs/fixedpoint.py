@@ -112,12 +112,12 @@ class IntegerGrid:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class FixedPoint(Wrapper):
-    """Round what ``codec`` sends to multiples of one step, at random and without bias, and cut it at ``clip``.
+    """Round the values that ``codec`` sends to multiples of one step, stochastically and without bias, and clip them at
+    ``clip``.
 
-    The frame is the codec's, with ``ceil(log2(2 levels + 1))`` bits for each of its float32 values; tensors that travel
-    dense are rounded like the others. Under error feedback, which :class:`fedcomp.strategies.compressed.Compressed`
-    adds by itself, what rounding and cutting change stays in the memory and is sent later: the scale then decides how
-    soon, not whether.
+    The frame is the codec's, with ``ceil(log2(2 levels + 1))`` bits for each of its float32 values; tensors sent dense
+    are rounded like the others. Under error feedback, which :class:`fedcomp.strategies.compressed.Compressed` adds
+    automatically, errors of rounding and clipping stay in the memory and are sent later.
 
     Parameters
     ----------

@@ -165,41 +165,42 @@ class SliceProjection(SharedCoefficients):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class GradiVeQ(InBasis[SliceBasis]):
-    """Slices of convolutions, and of other tensors, in a basis that is fitted as training goes on.
+    """Send slices of convolutions and other tensors in a basis that is refitted during training.
 
-    A tensor is read with its axes in ``order``, cut into slices of ``width``, and each slice g sent as Uᵀ(g - mu). The
-    server fits U and mu to former aggregated updates, and of the mean coefficients c makes U c + mu, once, whatever
-    the number of clients. Rounds without a basis, in which the server samples, travel as they are.
+    A tensor is read with its axes in ``order`` and cut into slices of ``width``, and each slice g is sent as Uᵀ(g -
+    mu). The server fits U and mu to earlier aggregated updates, and computes U c + mu from the mean coefficients c
+    once, for any number of clients. In rounds without a basis, in which the server samples, updates are sent
+    uncompressed.
 
-    :meth:`encode` is what a client without others does: as nobody fits a basis, everything travels. With others:
-    :meth:`begin`, then :meth:`send` in a basis.
+    :meth:`encode` is for a single client: without a fitted basis it sends everything. In a round: :meth:`begin`, then
+    :meth:`send` in a basis.
 
     Parameters
     ----------
     width : int
-        Elements of a slice (K). Tensors of fewer than two slices, and what fills no slice, travel as they are.
+        Elements of a slice (K). Tensors of fewer than two slices, and remainders, are sent uncompressed.
     order : str
         The axes of a convolution's kernel, the slowest first; see :mod:`fedcomp.codecs.axes`. With the depth fastest,
-        neighbours resemble each other most (measured).
+        neighbouring elements are most alike (measured).
     basis : {"pooled", "per_slice", "shared_first"}
-        Which slices of a tensor a basis is fitted to: all together, each by itself, or the first for all.
+        The slices of a tensor that a basis is fitted to: all together, each by itself, or the first one for all.
     loss : float
-        Share of the energy of held-out updates that may be lost, in (0, 1).
+        Fraction of the energy of held-out updates that may be lost, in (0, 1).
     most : int, optional
-        Most coefficients of a slice; None is a whole slice.
+        Largest number of coefficients per slice; None is a whole slice.
     center : bool
-        Whether the mean of the sampled updates is subtracted. It travels with the basis, as large as the slices.
+        Whether the mean of the sampled updates is subtracted. It is sent with the basis and is as large as the slices.
     refresh_tol : float, optional
-        In (0, 1]: sampling begins at once when the basis misses more than this share of the updates. Default: bases
-        last for all of their rounds.
+        In (0, 1]: sampling restarts early if the basis misses more than this fraction of the updates' energy. Default:
+        a basis is used for all of its rounds.
     values : {"float32", "bf16", "q8", "q4"}
         How clients send coefficients. The server always sends float32.
     levels : int, optional
-        Round coefficients at random, without bias, to integers of at most this magnitude, on one scale for all clients
-        and each tensor. It takes a second exchange: the first brings everybody's largest coefficient.
+        Round coefficients stochastically, without bias, to integers of at most this magnitude, with one scale per
+        tensor for all clients. This needs a second exchange: the first collects all clients' largest coefficients.
     memory : bool
-        Whether what the basis misses is remembered (derived, no part of the paper). It stays out of reach until the
-        next dense round, and then leaves all at once: see ``norm_guard``.
+        Whether what the basis misses is kept in a memory (derived, not part of the paper). It is sent in the next dense
+        round, all at once: see ``norm_guard``.
     norm_guard : float, optional
         Bound of ‖memory‖ in multiples of ‖update‖; see :class:`~fedcomp.codecs.feedback.ErrorFeedback`.
 

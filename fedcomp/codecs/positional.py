@@ -343,12 +343,13 @@ class SeededCodec(PositionalCodec):
 
 
 class AdaptiveCodec(PositionalCodec):
-    """Base of positional codecs that adapt to what they have seen: a small state per stretch, and no memory of mass.
+    """Base of positional codecs that adapt to earlier updates: a small state per stretch, but no memory of unsent
+    values.
 
-    The state of stretch i has names ``"i.<name>"``. It holds observations of the client's own vectors, never a part
-    of a vector: error feedback goes around such a codec as around any other. So a lost frame takes nothing away, and
-    :meth:`~fedcomp.codecs.base.Codec.rollback` returns the state as it is: what was seen of the data stays true whether
-    or not the server read it.
+    The state of stretch i has names ``"i.<name>"``. It holds statistics of the client's own vectors, never a part of a
+    vector, so error feedback wraps such a codec like any other. A lost frame loses nothing, and
+    :meth:`~fedcomp.codecs.base.Codec.rollback` returns the state unchanged: the statistics are valid whether or not the
+    server read the frame.
     """
 
     @abstractmethod

@@ -56,7 +56,7 @@ _WAIT_SECONDS: Final = (0.5, 30.0)
 
 
 class InProcessGrid(GridNodes, Grid):
-    """Runs clients in this process behind Flower's Grid interface.
+    """Run clients in this process behind Flower's Grid interface.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class InProcessGrid(GridNodes, Grid):
     num_nodes : int
         Nodes with partition ids 0 to ``num_nodes - 1``.
     run_config : mapping, optional
-        What clients find in ``context.run_config``.
+        The clients' ``context.run_config``.
     seed : int
         Seeds node ids (62 bits on purpose: a float cast would damage them), reply order and corruption.
     fault : FaultPlan, optional
@@ -73,20 +73,20 @@ class InProcessGrid(GridNodes, Grid):
     shuffle_replies : bool
         Return replies in a seeded random order; False returns them in the order of the messages.
     error_state : {"discard", "keep"}
-        State after an exception in the app. The simulation engine throws the changes away, a deployment keeps the
-        half-done ones (measured); an app has to be right under both.
+        State after an exception in the app. Flower's simulation engine discards the changes, a deployment keeps partial
+        ones (measured); an app must work correctly under both.
     links : Link, sequence or mapping by partition id, optional
-        Bandwidth and latency per node. A sequence has one for every partition, more for nodes that join later; nodes
-        that a mapping leaves out have no link. Without a link transfers take no time. The server's side is not a
-        bottleneck.
+        Bandwidth and latency per node. A sequence has one for every partition, and more for nodes that join later;
+        nodes missing from a mapping have no link. Without a link transfers take no time. The server's own bandwidth is
+        unlimited.
     compute_seconds : float or callable of a Delivery
         Simulated seconds a client computes per message.
     node_config : mapping or callable of a partition id, optional
         Added to each node's ``partition-id`` and ``num-partitions``.
     states : Path, optional
-        An existing folder for the clients' states, which lie there between messages, in one file for each client that
-        has left something: for states that together exceed memory. Default this process's memory. The files end with
-        the grid; a snapshot holds all states at once.
+        An existing folder for the clients' states between messages, one file per client with state, for states that
+        together exceed memory. Default: this process's memory. The files are deleted with the grid; a snapshot holds
+        all states at once.
 
     Attributes
     ----------
@@ -96,15 +96,13 @@ class InProcessGrid(GridNodes, Grid):
     exchange : int
         Batches pushed so far.
     round : int or None
-        Server round, set by the driver; used for fault plans. When None, a message's own ``server-round`` counts.
+        Server round, set by the driver, for fault plans. If None, a message's own ``server-round`` is used.
 
-    Notes
-    -----
-    Creating a grid sets Flower's process identity, which ``Message()`` needs; :meth:`close` (or leaving the ``with``
-    block) restores the former one. Of several grids the one created last has it, and they may be closed in any order.
-    A message to an unknown node gets the id ``""`` in its slot and no reply. Two
-    messages to one node in one batch run one after the other, each on the state the former left; on Ray they would
-    race. Not thread-safe.
+    Notes ----- Creating a grid sets Flower's process identity, which ``Message()`` needs; :meth:`close` (or leaving the
+    ``with`` block) restores the former one. With several grids the one created last sets it, and they may be closed in
+    any order. A message to an unknown node gets the id ``""`` in its slot and no reply. Two messages to one node in one
+    batch run one after the other, each on the state that the previous one left; on Ray they would race. Not
+    thread-safe.
 
     Examples
     --------

@@ -52,7 +52,7 @@ class CodedServer(Server):
 
 
 class CodedFedAvg(CodedServer):
-    """Code what clients send, so that a client may vanish after it has shared.
+    """Code the clients' replies, so that a client may vanish once it has shared its reply.
 
     Parameters
     ----------

@@ -62,9 +62,9 @@ class _Everybody(FedAvg):
 class GossipRelay(Server):
     """Decentralised learning over Flower's star, one iteration per round.
 
-    The clients need the half :func:`fedcomp.clients.gossip.gossip_node`; :mod:`fedcomp.clients.app` has it.
-    Vertex i of the graph is the node with partition id i. A node that comes back under a new node id is the same
-    vertex; what it knew is lost with its state, and it joins again.
+    The clients need the half :func:`fedcomp.clients.gossip.gossip_node`; :mod:`fedcomp.clients.app` has it. Vertex i of
+    the graph is the node with partition id i. A node that returns under a new node id is the same vertex; without its
+    old state it joins afresh.
 
     Parameters
     ----------
@@ -73,8 +73,8 @@ class GossipRelay(Server):
     topology : Topology, mapping or str
         The graph; a text or a mapping is read by :func:`fedcomp.gossip.topology.topology_of`.
     nodes : int
-        Vertices, where ``topology`` does not say it; 0 takes the entry "clients" of the training configuration, or else
-        the number of nodes online in the first round.
+        Number of vertices if ``topology`` does not state it; 0 takes the entry "clients" of the training configuration,
+        or else the number of nodes online in the first round.
     **settings
         How rounds are run, as in :class:`fedcomp.strategies.gossip.settings.GossipSettings`: ``patience=3, seed=1``.
 
@@ -84,7 +84,7 @@ class GossipRelay(Server):
     reports : Reports
         By round, with the section ``gossip``.
     course : Course
-        How far the run is: iteration, members.
+        Progress of the run: iteration and members.
     traffic, events : GossipTraffic, RunReport
         Of the whole run.
 

@@ -61,7 +61,7 @@ def _renumber(owner: DataLens) -> None:
 
 
 class DataLens(PrivateStrategy, TeacherVotes):
-    """A generator that is trained on noisy votes. The model of the run is the generator.
+    """Train a generator on noisy votes of teachers. The run's model is the generator.
 
     The clients need :func:`fedcomp.clients.private.datalens.datalens_teachers`; :mod:`fedcomp.clients.app` has it.
 
@@ -73,7 +73,7 @@ class DataLens(PrivateStrategy, TeacherVotes):
     votes : VoteSettings
     teachers : TeacherSettings
     clients : int
-        How many there are, of whom each makes the expected number with its teachers; 0: learnt by :meth:`declare`.
+        Number of clients, each with the expected number of teachers; 0: set by :meth:`declare`.
     **privacy
         As :class:`fedcomp.systems.private.datalens.TeacherVotes`.
 

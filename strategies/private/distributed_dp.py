@@ -182,7 +182,7 @@ class NoisyMean(PrivateStrategy):
 
 
 class DistributedDp(CodedServer):
-    """Federated averaging whose noise comes from the clients, summed in a prime field.
+    """Federated averaging with distributed noise: clients add it, and updates are summed in a prime field.
 
     Parameters
     ----------
@@ -191,21 +191,23 @@ class DistributedDp(CodedServer):
     shares : ShareSettings
         The clip norm, and how the noise is shared.
     codec : Codec or dict, optional
-        What is summed: ``RandomK`` or ``RandomBlock`` with ``shared=True``. Default: everything.
+        The values that are summed: ``RandomK`` or ``RandomBlock`` with ``shared=True``. Default: all values.
     feedback : bool
-        Remember what was clipped, rounded or not chosen, and send it later. A clip that is always too small fills the
-        memory without bound.
+        Error feedback for what was clipped, rounded or not chosen. With a clip that is always too small, the memory
+        grows without bound.
     transport, share_timeout, collect_timeout, max_store_bytes, spool
         As :class:`fedcomp.strategies.coded.strategy.CodedFedAvg`.
     seed : int
     **promise
-        As :class:`~fedcomp.strategies.private.strategy.PrivateStrategy`: noise_multiplier (of the sum when as many
-        clients vanish as may), adjacency ("zero_out" or "replace"), noise ("discrete_gaussian", "skellam") and others.
+        As :class:`~fedcomp.strategies.private.strategy.PrivateStrategy`: noise_multiplier (of the sum when the
+        tolerated number of clients vanishes), adjacency ("zero_out" or "replace"), noise ("discrete_gaussian",
+        "skellam") and others.
 
     Raises
     ------
     ConfigError
-        For anything that cannot keep the promise; what depends on the population or the model, before the first round.
+        For settings that cannot keep the guarantee; those that depend on the population or the model are checked before
+        the first round.
 
     Examples
     --------

@@ -13,14 +13,15 @@ from fedcomp.systems.private.clipped import Clipped
 
 
 class DpFedAvg(PrivateStrategy, Clipped):
-    """Federated averaging of clipped updates with noise.
+    """DP-FedAvg: federated averaging of clipped updates, with noise on the sum.
 
     Parameters
     ----------
     inner : Strategy
         One of Flower's weighted means, with ``fraction_evaluate=0.0``; it gets the noisy mean.
     clip : float or AdaptiveClip
-        Largest L2 norm of one client's update, all tensors together, in the units of the update; or how it moves.
+        Largest L2 norm of one client's update, all tensors together, in the units of the update; or an adaptive rule
+        for it.
     noise_multiplier : float
         Standard deviation of the noise on the sum over its sensitivity (``clip``; twice that with "replace").
     **promise

@@ -46,7 +46,7 @@ _TRAININGS: Final = "trainings"
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class DpSgdPlan(Configured):
-    """How every client trains.
+    """The DP-SGD training that every client runs.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class DpSgdPlan(Configured):
     noise_multiplier, clip : float
         Of every step; ``clip`` is the largest L2 norm of one record's gradient, and unused by votes.
     rate : float
-        Probability with which a record is in a step's batch (Poisson). Public, and the same for all clients.
+        Probability that a record is in a step's batch (Poisson sampling). Public, and the same for all clients.
     steps : int
         Of one training.
     delta : float
