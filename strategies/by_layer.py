@@ -17,14 +17,14 @@ from fedcomp.systems.factors import DOWN, FactorSharing
 
 
 class LayerByLayer(Server):
-    """Collect what clients send of a round layer by layer, in as many exchanges; what comes of it is the same.
+    """Collect a round's factors layer by layer, with one exchange per layer; the result is the same.
 
     Parameters
     ----------
     inner : Compressed
-        With :class:`fedcomp.codecs.Factors`, alone or with error feedback around it. Its strategy, codecs and options
-        are taken; it makes no round itself. Under ``downlink=Factors(mode="dad", ...)`` what goes down are the factors
-        of all clients, where they are shorter than the model.
+        With :class:`fedcomp.codecs.Factors`, alone or inside error feedback. This strategy uses its strategy, codecs
+        and options, and runs the rounds. With ``downlink=Factors(mode="dad", ...)`` the server sends the factors of all
+        clients where they are shorter than the model.
 
     Raises
     ------

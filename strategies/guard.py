@@ -23,12 +23,11 @@ class MeasuredRound(Protocol):
 
 @dataclass(frozen=True)
 class Norms(Configured):
-    """Refuse a reply whose norm or weight is many times the usual one.
+    """Refuse replies whose norm or weight is many times the usual one.
 
-    What is usual is the median of the round's replies, or that of the last rounds' accepted ones where this is more.
-    The past alone decides for a single reply, and where the round is divided: an even number of replies of which as
-    many are far longer than the others. A divided round without a past refuses all: nobody can tell which half is
-    right.
+    The usual value is the median of the round's replies, or that of the last rounds' accepted replies if it is larger.
+    Only the past decides for a single reply and for a split round, in which half of the replies are far larger than the
+    other half. Without a past, all replies of a split round are refused, because either half may be right.
 
     Parameters
     ----------
@@ -37,19 +36,17 @@ class Norms(Configured):
     weight_times_median : float
         How many times the usual weight a reply may have; more than 1. Numbers of examples differ more than norms do.
     window : int
-        Rounds that are looked back at; at least 1.
+        Number of past rounds considered; at least 1.
 
     Raises
     ------
     ConfigError
         For values outside of these.
 
-    Notes
-    -----
-    It does not help against half or more of a round's replies that agree on what is absurd, against one that stays
-    within the factor and pushes in a wrong direction, nor against one that grows slowly: each accepted norm is the
-    measure of later ones. Buffers that travel as values (running statistics) are not part of the norm. Norms that
-    honestly grow by more than the factor from one round to the next are refused where a round has a single reply.
+    Notes ----- It does not detect half or more of a round's replies with similar extreme norms, a harmful update within
+    the factor, or slow growth, since each accepted norm enters the reference for later ones. Buffers sent as values
+    (running statistics) are not part of the norm. In rounds with a single reply, an honest norm that grows by more than
+    the factor in one round is refused.
 
     Examples
     --------

@@ -23,7 +23,7 @@ normalise, which does not work (measured) and cannot be selected."""
 
 
 class LearnedGradients(Averaging):
-    """Average updates that travel as latents of an autoencoder, trained on the updates of earlier rounds.
+    """LGC: average updates that are sent as latents of an autoencoder trained on the updates of earlier rounds.
 
     Parameters
     ----------

@@ -65,7 +65,7 @@ _FINE: Final = _fine_edges()
 
 @dataclass(frozen=True, repr=False, eq=False)
 class KeyRegion(AdaptiveCodec, ListedCodec):
-    """Send a larger fraction of the blocks that hold more than their share of the energy (derived by us).
+    """Send a larger fraction of those blocks that hold more than their share of the energy (derived here).
 
     A block of 256 consecutive elements is *key* when its share of the energy exceeds ``kappa`` times its share of the
     elements, otherwise *sparse*. Each of the two regions keeps a histogram of its magnitudes over their mean, 64 bins,
@@ -77,22 +77,22 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
     quantile for that fraction, times today's mean: nothing is sorted. A region's first round takes the exact quantile.
 
     Under error feedback the shape of what is to be encoded drifts, and a fading histogram lags: without a correction
-    0.2 to 0.5 of the fraction were sent (measured). So the fraction that is looked up is multiplied by a gain, which
-    each round moves half-way, in logarithms, to what would have been right. More than twice the fraction is cut to the
-    exact largest of the region, and the largest element of all always travels.
+    0.2 to 0.5 of the fraction were sent (measured). So the fraction is multiplied by a gain, which each round moves
+    half-way, in logarithms, to the correct value. A selection of more than twice the fraction is cut to the region's
+    exact largest elements, and the vector's largest element is always sent.
 
-    What it is for: quiet blocks send their largest elements, too. Nothing reaches a given energy with fewer values than
-    top-k: on a gradient with 90 % of its energy in 5 % of the blocks the frame is 1.8 to 2 times as long as that of
-    :class:`~fedcomp.codecs.TopK` for the same energy. Nor is it faster on a CPU (both measured).
+    Its purpose: blocks with little energy send their largest elements, too. No selection reaches a given energy with
+    fewer values than top-k: on a gradient with 90 % of its energy in 5 % of the blocks the frame is 1.8 to 2 times as
+    long as that of :class:`~fedcomp.codecs.TopK` for the same energy. Nor is it faster on a CPU (both measured).
 
     Parameters
     ----------
     key_density, sparse_density : float
         Fraction of a region's elements that travels at H = 1, in (0, 1].
     kappa : float
-        How concentrated a key block is, at least 1. Fewer than 1/kappa of the elements can be key.
+        Energy density of a key block relative to the mean, at least 1. Fewer than 1/kappa of the elements can be key.
     decay : float
-        What is left of the histograms after a round, in [0, 1]. 0 looks at the round itself only.
+        Factor of the histograms per round, in [0, 1]. With 0 only the current round counts.
     scope : {"global", "layer"}
         Treat the whole model as one vector, or every tensor by itself. Densities of single tensors are refused.
     values, rest : str

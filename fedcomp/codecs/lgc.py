@@ -282,39 +282,40 @@ class _Delivered(TopK):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class LGC(LeaderSelected):
-    """Values on a support that a leader selected, as latents of a trained autoencoder.
+    """Send values on a leader's support as latents of a trained autoencoder.
 
-    Three stages, of which the server's messages name one: everything travels; values on the leader's support, with
-    which the server trains the autoencoder (both as in :class:`~fedcomp.codecs.ScaleCom`); latents and innovations.
+    There are three stages, and the server's messages name the current one: whole updates; values on the leader's
+    support, with which the server trains the autoencoder (both as in :class:`~fedcomp.codecs.ScaleCom`); latents and
+    innovations.
 
-    :meth:`encode` is what a leader without followers does: error feedback around the selector. With others:
-    :meth:`begin`, :meth:`choose` (the leader), then :meth:`send_latents` or :meth:`send_innovation`.
+    :meth:`encode` is for a single client: error feedback around the selector. In a round: :meth:`begin`, :meth:`choose`
+    (the leader), then :meth:`send_latents` or :meth:`send_innovation`.
 
     Parameters
     ----------
     density : float
         k/n of each tensor, in (0, 1]; the layout's policy may set another one per tensor. Published code has 0.001.
     innovation : float
-        The same of an innovation; the server instance alone has some. Published code has 0.00001.
+        The density of an innovation, for the server instance only. Published code has 0.00001.
     instance : {"ring", "server"}
         All clients send latents, whose mean is decoded; or one client does, and the others send innovations.
     ef : {"mask", "decoded"}
-        What the memory gives away at positions that were delivered: all of it, so that what coding loses is lost
-        ("mask"), or what the server decodes there, for which clients need the decoder, too ("decoded").
+        What is subtracted from the memory at delivered positions: all of it, so that coding errors are lost ("mask"),
+        or the values that the server decodes, for which clients need the decoder, too ("decoded").
     raw : int
-        How many of the last compressed tensors travel as values, not as latents, at least 0. The paper leaves the last
-        layer out (recalled); which tensors travel dense is the policy's choice.
+        Number of last compressed tensors that are sent as values, not as latents. The paper excludes the last layer
+        (recalled); the policy decides which tensors are sent dense.
     encoder, decoder : int
         Ids of the autoencoder's halves in the last stage; 0 before it. Set by the server, with every message.
     scale : float
-        By which values are divided before they are encoded: the root mean square of the leader's. Set by the server.
+        Divisor of values before encoding: the root mean square of the leader's values. Set by the server.
     beta, selector, values, memory, norm_guard, dense
         As of :class:`~fedcomp.codecs.ScaleCom`; latents travel in the form of ``values``, too.
 
     Raises
     ------
     ConfigError
-        For a ranking of the whole model: the tensors that are coded are ranked one by one.
+        For ``scope="global"`` selectors, since coded tensors are ranked one by one.
 
     Notes
     -----

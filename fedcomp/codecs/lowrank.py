@@ -166,19 +166,18 @@ class Factored(Coefficients):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class LowRank(Factored):
-    """Every sender's own basis: one step of the power iteration from a random start, and the matrix in what it finds.
+    """Low-rank matrices in each sender's own basis, found by one step of power iteration from a random start.
 
-    Of a matrix M: P = orthonormal(M Q) with Q drawn from the key, and M'P; both factors travel, r (m + p) values. What
-    arrives is P P'M, exact for matrices of rank r at most. It needs nothing of other senders or rounds, which is what
-    :class:`~fedcomp.codecs.PowerSGD` shares: there the basis is common, travels one way only, and improves from round
-    to round.
+    Of a matrix M: P = orthonormal(M Q) with Q drawn from the key, and M'P; both factors are sent, r (m + p) values. The
+    decoded matrix is P P'M, exact for matrices of rank at most r. It is independent of other senders and rounds. In
+    :class:`~fedcomp.codecs.PowerSGD` the basis is shared, is sent one way only, and improves from round to round.
 
     Parameters
     ----------
     rank : int
         Columns of a factor.
     min_rate : float
-        At least 1. Matrices that factors would not shorten to 1/min_rate travel whole, as all vectors do.
+        At least 1. Matrices that factors do not shorten to 1/min_rate are sent whole, like all vectors.
 
     Notes
     -----

@@ -81,12 +81,12 @@ class ResidueGrid(IntegerGrid):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ModularSum(FixedPoint):
-    """Fixed point whose frames can be added: integers modulo M, rounded with a dither that the receiver takes off.
+    """Fixed point with summable frames: integers modulo M, rounded with a dither that the receiver subtracts.
 
-    A client rounds ``x / step + u``, with a dither u of (-1/2, 1/2] drawn from its own stream, and sends the residue.
-    Who knows the stream subtracts u: the error that is left is uniform, within half a step, and does not depend on x;
-    its variance is step²/12, of plain stochastic rounding up to step²/4. Sums are exact whatever is added to what on
-    the way. Who knows only the sum needs to know whose frames are in it, to take off all their dithers.
+    A client rounds ``x / step + u``, with a dither u of (-1/2, 1/2] drawn from its own stream, and sends the residue. A
+    receiver that knows the stream subtracts u. The remaining error is uniform, within half a step, and independent of
+    x; its variance is step²/12, against up to step²/4 with plain stochastic rounding. Sums are exact in any order. To
+    decode a sum the receiver must know whose frames are in it, to subtract their dithers.
 
     Parameters
     ----------
@@ -100,20 +100,18 @@ class ModularSum(FixedPoint):
         The largest total weight of a sum, by default 65,536: of all clients' numbers of examples together where these
         are the weights, of clients where all weigh 1. M is 2 * levels * summands + 1, so that no sum can wrap.
     modulus : int
-        Another M, 2 * levels + 1 to 2**32; 0 for this one. One that leaves no room for ``summands`` needs
+        Another M, 2 * levels + 1 to 2**32; 0 for the default. One that is too small for ``summands`` needs
         ``allow_wrap``.
     allow_wrap : bool
-        Let sums wrap: where all integers are as large as they can be, they come out wrong by multiples of M steps.
+        Allow sums to wrap: if many integers are near their maximum, sums are wrong by multiples of M steps.
 
     Raises
     ------
     ConfigError
         When M has no room for the sum, or is beyond 2**32.
 
-    Notes
-    -----
-    A frame takes ceil(log2 M) bits for each value, log2(summands) more than one that nobody adds to: what is gained is
-    that one frame leaves a relay, however many came. Integers modulo M are not elements of GF(2^8), whose addition is
+    Notes ----- A frame takes ceil(log2 M) bits for each value, log2(summands) more than a frame without sums. In return
+    a relay sends one frame, however many it receives. Integers modulo M are not elements of GF(2^8), whose addition is
     XOR: what adds in the one does not add in the other.
 
     Examples

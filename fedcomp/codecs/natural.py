@@ -23,7 +23,7 @@ _TOP = 2.0**127
 
 @dataclass(frozen=True, repr=False, eq=False)
 class NaturalCompression(PositionalCodec):
-    """Send sign and exponent of every coordinate, rounded up or down at random so that the mean is exact.
+    """Send the sign and exponent of every coordinate, rounded stochastically so that the mean is exact.
 
     A magnitude ``a · 2^e`` with a in [1, 2) becomes ``2^(e+1)`` with probability a - 1, else ``2^e``. The relative
     variance is (a - 1)(2 - a)/a², at most 1/8, reached at a = 4/3 (derived). Powers of two and zeros arrive exactly.
@@ -34,7 +34,7 @@ class NaturalCompression(PositionalCodec):
       their variance, only 2⁻²⁵⁴/4 does;
     - magnitudes above 2¹²⁷ = 1.7e38 would have to become 2¹²⁸ at times, which float32 does not hold: they are refused.
 
-    It has no parameters: coordinates are rounded one by one, tensors play no part.
+    It has no parameters: each coordinate is rounded independently of its tensor.
 
     Examples
     --------

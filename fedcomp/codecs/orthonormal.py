@@ -34,8 +34,8 @@ _COLUMNS: Final = 1 << 15
 class Orthonormal(Configured, ABC):
     """Base of orthonormal transforms of float32 vectors. Subclasses are frozen dataclasses.
 
-    Both ends run the same floating-point operations in the same order on numbers of one format, unless a transform says
-    otherwise: what a server makes of a sum, a client that holds the same sum makes of it, bit for bit.
+    Both ends run the same floating-point operations in the same order and format, unless a transform's documentation
+    says otherwise: server and clients compute the same bits from the same sum.
 
     Attributes
     ----------
@@ -119,17 +119,17 @@ def rotate(values: NDArray[Any], key: Key, *, inverse: bool = False, beside: int
 @bases.register
 @dataclass(frozen=True, repr=False, eq=False)
 class Rotation(Orthonormal):
-    """A random rotation that all clients share: random signs, then a Hadamard matrix.
+    """A random rotation shared by all clients: random signs, then a Hadamard matrix.
 
-    It spreads a vector over its coordinates, so that none is large: what a quantiser with one scale wants. A vector
-    whose length is no power of two is turned in blocks (:func:`blocks`); up to 63 elements at its end are not turned.
+    It spreads a vector evenly over its coordinates, which suits quantisers with one scale. A vector whose length is not
+    a power of two is rotated in blocks (:func:`blocks`); up to 63 elements at its end are not rotated.
 
     Parameters
     ----------
     seed : int
-        Names the rotation. It is public, travels in the configuration, and is the same in every round.
+        Seed of the rotation. It is public, part of the configuration, and the same in every round.
     scope : {"global", "layer"}
-        Turn the whole model as one vector, or every tensor by itself.
+        Rotate the whole model as one vector, or every tensor by itself.
 
     Examples
     --------
@@ -156,16 +156,16 @@ class Rotation(Orthonormal):
 class DCT(Orthonormal):
     """The orthonormal discrete cosine transform (DCT-II) of every ``chunk`` consecutive elements; DeMo's (recalled).
 
-    What is left at the end of a vector is split into powers of two, the largest first, each with a transform of its
-    length. Sums of products are formed in float32 and in one order, never by a library's matrix product, whose order
-    depends on the machine. About ``chunk / 3`` products per element.
+    The remainder at a vector's end is split into powers of two, the largest first, each with a transform of its length.
+    Sums of products are formed in float32 and in a fixed order, not by a library's matrix product, whose order depends
+    on the machine. About ``chunk / 3`` products per element.
 
     Parameters
     ----------
     chunk : int
         A power of two, 2 to 1024.
     scope : {"global", "layer"}
-        Cut the whole model into chunks, or every tensor by itself: then no chunk reaches from one tensor into the next.
+        Cut the whole model into chunks, or every tensor by itself, so that no chunk spans two tensors.
     order : str
         A permutation of "FDHW", the order in which a convolution's elements are read, the slowest axis first; see
         :mod:`fedcomp.codecs.axes`. With ``scope="layer"`` only.

@@ -38,7 +38,8 @@ _SENT: Final = "sent"
 
 @dataclass(frozen=True, repr=False, eq=False)
 class PowerSGD(InBasis[Basis]):
-    """Low-rank updates in a basis that all clients share, with memory. A tensor m x p is a matrix M; each round::
+    """Send low-rank updates in a basis shared by all clients, with error feedback. A tensor m x p is a matrix M; each
+    round::
 
         p = memory + update                                       # of client i: M_i
         alternating:   V of the last round;  C_i = M_i V;  step (Σ a_i C_i) V';  next V = orthonormal(Σ a_i C_i)
@@ -49,14 +50,15 @@ class PowerSGD(InBasis[Basis]):
     In the alternating form the basis changes sides every round: half an iteration per exchange, as in the authors'
     package (read). The two-exchange form is the paper's.
 
-    Both memories conserve the sum over the round's clients. The local one is what a client did not send. The aggregated
-    one (PyTorch's hook, read) also keeps how a client deviates from the mean, which adds up: two clients that always
-    hold A and -A of rank 1 have memories of t‖A‖ after t rounds (measured, tested), and of a bounded length under the
-    local one. Neither is safe where clients differ for good and ranks are full: what cancels in the mean is in no
-    basis, is never sent and stays in the memories. Watch their norm, or set ``norm_guard``.
+    Both memories conserve the sum over the round's clients. The local one holds what a client did not send. The
+    aggregated one (PyTorch's hook, read) also holds the client's deviation from the mean, which accumulates: two
+    clients that always hold A and -A of rank 1 have memories of t‖A‖ after t rounds (measured, tested), and of a
+    bounded length under the local one. Neither is safe if clients differ permanently and ranks are full: components
+    that cancel in the mean are in no basis, are never sent and stay in the memories. Monitor their norm, or set
+    ``norm_guard``.
 
-    :meth:`encode` is what a client without others does: error feedback around :class:`~fedcomp.codecs.LowRank`. With
-    others: :meth:`begin`, then :meth:`send` in a basis.
+    :meth:`encode` is for a single client: error feedback around :class:`~fedcomp.codecs.LowRank`. In a round:
+    :meth:`begin`, then :meth:`send` in a basis.
 
     Parameters
     ----------
@@ -64,21 +66,21 @@ class PowerSGD(InBasis[Basis]):
         Columns of a factor; of a matrix m x p at most ``min(m, p)``.
     form : {"alternating", "two-exchange"}
     memory : {"local", "aggregated"}
-        Which product is taken from the memory. "aggregated" takes the local one at first and puts the difference right
-        when the mean comes down; a client that is sent a whole model instead keeps the local memory.
+        The product that is subtracted from the memory. "aggregated" first subtracts the local one and corrects it when
+        the mean arrives; a client that receives a whole model instead keeps the local memory.
     warm_start : bool
-        Whether a round begins with what the last one found, or with a new draw.
+        Whether a round starts from the last round's basis, or from a new random one.
     min_rate : float
         At least 0. A matrix is factored when what a client sends of it, times this, is less than m p: r (m + p) / 2 on
-        average over two rounds in the alternating form, as in the authors' package (read: its default is 2, too), and
-        r (m + p) in the two-exchange form, as in PyTorch's hook (read). Vectors, and matrices that are too small,
-        travel whole.
+        average over two rounds in the alternating form, as in the authors' package (read: its default is 2, too), and r
+        (m + p) in the two-exchange form, as in PyTorch's hook (read). Vectors, and matrices that are too small, are
+        sent whole.
     values : {"float32", "bf16", "q8", "q4"}
-        How clients send factors; what they round stays in their memory. The server always sends float32.
+        Format of the clients' factors; rounding errors stay in their memory. The server always sends float32.
     norm_guard : float, optional
         Bound of ‖memory‖ in multiples of ‖update‖; see :class:`~fedcomp.codecs.feedback.ErrorFeedback`.
     dense : bool
-        Factor nothing: the rounds before compression starts.
+        Do not factor: for the rounds before compression starts.
 
     Notes
     -----

@@ -58,30 +58,28 @@ def _coordinates(size: int) -> Iterator[Vector]:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class RandomProjection(SeededCodec):
-    """Send the products of an update with random directions of signs: ``directions`` numbers, whatever its size.
+    """Send an update's products with random sign vectors: ``directions`` numbers for an update of any size.
 
-    A stretch of no more coordinates than directions travels as it is, and arrives exactly.
+    A stretch with at most as many coordinates as directions is sent as it is, exactly.
 
     Parameters
     ----------
     directions : int
-        m, of each stretch.
+        m, the number of directions per stretch.
     scope : {"global", "layer"}
-        One set of directions for the whole update, or one for each tensor: as many times the bytes, and errors of each
-        tensor's own size.
+        One set of directions for the whole update, or one per tensor, which multiplies the bytes and scales errors to
+        each tensor.
     scale : {"unbiased", "least"}
         "unbiased": the mean of products times directions. "least": m / (m + n - 1) of it, the smallest expected error:
         for error feedback.
     shared : bool
-        The same directions for all clients of a round: their products may then be summed. Directions of their own give
-        the mean of N clients N times as many.
+        Use the same directions for all clients of a round, so that products can be summed. With separate directions,
+        the mean of N clients uses N times as many.
     clip : float
-        Largest magnitude of a product that is sent, and taken; 0 for none. What is cut is lost.
+        Largest magnitude of a product that is sent or accepted; 0 for no limit. The part cut off is lost.
 
-    Notes
-    -----
-    Squared error over ‖x‖² of n coordinates: (n - 1) / m unbiased, (n - 1) / (m + n - 1) at least error; both are
-    reached by every vector in expectation (derived, measured).
+    Notes ----- Squared error over ‖x‖² of n coordinates: (n - 1) / m unbiased, (n - 1) / (m + n - 1) at least error;
+    both hold with equality in expectation for every vector (derived, measured).
 
     Examples
     --------
@@ -273,20 +271,21 @@ class RandomProjection(SeededCodec):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Replay(Wrapper):
-    """A downlink that repeats what came up: a step is the weighted frames of which it is the sum, never the model.
+    """A downlink that repeats the uplink: a step is sent as the clients' weighted frames, whose sum it is, not as
+    values.
 
-    Around :class:`RandomProjection`, whose frames are short and say how they are read: of C clients 4 m C bytes travel
-    to each, with a seed and a weight of eight bytes for each client. Receivers add in the order and to the bit in which
-    the server did, and a digest proves it. A change of the model that is not exactly this sum, as that of a server with
-    momentum, goes down as the whole model.
+    For :class:`RandomProjection`, whose frames are short and self-contained: with C clients each node receives 4 m C
+    bytes, with a seed and a weight of eight bytes for each client. Receivers add in the server's order, bit for bit,
+    which a digest checks. A model change that is not exactly this sum, as with server momentum, is sent as the whole
+    model.
 
     Parameters
     ----------
     codec : RandomProjection or config mapping
-        That of the uplink, in which a single update is encoded, too.
+        The uplink's codec, which also encodes a single update.
     most_signs : int
-        Signs that a node may have to draw for the rounds that it missed; where there are more, or the steps are longer
-        than the model, it is sent the model.
+        Largest number of signs that a node draws to catch up on missed rounds; beyond it, or if the steps are longer
+        than the model, the node receives the whole model.
 
     Raises
     ------

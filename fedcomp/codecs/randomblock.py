@@ -20,9 +20,8 @@ from fedcomp.wire.support import BLOCK
 class RandomBlock(RandomK):
     """Send ``b = max(1, floor(density * n))`` consecutive coordinates from a uniformly random start.
 
-    The block goes on at the beginning where it reaches the end, so that every coordinate has the same chance b/n. A
-    seed of eight bytes says where it lies. Neighbouring coordinates travel together, which changes no expectation:
-    the formulas are those of :class:`~fedcomp.codecs.RandomK` with k = b.
+    The block wraps around at the end, so that every coordinate has the same probability b/n. A seed of eight bytes
+    determines its start. The expectations are those of :class:`~fedcomp.codecs.RandomK` with k = b.
 
     Parameters
     ----------

@@ -312,33 +312,30 @@ class Meter(Stateful):
 
 
 class MeteredGrid(GridWrapper):
-    """Counts both directions of every message that passes to and from ``inner``.
+    """Count every message to and from ``inner``, in both directions.
 
     Parameters
     ----------
     inner : Grid
         Any engine.
     ledger : TrafficLedger, optional
-        Where the rows go; a new one by default.
+        The ledger for the rows; a new one by default.
     poll_seconds : float
-        How long to wait between two looks for replies on an engine that runs by itself.
+        Seconds between two polls for replies on an engine that runs in other processes.
 
     Attributes
     ----------
     meter : Meter
     round : int or None
-        Server round the next messages belong to; set by the driver. When None, a message's own ``server-round`` is
-        taken, or 0.
+        Server round of the next messages; set by the driver. If None, a message's own ``server-round`` is used, or 0.
 
-    Notes
-    -----
-    A message counts when it is pushed, whether or not its node is there to take it; one to an unknown node does not.
-    A reply counts when it is pulled, in the round of the message it answers; a duplicate that really arrived counts
-    too, although it is not returned, while the same reply seen twice counts once. Errors a SuperLink makes never
-    crossed a node's link and are not counted.
+    Notes ----- A message counts when it is pushed, whether or not its node is online; one to an unknown node does not.
+    A reply counts when it is pulled, in the round of its request; a duplicate that arrived counts too, although it is
+    not returned, while the same reply seen twice counts once. Errors made by a SuperLink never crossed a node's link
+    and are not counted.
 
-    Where the engine does not know a node's partition, the first one the node declares holds for good. A declaration is
-    not believed while another node online holds that partition; the node then goes on under its node id.
+    If the engine does not know a node's partition, the first one that the node declares is final. A declaration is
+    refused while another online node holds that partition; the node is then counted under its node id.
 
     Examples
     --------
@@ -369,7 +366,7 @@ class MeteredGrid(GridWrapper):
 
     @property
     def round(self) -> int | None:
-        """Server round of the messages to come."""
+        """Server round of the next messages."""
         return self._round
 
     @round.setter
@@ -402,7 +399,7 @@ class MeteredGrid(GridWrapper):
     def pull_messages(  # type: ignore[override]  # as Flower 1.43 has it; earlier ones name the first otherwise
         self, reply_to_message_ids: Iterable[str] | None = None, *, message_ids: Iterable[str] | None = None
     ) -> list[Message]:
-        """Return the replies that have come, each counted, in partition order and without duplicates.
+        """Return the replies that have arrived, each counted, in partition order and without duplicates.
 
         Replies to messages that were not pushed through this meter, or were answered before, follow at the end,
         uncounted. Arguments as for :func:`~fedcomp.flower.wrapper.awaited_ids`.
@@ -426,8 +423,7 @@ class MeteredGrid(GridWrapper):
     ) -> list[Message]:
         """Send ``messages`` and return at most one reply for each, in partition order; see :func:`join`.
 
-        When ``enough`` says of the replies so far that they are, no more are waited for; those that come later are
-        never pulled, nor counted.
+        Once ``enough`` returns true for the replies so far, waiting ends; later ones are neither pulled nor counted.
 
         Raises
         ------
@@ -458,7 +454,7 @@ class MeteredGrid(GridWrapper):
         timeout: float | None = None,
         enough: Callable[[Sequence[Message]], bool] | None = None,
     ) -> list[Message]:
-        """Wait for replies to messages that were pushed before; return those that came, each counted."""
+        """Wait for replies to messages pushed earlier; return those that arrived, each counted."""
         if hasattr(self.inner, "receive"):
             replies = list(self.inner.receive(message_ids, timeout=timeout, enough=enough))
         else:
@@ -467,7 +463,7 @@ class MeteredGrid(GridWrapper):
         return replies
 
     def arrived(self, reply: Message) -> float:
-        """Return the second in which a reply arrived, on the clock of the engine."""
+        """Return the arrival time of a reply in seconds, on the engine's clock."""
         if hasattr(self.inner, "arrived"):
             return float(self.inner.arrived(reply))
         return self._arrivals.get(reply, time.monotonic())
@@ -486,7 +482,7 @@ class MeteredGrid(GridWrapper):
         return poll(self.inner, missing, timeout, enough, seconds=self.poll_seconds, arrive=arrive, final=final)
 
     def record_peer(self, round: int, node_id: int, message_type: str, payload: int, wire: int) -> None:
-        """Count bytes that a client handed to another one without the server; they crossed no link seen here.
+        """Count bytes that one client sent to another without the server, as the clients report them.
 
         Parameters
         ----------
@@ -497,8 +493,8 @@ class MeteredGrid(GridWrapper):
         message_type : str
             Of the message in whose answer they were reported, e.g. ``train``.
         payload, wire : int
-            Bytes of the bodies, and of all that was handed to the transport. Both are the sender's word, or that of
-            receivers who hold the parcels.
+            Bytes of the bodies, and of everything given to the transport, as reported by the sender or by receivers of
+            the parcels.
 
         Raises
         ------
@@ -520,7 +516,7 @@ class MeteredGrid(GridWrapper):
         return {"inner": self.inner.dump(), "meter": self.meter.state_dict()}
 
     def snapshot(self) -> bytes:
-        """Return the meter's own memory and the inner grid's; the ledger is stored apart.
+        """Return the meter's state and the inner grid's as bytes; the ledger is stored separately.
 
         Raises
         ------

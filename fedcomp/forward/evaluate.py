@@ -28,17 +28,17 @@ Tangent = Mapping[str, NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss and the model it is of.
+    """A loss and its model.
 
     Attributes
     ----------
     module : torch.nn.Module
-        Holds the parameters at which the loss is looked at, in the mode (training or evaluation) that is wanted.
+        Holds the parameters at which the loss is evaluated, in the intended mode (training or evaluation).
     loss : callable
         ``loss(model) -> tensor`` without dimensions: calls ``model`` as it would call ``module``, on the same examples
         every time.
     examples : float
-        How many examples the loss is of: the node's weight in a mean.
+        Number of examples in the loss: the node's weight in a mean.
 
     Examples
     --------

@@ -39,24 +39,22 @@ _COUNT = "releases"
 class Privatise(Transform):
     """Clip to L2 norm ``clip``, round to the grid, add discrete Gaussian noise.
 
-    An update with NaN or infinity becomes noise alone: an error in its place would be an answer about the data.
+    An update with NaN or infinity becomes pure noise, since an error message would reveal something about the data.
 
     Parameters
     ----------
     clip : float
-        Bound C of the update, all tensors together.
+        Bound C on the update's L2 norm, all tensors together.
     noise_multiplier : float
-        Standard deviation of the noise over 2C. 0 adds none and promises nothing.
+        Standard deviation of the noise over 2C. With 0 there is no noise and no guarantee.
     releases : int
-        Most messages of a client, 0 for no limit. It is the server's word; what holds whatever the server says is
-        :class:`LocalPolicy`.
+        Largest number of messages per client, 0 for no limit. The server sets it; a client's own limit, independent of
+        the server, is :class:`LocalPolicy`.
     insecure_deterministic : bool
         Draw the noise from the key, which the server knows: for experiments that must repeat.
 
-    Notes
-    -----
-    State: ``releases``, a 0-d int64, how many messages left. It does not go back when a message is rolled back: that
-    nobody acknowledged it does not mean that nobody read it.
+    Notes ----- State: ``releases``, a 0-d int64, the number of messages sent. A rollback does not decrease it, because
+    an unacknowledged message may still have been read.
 
     Examples
     --------

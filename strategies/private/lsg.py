@@ -20,8 +20,8 @@ from fedcomp.systems.private.lsg import KeptCoordinates, LowRank
 class Lsg(PrivateStrategy, KeptCoordinates):
     """Federated averaging of clipped, low-rank and masked updates with noise.
 
-    Not to be put inside ``Compressed``: it has bytes of its own. A client without the mod answers with a dense model;
-    the server, which is trusted, then shortens and clips it as that client would have.
+    Do not put it inside ``Compressed``: it has its own encoding. A client without the mod replies with a dense model;
+    the trusted server then shortens and clips it as that client would have.
 
     Parameters
     ----------

@@ -174,7 +174,7 @@ class Spent(ReportSection, name="record_dp"):
 
 
 class RecordDp(NoClientEvaluation, Server):
-    """Let clients train with DP-SGD, and account for it.
+    """Record-level privacy: clients train with DP-SGD, and the server accounts for it.
 
     The clients' apps need :func:`fedcomp.clients.private.dpsgd.record_dp`; replies of others are refused.
 
@@ -186,20 +186,20 @@ class RecordDp(NoClientEvaluation, Server):
     plan : DpSgdPlan
         How clients train.
     records : int
-        Public number of records of all clients together. 0: learnt by :meth:`declare_records`, which whoever runs the
-        rounds calls.
+        Public total number of records of all clients. 0: set by :meth:`declare_records`, called by the driver of the
+        rounds.
     guard : Norms, optional
-        Refuses updates that are far longer than is usual; default nobody does. The pair has one of its own.
+        Refuses updates with an unusually large norm; by default none is refused. The pair has its own guard.
 
     Attributes
     ----------
     privacy : ParallelLedger
-        What clients said they spent; its participants are partitions.
+        The spending that clients reported, by partition.
 
     Raises
     ------
     ConfigError
-        For a plan that promises nothing, and for inner strategies that would release more than models.
+        For a plan without a guarantee, and for inner strategies that would release more than models.
 
     Examples
     --------
