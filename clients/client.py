@@ -32,16 +32,16 @@ HALVES: Final[Mapping[str, Callable[[], ClientHalf]]] = {
 def client(app: ClientApp, *halves: ClientHalf, only: Iterable[str | ClientHalf] | None = None) -> ClientApp:
     """Return an app that answers the messages of this project's strategies, with ``app`` inside.
 
-    The order in which halves are named does not matter: each declares what it stands outside and inside of. The app's
-    own mods (clipping, for instance) are inside of all halves. Handlers can be registered before or after, with the app
-    that went in or with the one that came out.
+    The order of the halves does not matter, because each declares which others it wraps. The app's own mods (clipping,
+    for instance) are inside all halves. Handlers can be registered before or after, on the given or on the returned
+    app.
 
     Parameters
     ----------
     app : ClientApp
         Trains and evaluates; its mods and its ``lifespan`` are kept.
     *halves : ClientHalf
-        Halves that need something from the app's author (:func:`fedcomp.clients.gossip.gossip_node`,
+        Halves that need code from the app's author (:func:`fedcomp.clients.gossip.gossip_node`,
         :func:`fedcomp.clients.gcn.graph_owner`, :func:`fedcomp.clients.private.datalens.datalens_teachers`,
         :func:`fedcomp.clients.coded.linear.linear_device`, :func:`fedcomp.clients.private.dpsgd.record_dp`,
         :func:`fedcomp.clients.private.topagg.votes_only`, :func:`fedcomp.clients.conditional.conditional`), and those

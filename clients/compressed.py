@@ -27,24 +27,24 @@ def compression(
     i_know_inputs_are_visible: bool = False,
     first_model: FirstModel | None = None,
 ) -> ClientHalf:
-    """Return the client half of all systems that are programs. What an app brings to some comes by
+    """Return the client half of all systems written as programs. Some need code of the app as well, see
     :func:`fedcomp.clients.programs.bringing`.
 
     Parameters
     ----------
     accept : collection of str, optional
         Ids of codecs, wrappers ("feedback", "chain") included, and of systems that this client agrees to use, the pair
-        beside them; default all registered ones. What needs another one is answered with the app's own reply and
-        reported to the server, never silently; where it privatises updates it is not answered at all.
+        beside them; default all registered ones. A message that needs another one is answered with the app's
+        uncompressed reply, and the server is told; if that codec privatises updates, the message is refused.
     i_know_inputs_are_visible : bool
         Agree to codecs whose frames show the server single examples (:class:`fedcomp.codecs.Factors` in the modes "dad"
         and "edad"); without it they, too, are answered with the app's own reply. Agree only where the server may see
         the data.
     first_model : callable, optional
-        Takes message and context, returns the ArrayRecord that the run begins with, bit for bit the server's: made from
-        a seed in the message's configuration, or read from a file of this node. It is asked for once, and only by a
-        server that does not send that model. The digest in the message shows a difference; the server then sends its
-        own in the next round.
+        Takes message and context, and returns the run's first model as an ArrayRecord, bit for bit the server's: made
+        from a seed in the message's configuration, or read from a file of this node. It is called once, and only if the
+        server does not send that model. The digest in the message reveals a difference; the server then sends its own
+        in the next round.
 
     Examples
     --------

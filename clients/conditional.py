@@ -27,18 +27,18 @@ Watch = Callable[[Message, Context], float]
 
 @dataclass(frozen=True)
 class Sensors:
-    """A node's sensors, for its half.
+    """A node's sensors, as its client half uses them.
 
     Attributes
     ----------
     edge : callable
-        ``edge(context) -> Edge``: where their windows are, and models are deployed to them.
+        ``edge(context) -> Edge``: stores their windows and deploys models to them.
     measure : callable
-        ``measure(message, context, arrays) -> figures``: the sensors' statistic of a model on held-out data; None where
-        there are too few of them, see :meth:`fedcomp.drift.edge.Deployments.deploy`.
+        ``measure(message, context, arrays) -> figures``: the sensors' statistic of a model on held-out data; None if
+        there are too few data, see :meth:`fedcomp.drift.edge.Deployments.deploy`.
     absorb : callable
-        ``absorb(message, context, windows)``: add what sensors sent to the data that is trained on. It may be called
-        again with the same windows, when the round failed after it.
+        ``absorb(message, context, windows)``: add the sensors' windows to the training data. It may be called again
+        with the same windows if the round fails afterwards.
     """
 
     edge: Callable[[Context], Edge]
@@ -49,16 +49,16 @@ class Sensors:
 def conditional(
     watch: Watch, *, sensors: Sensors | None = None, settings: ScheduleSettings | None = None
 ) -> ClientHalf:
-    """Return the half that brings losses and sensors to conditional rounds; the half ``compression`` answers them.
+    """Return the half that adds losses and sensors to conditional rounds, which the half ``compression`` answers.
 
     Parameters
     ----------
     watch : callable
         ``watch(message, context) -> loss`` of the message's model on this node's own held-out data.
     sensors : Sensors, optional
-        Those below this node; default none.
+        The sensors of this node; default none.
     settings : ScheduleSettings, optional
-        What counts as stable.
+        When a model counts as stable.
 
     Examples
     --------

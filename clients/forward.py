@@ -58,7 +58,7 @@ def slopes(objective: ObjectiveOf, *, oracle: Oracle = "jvp", at_once: int = 1) 
 
 
 def forward_gradients(objective: ObjectiveOf, *, oracle: Oracle = "jvp", at_once: int = 1) -> ClientHalf:
-    """Return the half that brings :func:`slopes` of an objective to forward gradients.
+    """Return the client half of forward gradients, which measures :func:`slopes` of an objective.
 
     Parameters
     ----------

@@ -65,7 +65,7 @@ def gossip_node(problem: ProblemOf) -> ClientHalf:
     Parameters
     ----------
     problem : callable
-        Returns what this node learns from. What it keeps between calls is lost in a deployment.
+        Returns the node's learning problem. In a deployment it must not rely on state between calls.
 
     Examples
     --------

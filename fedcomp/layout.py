@@ -325,7 +325,7 @@ def policy_from_config(config: Mapping[str, Any]) -> DensityPolicy:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of the vector: where it lies and how it is to be treated."""
+    """One tensor of the vector: its position and its treatment."""
 
     name: str
     shape: tuple[int, ...]
@@ -648,18 +648,18 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One flat float32 vector plus its layout. The vector is owned by whoever made it; codecs never write to it, unless
-    it is given to them.
+    """One flat float32 vector plus its layout. The vector belongs to its creator; codecs never write to it, unless
+    ``given`` is set.
 
     Attributes
     ----------
     vector : float32 array, shape (layout size,)
     layout : Layout
     outer : mapping of name to OuterProducts
-        Of matrices of which it is known: what they are the sum of, up to the rounding of float32. Whoever changes the
-        vector leaves it out.
+        For matrices where it is known: the outer products whose sum they are, up to float32 rounding. Code that changes
+        the vector must drop it.
     given : bool
-        The vector is finite, and the codec that encodes it may write to it: nobody looks at it afterwards.
+        The vector is finite, and the encoding codec may overwrite it, because it is not used afterwards.
     """
 
     vector: Vector

@@ -10,15 +10,15 @@ from fedcomp.systems import power_sgd
 
 
 class SharedBasis(Averaging):
-    """Average updates in a low-rank basis that all clients share.
+    """PowerSGD: average updates in a low-rank basis shared by all clients.
 
     Parameters
     ----------
     codec : PowerSGD or dict, optional
         Rank, form, memory; default rank 2, one exchange.
     server_lr, warmup_rounds, policy, guard, seed, **cohort
-        As of :class:`~fedcomp.strategies.averaging.Averaging`. The step size is 1 with the aggregated memory, which
-        takes the step for the mean.
+        As of :class:`~fedcomp.strategies.averaging.Averaging`. The step size must be 1 with the aggregated memory,
+        which treats the step as the mean.
 
     Examples
     --------

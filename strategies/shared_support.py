@@ -14,7 +14,7 @@ from fedcomp.systems import shared_support
 
 
 class SharedSupport(Averaging):
-    """Average updates on a support that one client chooses for all.
+    """ScaleCom: average updates on a support that one client chooses for all.
 
     Parameters
     ----------

@@ -23,7 +23,7 @@ RowsOf = Callable[[Message, Context, int], LinearRows]
 
 
 def linear_device(rows: RowsOf) -> ClientHalf:
-    """Return the half that brings rows to coded gradient descent.
+    """Return the client half of coded gradient descent, which supplies the node's rows.
 
     Parameters
     ----------

@@ -21,16 +21,16 @@ TeachersOf = Callable[[Message, Context, Teachers], NodeTeachers]
 
 
 def datalens_teachers(ensemble: TeachersOf) -> ClientHalf:
-    """Return the half by which an app has teachers for a DataLens run, beside
+    """Return the half that provides teachers for a DataLens run, in addition to
     :func:`~fedcomp.clients.compressed.compression`.
 
-    What goes wrong while teachers are read, learn and vote stays on the node, unless it is about settings
+    Errors while teachers are loaded, trained and asked to vote stay on the node, except errors about settings
     (:data:`fedcomp.clients.private.mod.ABOUT_SETTINGS`).
 
     Parameters
     ----------
     ensemble : callable
-        Returns this node's teachers. What it keeps between calls is lost in a deployment.
+        Returns this node's teachers. In a deployment it must not rely on state between calls.
 
     Examples
     --------

@@ -98,11 +98,11 @@ TraineeOf = Callable[[Message, Context], Trainee]
 
 
 def record_dp(trainee_of: TraineeOf) -> ClientHalf:
-    """Return the half that brings this node's records to record-level privacy.
+    """Return the client half of record-level privacy, which trains on this node's records.
 
-    What is asked of :class:`~fedcomp.systems.private.record.Records` is answered with the noisy model and what it cost,
-    and nothing else; the app's own training function does not see it. What goes wrong is in this node's log alone, but
-    for errors about settings.
+    Requests of :class:`~fedcomp.systems.private.record.Records` are answered with the noisy model and its privacy cost
+    only; the app's own training function is not called. Errors appear in this node's log only, except errors about
+    settings.
 
     Parameters
     ----------

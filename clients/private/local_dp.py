@@ -44,13 +44,13 @@ _HEADER: Final = {"format": "fedcomp.private-messages", "version": 1}
 def local_privacy(policy: LocalPolicy | None = None, *, state_dir: Path | None = None) -> ClientHalf:
     """Return the half that counts private messages and refuses what a policy does not allow.
 
-    Only the coding mod is outside of it: what another mod made there would not be checked.
+    Only the coding mod may wrap it, because the output of other outer mods would not be checked.
 
     Parameters
     ----------
     policy : LocalPolicy, optional
-        With one, every message but a training message with a codec that satisfies it is refused: evaluation, too, whose
-        metrics would leave without noise. What was sent is counted in the node's state folder (``state-dir`` in its
+        With a policy, only training messages whose codec satisfies it are answered. Evaluation is refused, because its
+        metrics would leave without noise. Sent messages are counted in the node's state folder (``state-dir`` in its
         configuration, ``--state-dir`` of ``fedcomp node``), over all runs; without one every message is refused.
     state_dir : Path, optional
         An absolute path, for nodes whose configuration names no folder: those of a simulation. A file for each

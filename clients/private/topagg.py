@@ -20,13 +20,12 @@ BALLOT = "topagg"
 
 
 def votes_only() -> ClientHalf:
-    """Return the guard of a client that takes part in private votes and in nothing else.
+    """Return a half for clients that take part in private votes only.
 
     It refuses every message that does not announce a private vote: training without privacy or with another codec, and
-    evaluation, whose metrics would leave without noise. The refusal is an error reply, made before the app sees the
-    message, and costs a private round nothing but that vote. Queries pass: what an app answers is its own matter (the
-    generic app answers with its partition). Without this half the server decides what is asked, as in the generic
-    app.
+    evaluation, whose metrics would leave without noise. The refusal is an error reply, sent before the app sees the
+    message, and costs a private round only that vote. Queries pass to the app (the generic app answers with its
+    partition). Without this half the server decides which messages the app answers.
 
     Examples
     --------

@@ -22,9 +22,10 @@ from fedcomp.wire import Frame
 
 
 class Transform(Configured, ABC):
-    """Turns an update into another update of the same layout before it is encoded. Subclasses are frozen dataclasses.
+    """A transform: turns an update into another one of the same layout before encoding. Subclasses are frozen
+    dataclasses.
 
-    Nothing of a transform is undone by the receiver; what must be undone is a codec.
+    The receiver does not invert a transform; an operation that must be inverted is a codec.
     """
 
     transform_id: ClassVar[str]

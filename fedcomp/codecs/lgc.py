@@ -315,7 +315,7 @@ class LGC(LeaderSelected):
     Raises
     ------
     ConfigError
-        For ``scope="global"`` selectors, since coded tensors are ranked one by one.
+        For ``scope="global"``, since LGC ranks every tensor by itself.
 
     Notes
     -----

@@ -42,9 +42,9 @@ class Stretch:
     name : str
         For messages; it does not travel.
     start, stop : int
-        Where it lies in the vector.
+        Its position in the vector.
     density : float or None
-        What the layout's policy asks for this tensor.
+        The density that the layout's policy sets for this tensor.
     shape : tuple of int
         The tensor's own shape; that of the flat stretch when it covers several tensors.
     """
@@ -197,7 +197,7 @@ class PositionalCodec(Packing, Codec):
 
     @property
     def rest_form(self) -> ValueForm:
-        """How the dense rest travels: as it is, unless a codec says otherwise."""
+        """Format of the dense rest: unchanged, unless a codec overrides it."""
         return FORMS["float32"]
 
     def fields(self, key: Key) -> tuple[tuple[int, bytes], ...]:
@@ -231,7 +231,7 @@ class PositionalCodec(Packing, Codec):
         return held[1]
 
     def longest(self, layout: Layout) -> int:
-        """Return a number of bytes that no frame for ``layout`` exceeds, whatever was learnt."""
+        """Return an upper bound in bytes on any frame for ``layout``, whatever the update."""
         schema = self.schema(layout)
         forms = [self.form() for _ in self.stretches(layout)]
         # A type and a length of one byte each; no field is longer than 127 bytes.

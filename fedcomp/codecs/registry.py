@@ -34,7 +34,7 @@ _LONGEST_KEPT: Final = 256
 
 
 class UnknownCodec(ConfigError):
-    """No codec (or transform) of that name is known here."""
+    """No codec (or transform) of that name is registered."""
 
 
 class Registry(Generic[T]):
@@ -65,7 +65,7 @@ class Registry(Generic[T]):
     @overload
     def register(self, cls: None = None, *, replace: bool = False) -> Callable[[C], C]: ...
     def register(self, cls: Any = None, *, replace: bool = False) -> Any:
-        """Make ``cls`` known by its id. Use it as a decorator, with or without arguments, or as a function.
+        """Register ``cls`` under its id. Use it as a decorator, with or without arguments, or as a function.
 
         Raises
         ------
@@ -136,7 +136,7 @@ class Registry(Generic[T]):
     def get(self, config: Mapping[str, Any] | T) -> T:
         """Return the object that ``config``, ``{"id": ..., **parameters}``, describes; an object returns itself.
 
-        Equal configurations may bring the same object: what is registered never changes after it was made.
+        Equal configurations may return the same object, because registered objects are immutable.
 
         Raises
         ------

@@ -268,11 +268,11 @@ class ScaleCom(LeaderSelected):
         q = the decoded values of p on the leader's support, 0 elsewhere
         memory = (1 - beta) * memory + beta * (p - q)
 
-    A client that does not learn the support in time has q = 0. For every client Σ q + memory / beta = Σ g, elementwise
-    (derived). For ``beta < 1`` the memory of a sent coordinate becomes (1 - beta) of what it was, not zero.
+    A client that does not receive the support in time has q = 0. For every client Σ q + memory / beta = Σ g,
+    elementwise (derived). For ``beta < 1`` a sent coordinate keeps (1 - beta) of its memory.
 
-    :meth:`encode` is what a leader without followers does: error feedback around the selector. The two exchanges are
-    :meth:`begin`, :meth:`choose` (the leader) and :meth:`send`.
+    :meth:`encode` is for a single client: error feedback around the selector. The two exchanges are :meth:`begin`,
+    :meth:`choose` (the leader) and :meth:`send`.
 
     Parameters
     ----------

@@ -194,23 +194,23 @@ class _Search(NamedTuple):
 class SIDCo(AdaptiveCodec, ListedCodec):
     """Send the coordinates above an estimated threshold: about ``k = max(1, ceil(density * n))``.
 
-    What is sent is the exact top-k̂ for the k̂ the estimate turns out to give. A safety net of our own bounds it
-    (derived): of k̂ > 2 k the exact top k travel, and of k̂ = 0 the single largest, so that a frame holds at least one
-    (where fp16 or bf16 do not round it to zero) and at most 2 k coordinates of a vector that is not zero. A zero vector
-    is an empty frame. :meth:`events` counts how often that happened.
+    The estimated threshold selects the exact top k̂ for some k̂. Two safeguards bound it (derived here): if k̂ > 2 k,
+    the exact top k are sent, and if k̂ = 0, the single largest, so that a frame holds at least one (where fp16 or bf16
+    do not round it to zero) and at most 2 k coordinates of a vector that is not zero. A zero vector is an empty frame.
+    :meth:`events` counts how often that happened.
 
     Parameters
     ----------
     density : float
-        Fraction of coordinates that is to travel, in (0, 1]. With ``scope="layer"`` the layout's policy may set
-        another one per tensor.
+        Target fraction of coordinates to send, in (0, 1]. With ``scope="layer"`` the layout's policy may set another
+        one per tensor.
     family : {"pareto", "exponential", "gamma-pareto"}
         See :func:`estimate_threshold`. ``"gamma-pareto"`` needs scipy.
     stages : int, optional
         Stages of the first estimates. None or 0 chooses: 2, for the exponential family 1 from density 0.1 on, 2 from
         0.01 on and 3 below. Always at most ``ceil(log2(1 / density))``.
     adapt : {"reversing", "published", "off"}
-        What is done after every five estimates whose mean of selected / wanted lies outside 0.8 .. 1.2.
+        How the stages adapt after every five estimates whose mean of selected / wanted lies outside 0.8 .. 1.2.
         ``"published"`` is the authors' rule: a stage less after over-selection, a stage more after under-selection.
         That is right for tails lighter than the family's and wrong for heavier ones, where it sticks at the fewest
         stages (measured). ``"reversing"`` adds stages first, turns when a step made things worse, and turns at the

@@ -30,8 +30,8 @@ class SignSGD(PositionalCodec):
     """Send the sign of every coordinate; the update is ``step`` times the sign of the majority.
 
     :meth:`decode` returns one client's votes, +1 and -1. :meth:`conclude` turns the weighted sum of all votes into the
-    update. A vote weighs what the client's update would weigh in the mean: with equal numbers of examples every client
-    has one vote.
+    update. A vote has the weight that the client's update would have in the mean: with equal numbers of examples every
+    client has one vote.
 
     The bit is the float's sign bit, so ``vote(-x) = -vote(x)`` holds for every vector. There is no third state: +0.0
     votes +, and a coordinate that no client touches (the weights of a dead unit, an unused embedding) rises by ``step``
@@ -49,9 +49,9 @@ class SignSGD(PositionalCodec):
     Parameters
     ----------
     step : float
-        Length of every coordinate's move per round, positive: the server's learning rate.
+        Change of every coordinate per round, positive: the server's learning rate.
     scope : {"global", "layer"}
-        What abstains as one: the whole compressed part, or a tensor. The bits are the same.
+        The unit that abstains when it is zero: the whole compressed part, or a tensor. The bits are the same.
 
     Examples
     --------

@@ -21,9 +21,9 @@ from fedcomp.wire import Tensor
 class Threshold(ListedCodec):
     """Send every coordinate x with ``|x| > level``.
 
-    How many travel depends on the data; there may be none, and the frame is then empty. The bound on the error is
-    absolute, ``level² n`` per stretch of n coordinates, besides what fp16 and bf16 lose: no contraction. What is sent
-    is the exact top-k for the k it turns out to be.
+    The number sent depends on the data; if it is zero, the frame is empty. The bound on the error is absolute, ``level²
+    n`` per stretch of n coordinates, besides what fp16 and bf16 lose: no contraction. The selection is the exact top-k
+    for the resulting k.
 
     Parameters
     ----------

@@ -28,15 +28,16 @@ Schedule = tuple[tuple[int, float], ...]
 
 
 def diminishing(theta: float, rates: Sequence[float], factor: float) -> Schedule:
-    """Return the schedule under which round t leaves out ``min(theta, factor * rates[t - 1])`` of the coordinates.
+    """Return the density schedule by which round t omits a fraction ``min(theta, factor * rates[t - 1])`` of the
+    coordinates.
 
-    What is left out and not remembered adds a floor to the loss that only a share in proportion to the learning rate
-    removes (derived; the theorem of the FFT paper has this form, recalled).
+    Without memory, omitted coordinates add a floor to the loss; it vanishes only if the omitted fraction is
+    proportional to the learning rate (derived; the theorem of the FFT paper has this form, recalled).
 
     Parameters
     ----------
     theta : float
-        Largest share that is left out, in [0, 1).
+        Largest omitted fraction, in [0, 1).
     rates : sequence of float
         The learning rate of each round, from the first on.
     factor : float
@@ -80,9 +81,9 @@ class TopK(ListedCodec):
     index : str
         The wire's index codec; "auto" takes the smallest.
     warmup : int
-        Rounds W in which the density falls exponentially to ``density`` d: with e = 0 in the first round it is
-        ``max(d, d ** ((e + 1) / (W + 1)))`` (deep gradient compression's schedule by epochs, Lin et al. 2018; code
-        read). Rounds count from 1, as Flower's do, by the key; round 0 is taken for the first.
+        Rounds W in which the density falls exponentially to ``density`` d: with e = 0 in the first round it is ``max(d,
+        d ** ((e + 1) / (W + 1)))`` (deep gradient compression's schedule by epochs, Lin et al. 2018; code read). Rounds
+        count from 1, like Flower's, as the key states; round 0 counts as the first.
     schedule : sequence of (int, float)
         Pairs of a round and the density from then on, rounds ascending: ``((1, 0.15), (30, 0.5))``. Before the first
         one, and where the layout's policy sets a density, that one holds. Not together with ``warmup``.

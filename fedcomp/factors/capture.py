@@ -56,18 +56,18 @@ class _Layer:
 
 @contextmanager
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-    """Capture what the layers of ``model`` see in the body, and what comes back to them.
+    """Capture layer inputs and output gradients of ``model`` while it trains in the body.
 
-    Costs nothing where the server did not ask for factors. What is captured is held in memory until the body ends:
-    every layer's inputs and what came back, for all steps.
+    Costs nothing if the server did not ask for factors. The inputs and output gradients of every layer are held in
+    memory for all steps until the body ends.
 
     Parameters
     ----------
     model : Module
         Its parameters have the names of the arrays that the client sends.
     optimizer : Optimizer, optional
-        Plain SGD whose rate changes within the body, or is not the same for all parameters. Without one all steps of
-        the body have one rate, which need not be known.
+        Plain SGD whose learning rate changes within the body or differs between parameters. Without it, all steps of
+        the body have the same rate, which need not be known.
 
     Examples
     --------
@@ -99,7 +99,7 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 def chain_of(model: nn.Module, example: Tensor) -> tuple[str, ...]:
     """Return the layers of a chain of linear maps, as ``Factors(mode="edad", chain=...)`` takes them.
 
-    Functions between the layers are recognised by what they make of a layer's output, wherever they are called.
+    Functions between the layers are recognised by their effect on a layer's output, wherever they are called.
 
     Parameters
     ----------
@@ -109,8 +109,8 @@ def chain_of(model: nn.Module, example: Tensor) -> tuple[str, ...]:
     Raises
     ------
     ConfigError
-        When the model is no such chain: its layers are not called once each, in a row, with one of the known functions
-        between them.
+        When the model is not such a chain: its layers are not called once each, in a row, with one of the known
+        functions between them.
 
     Examples
     --------

@@ -61,8 +61,8 @@ def activity_gradients(
 ) -> ActivityEstimate:
     """Estimate the gradients of a module's linear layers without a backward pass.
 
-    Local losses take no more than a module that stops gradients between its blocks, with ``Tensor.detach``, and
-    ``losses`` that adds those of all blocks' heads.
+    For local losses, stop gradients between the module's blocks with ``Tensor.detach``, and let ``losses`` add the
+    losses of all blocks' heads.
 
     On a client whose server asked for factors, estimates are captured as :func:`fedcomp.factors.capture.capture` does
     with gradients, without a block around them: an update by plain SGD, minus one step size times the sum of all
@@ -71,13 +71,13 @@ def activity_gradients(
     Parameters
     ----------
     module : torch.nn.Module
-        All its parameters are those of linear layers, each of which is called once on a batch of vectors. They have the
-        names of the arrays that the client sends.
+        All its parameters belong to linear layers, each called once on a batch of vectors. Their names are those of the
+        arrays that the client sends.
     losses : callable
         ``losses(module) -> tensor`` of shape (examples,), one for each example of one batch.
     key : Key
-        Names the signs; another one for every step. Where the server asked for factors it is the round's seed that
-        names them, and steps are counted: the server draws the same.
+        Key of the signs; use a new one for every step. If the server asked for factors, the round's seed and a step
+        counter determine the signs, so that the server draws the same.
     count : int
         Passes for each layer; the estimate is their mean.
 

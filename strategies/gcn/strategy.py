@@ -38,11 +38,10 @@ __all__ = ["FetchTraffic", "Fetching", "RoundSettings", "RowSettings", "SamplerS
 
 
 class SkewedGCN(Server):
-    """Train a GCN on a graph whose nodes, features and labels several owners hold.
+    """Train a GCN on a graph whose nodes, features and labels belong to several owners.
 
-    The clients need the half :func:`fedcomp.clients.gcn.graph_owner`; :mod:`fedcomp.clients.app` has it. The
-    node of partition i owns part i. Nodes outside the inner strategy's cohort do not train, but still hand out their
-    rows.
+    The clients need the half :func:`fedcomp.clients.gcn.graph_owner`; :mod:`fedcomp.clients.app` has it. The node of
+    partition i owns part i. Nodes outside the inner strategy's cohort do not train, but still provide their rows.
 
     Parameters
     ----------
@@ -56,10 +55,10 @@ class SkewedGCN(Server):
     rounds : RoundSettings
         What a round asks of a client: steps, batch size, evaluation, timeout.
     structure : {"full", "halo"}
-        What clients know of the edges: all of them, or those of their own nodes. It has to match their task's option.
+        The edges that clients know: all of them, or those of their own nodes. It must match their task's option.
     guard : Norms, optional
-        Refuses replies that are far out of the ordinary; default none is. A
-        :class:`~fedcomp.strategies.compressed.Compressed` has its own.
+        Refuses outlying replies; by default none is refused. A :class:`~fedcomp.strategies.compressed.Compressed` has
+        its own.
     seed : int
         Of batches and samples, and of what the codec draws.
 

@@ -182,12 +182,12 @@ def local_dp(
     privatise : Privatise
         What every client does to its update first; its ``releases`` is the limit that clients are asked to keep.
     codec : Codec or dict
-        What becomes of the noised update: post-processing.
+        The codec applied to the noised update, as post-processing.
     feedback : bool
         Remember which part of the *noised* update was not sent.
     downlink, policy, guard, seed
-        See :class:`fedcomp.strategies.compressed.Compressed`. Without a guard one client that does not clip ruins the
-        model.
+        See :class:`fedcomp.strategies.compressed.Compressed`. Without a guard, a single client that does not clip can
+        ruin the model.
     **promise
         See :class:`LocalMean`.
 

@@ -31,15 +31,15 @@ class ShareSettings(Configured):
     tolerated : int
         Clients of a round that may vanish. Each client's share is sigma^2 / (floor(honest n) - tolerated).
     honest : float
-        Share of clients whose noise the adversary does not know. 1 counts on everybody's, which is right for somebody
-        who takes no part: a client knows its own.
+        Fraction of clients whose noise the adversary does not know. 1 is right only for an adversary outside the round,
+        since a client knows its own noise.
     threshold : int
-        T: any T clients together learn nothing of others from the shards they hold for them. At least the number that
-        is not honest.
+        T: any T clients together learn nothing about others from the shards they hold. At least the number of dishonest
+        clients.
     scale : int
         Grid steps of the clip norm; 0 chooses, see :class:`fedcomp.privacy.distributed.DistributedSum`.
     rotate : bool
-        Turn updates by a public rotation first, so that less room is needed for single large coordinates.
+        Apply a public rotation first, so that single large coordinates need less range.
 
     Raises
     ------
@@ -62,12 +62,12 @@ class ShareSettings(Configured):
 
 @dataclass(frozen=True, kw_only=True)
 class VoteSettings(Configured):
-    """What teachers vote on, and how far a generator follows.
+    """Settings of the teachers' votes, and of the generator's step.
 
     Parameters
     ----------
     k : int
-        Votes of a teacher on an image; all pixels where there are fewer.
+        Votes of a teacher per image; all pixels if there are fewer.
     images : int
         B, generated images of a round.
     eta : float
@@ -95,12 +95,12 @@ class VoteSettings(Configured):
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherSettings(Configured):
-    """How many teachers a client has, and how they learn.
+    """Number of teachers per client, and their training.
 
     Parameters
     ----------
     teachers : int
-        Of each client. With more than one, what is protected is a teacher's share of the records and not a client.
+        Teachers per client. With more than one, the protected unit is a teacher's part of the records, not a client.
     teacher_lr, decay : float
         Step size of the discriminators' Adam, and the decay rate of its first moment, in [0, 1).
     pretrain, steps : int
@@ -108,8 +108,8 @@ class TeacherSettings(Configured):
     batch : int
         Records of a discriminator's step.
     send : {"generator", "images"}
-        What goes down. With the generator's weights teachers make images of their own records' labels to learn from, as
-        the published code does; with images they learn from those they vote on.
+        What the server sends. With the generator's weights, teachers generate training images for their own records'
+        labels, as the published code does; with images, they train on the images that they vote on.
 
     Raises
     ------

@@ -15,11 +15,11 @@ from fedcomp.systems.private.ballots import Ballots
 
 
 class TopAgg(PrivateStrategy, Ballots):
-    """The noisy count of votes as the update of the model.
+    """TopAgg: update the model by the noisy count of clients' votes.
 
-    Stands inside of ``Compressed`` with the same ballot as its codec; :func:`topagg` makes both. A client without the
-    mod sends a dense model. The server, which is trusted, then casts the vote that client would have cast: the sum is
-    the same, only the bytes differ. A dense reply that is not finite casts none.
+    Use it inside ``Compressed`` with the same ballot as codec; :func:`topagg` makes both. A client without the mod
+    sends a dense model. The server, which is trusted, then casts the vote that client would have cast: the sum is the
+    same, only the bytes differ. A dense reply that is not finite casts none.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class TopAgg(PrivateStrategy, Ballots):
     Raises
     ------
     ConfigError
-        For arguments that do not make a vote or a promise.
+        For arguments that give no valid vote or no guarantee.
 
     Examples
     --------
