@@ -28,11 +28,11 @@ EVALUATE = "evaluate"
 
 
 class AnswerError(FedcompError, ValueError):
-    """An answer, or what it says, is not what was asked for; it alone is refused."""
+    """An answer or its values do not match the ask; only this answer is refused."""
 
 
 class Said(Configured):
-    """What an ask or an answer says in words: a frozen dataclass, every field of which has a rule."""
+    """The plain values of an ask or an answer: a frozen dataclass with a rule for every field."""
 
     def entries(self) -> dict[str, Any]:
         """Return the fields as plain entries, without those that their absence stands for."""
@@ -46,7 +46,7 @@ class Said(Configured):
 
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> Self:
-        """Return what entries of a message say.
+        """Return the object described by the entries of a message.
 
         Raises
         ------
@@ -80,7 +80,7 @@ class Post(NamedTuple):
     source, to : int
         Nodes.
     name : str
-        What it is: 1 to 200 characters. Whoever passes it on reads it, and ``data``, too, unless that is sealed.
+        Kind of content, 1 to 200 characters. Every relay can read it, and ``data``, too, unless that is sealed.
     data : bytes
     """
 
@@ -91,7 +91,7 @@ class Post(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """What one node is asked. Nodes are partitions; a driver knows their addresses.
+    """A request to one node. Nodes are partitions; a driver knows their addresses.
 
     Attributes
     ----------
@@ -101,22 +101,22 @@ class Ask(NamedTuple):
         on that a training ask began. :data:`HELLO`: it is asked beforehand; the answer holds words alone.
         :data:`EVALUATE`: of :meth:`System.evaluation` alone; memory does not change.
     say : Said, optional
-        What is said in words.
+        Plain values of the request.
     frames : mapping of str to bytes
-        What is said in bytes, to this node and once.
+        Bytes for this node only.
     blobs : mapping of str to bytes
-        Bytes that rounds or nodes share (a basis, an autoencoder): a driver sends them to nodes that lack them alone.
+        Bytes shared by rounds or nodes (a basis, an autoencoder): a driver sends them only to nodes that lack them.
     expects : type of Said, optional
-        What the answer has to say; an answer that says anything else is refused by the driver.
+        Type of the answer's plain values; the driver refuses any other.
     dense : bool
-        Whether the model that an app trained will do, of a client that has no half for this system:
-        :attr:`Answer.update`. Else the driver refuses it.
+        Whether a trained model is accepted from a client without a half for this system, as :attr:`Answer.update`.
+        Otherwise the driver refuses it.
     mail : tuple of Post
-        What other clients sent this one; the driver fills it in.
+        Messages of other clients to this one; the driver fills it in.
     model : bool
-        Whether the node needs the model of the round: a training ask brings it, and a query goes on from one that did.
-        Without it any node can be asked, whether its app has trained in this round or not; one that remembers nothing
-        then has an empty memory and an empty layout.
+        Whether the node needs the round's model: a training ask carries it, and a query follows one that did. Without
+        it any node can be asked, whether or not its app has trained in this round; a node without memory then has an
+        empty memory and an empty layout.
     """
 
     node: int
@@ -131,26 +131,26 @@ class Ask(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a client half answers.
+    """The answer of a client half.
 
     Attributes
     ----------
     node : int
     weight : float
-        In a weighted mean; the driver's, who knows the app's metrics. 0 until the app has trained.
+        Weight in a mean; set by the driver from the app's metrics. 0 until the app has trained.
     say : Said, optional
     frames : mapping of str to bytes
     sent : bytes, optional
-        The frame by which mass leaves the memory, where that called :attr:`System.SENT` is only a part of it.
+        The frame by which mass leaves the memory, if the frame named :attr:`System.SENT` is only a part of it.
     update : float32 array, optional
-        Of a client without this half, in place of frames: what it changed, or with :attr:`System.whole` its model.
+        From a client without this half, in place of frames: its update, or with :attr:`System.whole` its model.
     post : tuple of Post
-        For other clients; they get it with their next ask.
+        Messages for other clients, delivered with their next ask.
     keep : mapping of str to bytes
-        What the node keeps from here on beside its memory, by name: it outlives sessions, restarts of the server and
-        memories that begin anew. :attr:`Me.kept` reads it.
+        Data that the node stores besides its memory, by name: it survives sessions, restarts of the server and resets
+        of the memory. :attr:`Me.kept` reads it.
     bare : bool
-        Nothing of the app's reply leaves with this answer: no weight, metrics or buffers.
+        Whether nothing of the app's reply is sent with this answer: no weight, metrics or buffers.
     """
 
     node: int
@@ -166,15 +166,15 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Wait:
-    """An exchange that need not wait for everybody. Who answers later is refused as late.
+    """An exchange that need not wait for all answers. Later answers are refused as late.
 
     Attributes
     ----------
     asks : sequence of Ask
     seconds : float, optional
-        How long to wait at most; the driver's own time holds as well.
+        Longest time to wait; the driver's own timeout applies as well.
     enough : callable, optional
-        ``enough(answers)``, of those that have come, in the order of nodes: whether no more are waited for.
+        ``enough(answers)``, with the answers so far in the order of nodes: whether waiting ends.
     """
 
     asks: Sequence[Ask]

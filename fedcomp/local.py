@@ -85,7 +85,7 @@ class Node:
 
 @dataclass
 class Local:
-    """The driver in memory.
+    """The in-memory driver: runs a system's rounds in this process.
 
     Parameters
     ----------
@@ -101,9 +101,9 @@ class Local:
     seed : int
     rule : Rule
     data : mapping of int to object
-        By node: :attr:`fedcomp.program.Me.data`.
+        :attr:`fedcomp.program.Me.data` by node.
     brought : object, optional
-        By the server's app: :attr:`fedcomp.program.Now.data`.
+        The server app's data: :attr:`fedcomp.program.Now.data`.
     fault : callable
         ``fault(number, node, exchange)``: "" for none, "silent" (the ask is lost), "lost" (the answer is), "late" (the
         answer comes in the next exchange), "stale" (in place of the answer comes that to an earlier exchange), "crash"
@@ -114,25 +114,25 @@ class Local:
     ----------
     clients : dict of int to Node
     consumed : dict of int to (int, int)
-        What the server knows of a node: generation and number of the last frame that is in the model.
+        Per node, the generation and number of its last frame that is in the model.
     late : list of Reply
-        What comes in the next exchange.
+        Replies that arrive in the next exchange.
     mailbox : Mailbox
-        What clients sent each other.
+        Messages between clients.
     kept : dict of int to dict of str to bytes
-        What nodes keep beside their memories.
+        Data that nodes store besides their memories.
     identities : dict of int to KeyPair
-        Their key pairs, which are made at random.
+        The nodes' randomly generated key pairs.
     state : dict
-        What the system keeps between rounds.
+        The system's state between rounds.
     told : dict
-        What it told of the last one.
+        The system's report of the last round.
     answers : list of Answer
-        What the server received in the last round, in the order in which it came.
+        Answers received in the last round, in order of arrival.
     bytes_up, bytes_down : int
-        Frames, posts and blobs that passed, in all rounds; blobs to nodes that lack them.
+        Bytes of all frames, posts and blobs in all rounds; blobs only to nodes that lack them.
     refused : dict of int to list of str
-        By round, who was refused and why.
+        Refused nodes with reasons, by round.
     """
 
     system: System
@@ -176,14 +176,14 @@ class Local:
         return client.pending is not None and self.consumed.get(node) == (client.generation, client.sent)
 
     def settled(self, node: int) -> State:
-        """Return the memory with which a client begins its next round: with what it sent in vain."""
+        """Return the memory with which a client begins its next round, unacknowledged frames rolled back."""
         client = self.client(node)
         if client.pending is None or self.acknowledged(node):
             return client.memory
         return self.system.rollback(client.memory, client.pending, self.layout)
 
     def identity(self, node: int) -> KeyPair | None:
-        """Return a client's key pair, made at its first use; it belongs to the node, whatever becomes of its memory.
+        """Return a client's key pair, made at its first use; it survives the loss of the node's memory.
 
         None where the system has no use for one.
         """
@@ -194,7 +194,7 @@ class Local:
     def step(
         self, number: int, nodes: Sequence[int] | None = None, program: Callable[[Now], Round] | None = None
     ) -> Step | None:
-        """Run one round among ``nodes``, by default all; return what it came to, already in the model.
+        """Run one round among ``nodes``, by default all; return its step, already applied to the model.
 
         ``program`` takes the place of the system's ``round``: another method of it.
         """
@@ -208,7 +208,7 @@ class Local:
         return made
 
     def evaluate(self, number: int, nodes: Sequence[int] | None = None) -> list[Answer]:
-        """Let clients evaluate the model by the system's own conversation; return all that they answered."""
+        """Let clients evaluate the model by the system's own exchanges; return all answers."""
         now = self._now(number, nodes, Mailbox(), {})
         program = self.system.evaluation(now)
         if program is None:

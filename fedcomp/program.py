@@ -57,7 +57,7 @@ class Origin(NamedTuple):
 
 
 class Given(NamedTuple):
-    """One client's part of a sum: a frame, or :attr:`Answer.update` in its place, which may be overwritten."""
+    """One client's contribution to a sum: a frame, or :attr:`Answer.update` in its place, which may be overwritten."""
 
     node: int
     weight: float
@@ -67,28 +67,27 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What a round came to: a change of the model, or the model itself, or single updates.
+    """The result of a round: a change of the model, or the model itself, or single updates.
 
     Attributes
     ----------
     consumed : tuple of int
-        The nodes whose memory may forget what it sent.
+        The nodes whose frames are in the step, so that their memories may forget them.
     change, model : float32 array, shape (layout size,), optional
-        The one of them that is not None says how the model moves; both are None where ``single``, ``frame`` or
-        ``tensors`` do.
+        The new model or its change; both are None if ``single``, ``frame`` or ``tensors`` is given.
     single : mapping of int to float32 array, optional
-        Every node's change by itself, for a strategy that looks at them; with ``whole`` its model.
+        Every node's own change, for strategies that need single updates; with ``whole`` its model.
     frame : bytes, optional
-        The change as ``codec`` reads it, where the program knows a shorter form than a driver would make of it; it goes
-        down with ``blobs``, which :meth:`System.reads` needs.
+        The encoded change, if the program knows a shorter form than the driver would make; it is sent with ``blobs``,
+        which :meth:`System.reads` needs.
     support : bool
-        Whether the change lists coordinates, so that nothing is said of the others.
+        Whether the change lists coordinates and says nothing about the others.
     metrics : mapping of str to float or list of float
-        What the program measured of its round; they are reported with the clients' metrics.
+        The program's own measurements of the round, reported with the clients' metrics.
     whole : bool
         Whether single updates are models.
     tensors : mapping of str to array, optional
-        The model itself by its tensors, where more digits count than float32 has: :attr:`Now.tensors`.
+        The model by its tensors, if float32 is not precise enough: :attr:`Now.tensors`.
     """
 
     consumed: tuple[int, ...]
@@ -143,7 +142,7 @@ class Rule(Protocol):
 
 
 class Mean:
-    """The weighted mean in one buffer, whatever the number of clients."""
+    """The weighted mean, in one buffer for any number of clients."""
 
     adds = True
 
@@ -186,7 +185,7 @@ class Mean:
 
 
 class Single:
-    """Every update by itself, for a strategy such as a median; memory grows with the number of clients."""
+    """Single updates, for strategies such as a median; memory grows with the number of clients."""
 
     adds = False
 
@@ -208,14 +207,14 @@ class Released:
 
 @dataclass(frozen=True)
 class Now:
-    """One round as the server half sees it.
+    """One round, as seen by the server half.
 
     Attributes
     ----------
     number : int
-        Of the round, from 1.
+        Number of the round, from 1.
     nodes : tuple of int
-        Who takes part, ascending.
+        The participants, ascending.
     layout : Layout
     start : callable
         ``start()`` returns :attr:`model`.
@@ -225,34 +224,34 @@ class Now:
         Of the random streams of both halves.
     rule : Rule
     state : dict
-        What the system keeps between rounds, plain data. A round that breaks leaves the former one, so values are
-        replaced and never changed in place.
+        The system's state between rounds, as plain data. A failed round restores the previous state, so replace values
+        and never change them in place.
     refuse : callable
-        ``refuse(node, reason)``: that node's answer is not used; nobody acknowledges it.
+        ``refuse(node, reason)``: do not use or acknowledge that node's answer.
     note : callable
         ``note(text)``: one line of the round's report.
     scales : mapping of int to float
-        What single nodes' parts are multiplied by beside their share, such as for their age.
+        Additional factors of single nodes' contributions, such as for staleness.
     origins : mapping of int to Origin
-        Of nodes that were asked in another round: its number, and the model they trained from.
+        For nodes asked in an earlier round: its number, and the model they trained from.
     strangers : set of int
-        The nodes that have never answered: they may answer under another number, their partition.
+        The nodes that have never answered, and may answer under another number, their partition.
     seen : callable
-        ``seen(node, codec, contribution)``: one of that node was verified.
+        ``seen(node, codec, contribution)``: called for each verified contribution.
     told : dict
-        What the program tells of its round to whoever drives it; unlike :attr:`state` no later round sees it.
+        What the program reports about its round to its driver; unlike :attr:`state`, later rounds do not see it.
     keys : mapping of int to bytes
-        With :attr:`System.KEYS` the public keys of the nodes that have said theirs, 32 bytes each.
+        With :attr:`System.KEYS`: the public keys that nodes have announced, 32 bytes each.
     mailbox : Mailbox
-        What waits for clients, and whom nobody has answered for yet.
+        Messages waiting for clients, and the nodes whose answer is outstanding.
     unpack : callable
-        ``unpack(node, data)`` returns the answer of a node that :attr:`Me.pack` made bytes of, which came another way;
-        raises a FedcompError where it is none.
+        ``unpack(node, data)`` returns the answer of a node from the bytes of :attr:`Me.pack` that arrived by another
+        route; raises a FedcompError for invalid bytes.
     data : object, optional
-        What the server's app brings, such as a generator and its optimiser. The system says what it has to be.
+        Data of the server's app, such as a generator and its optimiser. The system defines its type.
     credit : callable
-        ``credit(node, mark)``: what that node sent under a mark (:attr:`Me.mark`) came another way, in a sum; if the
-        step names the node as consumed, this is what is consumed.
+        ``credit(node, mark)``: the node's content with this mark (:attr:`Me.mark`) arrived by another route, in a sum;
+        if the step names the node as consumed, this content is consumed.
     """
 
     number: int
@@ -295,11 +294,11 @@ class Now:
         return self.start()
 
     def key(self, purpose: str, node: int = 0) -> Key:
-        """Return the key of this round for a purpose; that of "uplink" is what the client half of ``node`` draws by."""
+        """Return this round's key for a purpose; "uplink" gives the key of ``node``'s client half."""
         return Key(self.seed, purpose, self.number, node)
 
     def verified(self, codec: Codec, given: Sequence[Given], *, add: bool = False) -> Verified:
-        """Return the contributions whose frames are what ``codec`` would send, parsed; refuse the others one by one.
+        """Return the parsed contributions whose frames are valid for ``codec``; refuse the others one by one.
 
         With ``add`` they are added on the way, which is in vain where one of them is refused.
         """
@@ -350,7 +349,7 @@ class Now:
         return found
 
     def total(self, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
-        """Return what the contributions that can be used come to, by the round's rule; see :meth:`Rule.total`."""
+        """Return the total of the usable contributions by the round's rule; see :meth:`Rule.total`."""
         return self.rule.total(self, codec, self.verified(codec, given, add=self.rule.adds), raw=raw)
 
     def mean_of(
@@ -412,7 +411,7 @@ class KeyPair(Protocol):
 
 @dataclass(frozen=True)
 class Me:
-    """One client as its half sees it.
+    """One client, as seen by its half.
 
     Attributes
     ----------
@@ -424,27 +423,27 @@ class Me:
     learn : callable
         ``learn(whole, collect)`` lets the app train; :meth:`update`.
     padded : bool
-        Whether the length of what is sent must not tell of the update.
+        Whether the length of the answer must not depend on the update.
     data : object, optional
-        What the app brings beside training, or in its place: how to measure slopes, whether there is anything new. The
-        system says what it has to be.
+        Data or functions of the app besides training, or in its place, such as a way to measure slopes. The system
+        defines their type.
     kept : mapping of str to bytes
-        What was kept by :attr:`Answer.keep`.
+        The data stored by :attr:`Answer.keep`.
     run : bytes
-        Names the run: what is sealed for one opens in no other.
+        Name of the run: content sealed for one run opens in no other.
     identity : KeyPair, optional
-        With :attr:`System.KEYS` the node's own key pair, of which others know the public half.
+        With :attr:`System.KEYS`: the node's own key pair, whose public half others know.
     pack : callable
-        ``pack(answer)`` returns the answer as bytes that may travel another way, with all that would go beside it.
+        ``pack(answer)`` returns the whole answer as bytes for another route.
     mark : callable
-        ``mark()`` returns the 16 bytes that name this answer: what :attr:`Now.credit` takes.
+        ``mark()`` returns the 16 bytes that identify this answer for :attr:`Now.credit`.
     weight : callable
-        ``weight(metric)`` returns what the app's reply says under that name: what its update weighs, where the server
-        is not told. Once it has trained; a ConfigError where it says no number, or several.
+        ``weight(metric)`` returns the app's metric of that name: the weight of its update, for systems that do not send
+        it to the server. Only after training; a ConfigError if the metric is missing, ambiguous or not a number.
     uplink : callable
-        ``uplink()`` returns the bytes a second that this node can send, as its operator says; 0 where nobody does.
+        ``uplink()`` returns the uplink rate in bytes per second that the node's operator configured; 0 if unknown.
     spent : callable
-        ``spent()`` returns the seconds that the app has trained; 0 where time is not measured.
+        ``spent()`` returns the app's training time in seconds; 0 if time is not measured.
     """
 
     node: int
@@ -471,11 +470,11 @@ class Me:
 
     @property
     def key(self) -> Key:
-        """What this client's codec draws by; the server half knows it, too."""
+        """The key of this client's codec; the server half knows it, too."""
         return Key(self.seed, "uplink", self.number, self.node)
 
     def update(self, *, whole: bool = False, collect: Collect | None = None) -> Update:
-        """Let the app train; return what changed, or with ``whole`` the model that it trained: to be encoded once.
+        """Let the app train; return the update, or with ``whole`` the trained model, to be encoded once.
 
         ``collect`` says which matrices are captured as outer products while it trains.
         """
@@ -483,9 +482,9 @@ class Me:
 
 
 class System(Configured, ABC):
-    """One algorithm, both halves: a frozen dataclass whose fields, with rules, are its options.
+    """One algorithm with both halves: a frozen dataclass whose fields are its options, each with a rule.
 
-    A driver announces the options to clients, whose halves are made of them. ``id`` is the name they travel by.
+    A driver sends the options to clients, which build their halves from them. ``id`` is the system's name in messages.
     """
 
     ID: ClassVar[str] = ""
@@ -546,17 +545,17 @@ class System(Configured, ABC):
 
     @property
     def whole(self) -> bool:
-        """Whether clients send the models that they trained, not what changed: floats of other sizes than float32 then
-        travel beside the vector, as values."""
+        """Whether clients send the trained models instead of differences: floats of other sizes than float32 are then
+        sent as values, beside the vector."""
         return False
 
     def start(self, layout: Layout) -> State:
-        """Return the memory of a client that has sent nothing; a layout that cannot be served is refused."""
+        """Return the initial memory of a client; refuse a layout that is not supported."""
         return {}
 
     @abstractmethod
     def round(self, now: Now) -> Round:
-        """Yield what is asked, receive what is answered, return what the round came to."""
+        """Yield asks, receive answers, return the round's step."""
 
     @abstractmethod
     def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
@@ -570,7 +569,8 @@ class System(Configured, ABC):
         return memory
 
     def residual(self, memory: State, layout: Layout) -> Vector | None:
-        """Return what is made and not sent, float32 of the layout's size: made = delivered + residual. None: no law."""
+        """Return the unsent part of the updates, float32 of the layout's size: made = delivered + residual. None:
+        nothing is conserved."""
         return None
 
     def reads(self, blobs: Frames, number: int, layout: Layout) -> Codec:
@@ -578,7 +578,7 @@ class System(Configured, ABC):
         raise NotImplementedError
 
     def after(self, frame: Frame, blobs: Frames, number: int, seed: int, layout: Layout) -> Frames:
-        """Return blobs that follow from round ``number``'s step: whoever has applied it need not be sent them."""
+        """Return blobs that follow from round ``number``'s step: nodes that applied it do not need to receive them."""
         return {}
 
     def evaluation(self, now: Now) -> Round | None:

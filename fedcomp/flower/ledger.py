@@ -203,8 +203,8 @@ class MessageTable:
 class TrafficLedger(MessageTable):
     """One row per message, with totals by any column.
 
-    Nodes are known by partition id where that is known (:meth:`identify`), by node id until then: node ids are redrawn
-    in every run.
+    Nodes appear by partition id once it is known (:meth:`identify`), by node id until then, since node ids differ in
+    every run.
 
     Examples
     --------
@@ -323,7 +323,7 @@ class TrafficLedger(MessageTable):
         return dict(sorted(totals.items()))
 
     def summary(self) -> dict[str, int]:
-        """Return the figures every report shows: messages, payload and wire bytes, up and down, hub and peer."""
+        """Return the standard figures: messages, payload and wire bytes, up and down, hub and peer."""
         figures: dict[str, int] = {"messages": len(self)}
         for direction in _DIRECTIONS:
             figures[f"payload_{direction}"] = self.total("payload", direction=direction, link="hub")

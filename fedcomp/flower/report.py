@@ -125,7 +125,7 @@ class _Figures:
 
 @dataclass
 class ReportSection(_Figures):
-    """What one system reports of a round beside what all have: a dataclass whose fields are :func:`figure`.
+    """One system's section of a round's report: a dataclass whose fields are :func:`figure`.
 
     Attributes
     ----------
@@ -195,7 +195,7 @@ class EventSection(ReportSection):
 
 @dataclass
 class Report(_Figures):
-    """What happened in one round, by node id.
+    """The report of one round, by node id.
 
     Attributes
     ----------
@@ -207,7 +207,7 @@ class Report(_Figures):
     compressed, plain : int
         Updates that arrived as frames, and as ordinary arrays from clients without the mod.
     without_mod : list
-        Clients that sent ordinary arrays and said nothing: their app lacks the mod. Those that said why are in
+        Clients that sent ordinary arrays without a reason: their app lacks the mod. Those with a reason are in
         ``unsupported``.
     lost : int
         Messages without any reply in time.
@@ -218,7 +218,7 @@ class Report(_Figures):
     rolled_back, fresh : list
         Clients that put an unacknowledged update back into their memory; clients whose memory began in this round.
     duplicates, unmatched : int
-        Second replies of a node, and replies to nothing that was sent.
+        Second replies of a node, and replies without a request.
     changed : int
         Compressible coordinates that the round's updates together changed: of the summed update those that are not
         zero; where the inner strategy gets dense replies, those that at least one of them changed. Sparse updates of
@@ -230,25 +230,24 @@ class Report(_Figures):
         Length of every client's frame in a private round, padding included; 0 where frames are as long as their
         updates make them.
     memory : dict
-        ‖memory‖ / ‖update‖ of the clients that report it: it stays bounded while what is not sent is sent later.
+        ‖memory‖ / ‖update‖ of the clients that report it: it stays bounded as long as unsent parts are sent later.
     frames : dict of str to dict
-        What a codec shows of its frames, by name and node, such as the ranks of their matrices.
+        Properties of the frames that a codec reports, by name and node, such as the ranks of their matrices.
     remarks : dict
-        What clients say of updates that travel in another form than their codec could use, and why.
+        Clients' remarks on updates that could not be sent in their codec's preferred form, with the reason.
     payload_bytes, model_bytes : int
-        Payload of the replies that passed all checks, and what as many full models take.
+        Payload of the replies that passed all checks, and the size of as many full models.
     frame_bytes, dense_bytes : int
         Bytes of their frames, and how many of these travelled dense: the dense rest of an update and the tensors that
         travel as values; all of them with a lossless codec.
     seconds : float
-        Time the server took to check, decode and aggregate. It never repeats, so that two reports with different ones
-        are equal.
+        Time in which the server checked, decoded and aggregated. It is ignored when reports are compared.
     norms, weights : dict
         Euclidean norm of each update as it arrived (of a vote, of the vote), and the weight it was given with: of all
         that could be used, those a guard then refused included. Empty in private rounds that bound every update (all
         but those of local privacy), and where sums are decoded instead of updates.
     sections : dict of str to ReportSection
-        What systems report beside this, by name; ``report.coded`` is the section "coded".
+        Additional sections of systems, by name; ``report.coded`` is the section "coded".
     """
 
     round: int
@@ -294,17 +293,17 @@ class Report(_Figures):
 
     @property
     def ratio(self) -> float:
-        """How many times less than full models the replies took; 0 when there were none."""
+        """The compression ratio of the replies against full models; 0 without replies."""
         return self.model_bytes / self.payload_bytes if self.payload_bytes else 0.0
 
     def section(self, kind: type[S]) -> S:
-        """Return the system's own section, a new one when the report has none yet."""
+        """Return the system's own section, created if the report has none yet."""
         found = self.sections.setdefault(kind.name, kind(self.round))
         assert isinstance(found, kind)
         return found
 
     def withhold(self) -> None:
-        """Forget, in place, all that depends on who took part."""
+        """Remove, in place, everything that depends on who took part."""
         blank = Report(self.round, padded_bytes=self.padded_bytes, notes=[WITHHELD])
         for entry in fields(self):
             # Not what is no constructor's argument: ``concluded`` has to stay.
