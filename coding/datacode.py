@@ -65,7 +65,7 @@ _DETERMINED: Final = 1e-9
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Who stores which combination, and who must send which partition to whom. Make it with :func:`data_plan`.
+    """Which device stores which combination, and which partitions it must receive. Made by :func:`data_plan`.
 
     Attributes
     ----------
@@ -290,7 +290,7 @@ def _length(vector: Real) -> float:
 
 @dataclass
 class CodedStep:
-    """The server's arithmetic of one iteration, without messages: margins, residuals, who is asked, their sum.
+    """The server's arithmetic of one iteration, without messages: margins, residuals, assignments, and the sum.
 
     Call :meth:`decode`, then :meth:`assign` and :meth:`take`; while :meth:`take` says that something is missing, both
     again with the devices that are left, or :meth:`repeat` for those that were silent. The margins stay valid, and so
@@ -324,7 +324,7 @@ class CodedStep:
         Devices whose first answers were left out because they contradict those of all others.
     gradient : ndarray of float64, shape (d,), or 0.0
         Sum of what arrived: when :meth:`take` returned True, of the gradients of all :attr:`included` examples. The
-        number 0.0 when nobody had to be asked.
+        number 0.0 if no device had to be asked.
     """
 
     plan: DataPlan

@@ -64,7 +64,7 @@ class Mode(IntEnum):
 
 @dataclass(frozen=True)
 class PacketLimits:
-    """What a receiver accepts; checked before anything is allocated.
+    """The receiver's limits, checked before any allocation.
 
     Parameters
     ----------
@@ -151,8 +151,8 @@ class Packet:
     digest : bytes
         8 bytes, see :func:`fedcomp.coding.code.payload_digest`.
     body : uint8 array of shape (generations, S)
-        Whoever keeps a packet relies on its bytes. So an array that nobody can write to is kept as it is: a view of a
-        ``bytes`` object, or of an array that its owner made read-only. Any other is copied.
+        A stored packet must not change. So a read-only array is kept as it is (a view of a ``bytes`` object, or of an
+        array that its owner made read-only), and any other is copied.
     field : int
         Number of the finite field, 0 to 3, see :data:`FIELDS`.
     first_generation : int
@@ -163,7 +163,7 @@ class Packet:
     Attributes
     ----------
     head : PayloadHead
-        What it has in common with all packets of its payload.
+        The fields common to all packets of the payload.
 
     Raises
     ------

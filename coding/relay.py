@@ -142,7 +142,7 @@ def check(*, code: str, symbols: int, shards: int, threshold: int) -> None:
 
 @dataclass(frozen=True)
 class RelayPlan:
-    """What all parties of one round agree on.
+    """The parameters of a coded round, common to all parties.
 
     Parameters
     ----------
@@ -156,7 +156,7 @@ class RelayPlan:
     round, seed : int
         Name the coefficient streams, with source and shard index.
     max_payload : int
-        Bytes of the longest payload anybody accepts.
+        Largest accepted payload in bytes.
 
     Raises
     ------
@@ -319,7 +319,7 @@ class _Source:
 class Collector:
     """Gathers the packets of one round at the server: who is asked next, what is decodable, what is wrong.
 
-    Nothing a peer sends raises: what cannot be used is in :attr:`refused`.
+    No input of a peer raises; unusable packets are listed in :attr:`refused`.
 
     Parameters
     ----------

@@ -61,7 +61,7 @@ def prime_for(contributors: int, bound: int, max_weight: int = 1) -> PrimeField:
 
 @dataclass(frozen=True)
 class SumPlan:
-    """What all who take part in one round's sum have to agree on.
+    """The parameters of one round's coded sum, common to all parties.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class SumPlan:
     checks : int
         Check symbols; 0 stands for what leaves a missed accident to one in 65 000 rounds or rarer.
     least : int
-        A relay adds at least so many contributors: of a set of one the sum is that one's vector.
+        A relay sums at least this many contributors, since a sum over one contributor is its vector.
     mode : {"share", "mask"}
 
     Raises
@@ -278,7 +278,7 @@ def shares(plan: SumPlan, vector: Residues, read: ReadBytes = os.urandom) -> Res
     Parameters
     ----------
     read : callable
-        Where the random pieces come from. Whoever can predict it can take them away again, whatever the threshold:
+        The source of the random pieces. A party that can predict it can remove them, whatever the threshold:
         :func:`predictable` is for tests.
     """
     if vector.shape != (plan.length,) or vector.dtype != plan.field.dtype:

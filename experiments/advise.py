@@ -46,7 +46,7 @@ CLIENT_MODELS, SERVER_MODELS = 9, 3
 
 @dataclass(frozen=True)
 class Candidate:
-    """One line and what it will cost.
+    """One candidate line and its predicted cost.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class Candidate:
     fits : str
         Empty, or why the line does not fit.
     note : str
-        What has to be true for it.
+        The line's precondition.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Advice:
-    """What :func:`advise` found; ``str()`` of it is the table that ``fedcomp advise`` prints.
+    """The result of :func:`advise`; its ``str()`` is the table that ``fedcomp advise`` prints.
 
     Attributes
     ----------

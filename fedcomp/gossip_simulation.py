@@ -118,7 +118,7 @@ class _Here:
 
 @dataclass(frozen=True, slots=True)
 class GossipOutcome:
-    """What came of a run.
+    """The result of a run.
 
     Attributes
     ----------
@@ -130,7 +130,7 @@ class GossipOutcome:
     traffic : GossipTraffic
     report : RunReport
     last : dict of int to State
-        Also of nodes that have left or were given up, as these were last.
+        Final states, including the last ones of nodes that left or were excluded.
     """
 
     models: dict[int, Real]
@@ -143,7 +143,7 @@ class GossipOutcome:
 
 @dataclass(frozen=True)
 class SimulationSettings:
-    """How :func:`simulate` runs, beside what it runs.
+    """Settings of :func:`simulate`, apart from the algorithm and its data.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ class SimulationSettings:
     patience : int
         See :class:`fedcomp.systems.gossip.Gossip`.
     members : collection of int, optional
-        Who is there from the beginning; default: every vertex.
+        The initial members; default: every vertex.
     watch : Observer or bool
         Gets the nodes' figures of every iteration and ends the run by raising Diverged; True: a
         :class:`~fedcomp.gossip.tuning.DivergenceWatch`, False: nobody.

@@ -356,7 +356,8 @@ class Maybe(Rule):
 
 @dataclass(frozen=True)
 class Made(Rule):
-    """What a function makes of an object, its configuration or its name; the function's own errors pass."""
+    """The object that a function makes from an object, its configuration or its name; the function's own errors
+    propagate."""
 
     make: Callable[[Any], Any]
 

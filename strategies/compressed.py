@@ -110,7 +110,7 @@ class Compressed(Server):
     first_model_at_nodes : bool
         Send only the digest of the run's first model; each node creates the same model by the ``first_model`` of
         :func:`fedcomp.clients.compressed.compression`. A node that cannot, or whose model differs in any bit, is
-        refused for the round, named in the log, and gets the whole model with its next message. Needs a ``downlink``.
+        refused for the round and gets the whole model with its next message. Needs a ``downlink``.
     seed : int
         Seed of the random streams of clients and server.
 

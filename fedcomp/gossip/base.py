@@ -38,7 +38,7 @@ Gradient = Callable[[Real], Real]
 
 @dataclass(frozen=True, slots=True)
 class GossipMessage:
-    """What one node says to one other in one iteration: bytes that only the two of them read."""
+    """A message from one node to another in one iteration, as bytes that only these two interpret."""
 
     source: int
     destination: int
@@ -74,7 +74,7 @@ def deliver(outboxes: Mapping[int, Outbox]) -> dict[int, list[GossipMessage]]:
 
 @dataclass(frozen=True)
 class View:
-    """What a node knows about the iteration it begins.
+    """A node's view of the iteration that it begins.
 
     Attributes
     ----------
@@ -149,7 +149,7 @@ class Named(Configured):
 
 
 class Algorithm(Named, ABC):
-    """One published iteration, made by its class or by :func:`fedcomp.gossip.get_algorithm` from a configuration.
+    """A decentralised algorithm, created by its class or from a configuration by :func:`fedcomp.gossip.get_algorithm`.
 
     Attributes
     ----------
@@ -160,8 +160,8 @@ class Algorithm(Named, ABC):
     time_varying : bool
         The graph may change from one iteration to the next.
     asynchronous : bool
-        A message may arrive iterations late, and an edge may rest, without a trace in the limit: push-sum. Of the
-        others every node waits for every message of an iteration before it begins the next.
+        Messages may arrive iterations late, and edges may pause, without effect on the limit (push-sum). In the other
+        algorithms every node waits for all messages of an iteration before it begins the next.
     vectors_per_message : int
         Vectors per message (BEER and gradient tracking send two in one message): a relay works out from it how large
         a message may be.
@@ -174,7 +174,7 @@ class Algorithm(Named, ABC):
     vectors_per_message: ClassVar[int] = 1
 
     def fitted(self, graph: KnownGraph) -> Algorithm:
-        """Return this algorithm with what follows from the graph filled in, where it was left to that.
+        """Return this algorithm with the options that depend on the graph filled in, unless they are set.
 
         Called once, before a run, where the graph is known: nodes know their neighbours only.
         """
@@ -189,16 +189,16 @@ class Algorithm(Named, ABC):
         model : ndarray, shape (d,), float32 or float64
             Where this node begins; its dtype is the dtype of all vectors of the state.
         layout : Layout
-            Which stretch is compressed (``[:layout.compressed_size]``), which travels dense, and the tensors' shapes.
-            Whatever later steps need of it belongs in the state.
+            The compressed part of the vector (``[:layout.compressed_size]``), the dense part, and the tensors' shapes.
+            The state must hold everything that later steps need of it.
         common : ndarray, shape (d,), optional
-            What every node knows of every other without a byte: where estimates begin. Default: ``model`` itself,
-            right when all nodes begin with the same model; zeros, or anything else all share, when they do not.
+            Initial value of all estimates, known to every node without communication. Default: ``model``, for nodes
+            that begin with the same model; otherwise zeros, or any other common value.
         """
 
     @abstractmethod
     def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
-        """Finish the iteration begun with ``state`` by what its messages bring; when none was begun, return ``state``.
+        """Finish the iteration begun in ``state`` with its messages; if none was begun, return ``state``.
 
         Parameters
         ----------
@@ -221,13 +221,13 @@ class Algorithm(Named, ABC):
         Raises
         ------
         NonFiniteUpdate
-            When what would be sent is not finite: nothing is sent and the state is unchanged.
+            If a message would not be finite; nothing is sent and the state is unchanged.
         """
 
     def step(
         self, state: State, inbox: Sequence[GossipMessage], gradient: Gradient | None, view: View
     ) -> tuple[State, Outbox]:
-        """Finish the former iteration and begin the next: :meth:`receive`, then :meth:`send`. Pure."""
+        """Finish the previous iteration and begin the next: :meth:`receive`, then :meth:`send`. Pure."""
         return self.send(self.receive(state, inbox), gradient, view)
 
     @abstractmethod
@@ -252,7 +252,7 @@ class Algorithm(Named, ABC):
         return {**state, "x": state["x"] + change}
 
     def reset(self, state: State, layout: Layout) -> State:
-        """Return the state with which a node goes on after the set of nodes has changed.
+        """Return the state of a node after the set of nodes has changed.
 
         The model stays; duals, tracked gradients and estimates restart (the first messages carry whole estimates, by
         the views' ``resync``).
@@ -260,8 +260,8 @@ class Algorithm(Named, ABC):
         Raises
         ------
         StateError
-            Of an asynchronous algorithm, which needs none of this: a weight that is set back to 1 while others keep
-            theirs makes mass out of nothing.
+            For an asynchronous algorithm, which needs no reset: resetting one weight to 1 while others keep theirs
+            would create mass.
         """
         if self.asynchronous:
             raise StateError(f"{self.name} is never reset: mass would be made out of nothing")

@@ -33,7 +33,8 @@ from fedcomp.rules import AboveZero, BelowOne, NotNegative
 
 @dataclass(frozen=True, repr=False, eq=False)
 class DPSGD(Algorithm):
-    """Decentralised parallel SGD on undirected graphs, fixed or time-varying: dense, and the usual denominator.
+    """Decentralised parallel SGD on undirected graphs, fixed or time-varying: uncompressed, the usual reference for
+    savings.
 
     Parameters
     ----------

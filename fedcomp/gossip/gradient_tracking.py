@@ -28,7 +28,7 @@ _ANNOUNCED: Final = BEGUN + "announced"
 
 @dataclass(frozen=True, repr=False, eq=False)
 class GradientTracking(Algorithm):
-    """Send x and y whole, in one message.
+    """Send x and y uncompressed, in one message.
 
     Undirected graphs with symmetric weights, which may change from one iteration to the next. Constant step sizes must
     be smaller than those of NIDS; how much smaller depends on the graph.

@@ -24,7 +24,8 @@ from fedcomp.rules import Positive
 
 @dataclass(frozen=True, repr=False, eq=False)
 class NIDS(PrimalDual):
-    """Send z = x - η ∇f(x) - η D whole, add half of what neighbours disagree on to D, take it off x.
+    """Send z = x - η ∇f(x) - η D uncompressed; add half of the disagreement with the neighbours to D and subtract it
+    from x.
 
     Undirected static graphs with symmetric weights. With exact gradients of smooth strongly convex objectives it
     converges linearly for every η < 2/L, whatever the graph.

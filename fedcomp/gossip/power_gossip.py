@@ -84,7 +84,7 @@ class PowerGossip(Algorithm):
         Of the gossip, in (0, 2): 1, or :func:`auto_rate` of the graph, which :meth:`fitted` fills in. Vectors are
         always mixed at 1.
     warm_start : bool
-        Whether a step begins with the factor of the one before, or with a new draw.
+        Whether a step starts from the previous factor, or from a new random one.
     overlap : bool
         Whether messages are made of the model as it was before the local step (the gradient is computed while they
         travel, as the authors do), or of the one after.

@@ -23,7 +23,7 @@ from fedcomp.rules import BelowOne, Inside, Int, NotNegative
 
 @dataclass(frozen=True, repr=False, eq=False)
 class SGP(PushSum):
-    """Uncompressed push-sum with local gradient steps: the reference of everything compressed on directed graphs.
+    """Uncompressed push-sum with local gradient steps: the reference for compressed algorithms on directed graphs.
 
     Parameters
     ----------

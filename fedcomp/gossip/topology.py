@@ -110,7 +110,7 @@ def _powers(n: int) -> list[int]:
 
 
 class Complete(_Circulant):
-    """Everybody to everybody: one uncompressed round averages exactly."""
+    """Complete graph: one uncompressed round averages exactly."""
 
     name = "complete"
 
@@ -217,7 +217,7 @@ class Edges(Topology):
         vertex's own. Own weights may be given by edges ``(i, i)``; then the column has to sum to 1. Default: equal
         shares, or Metropolis weights.
     directed : bool
-        How the edges are meant.
+        Whether the edges are directed.
 
     Raises
     ------

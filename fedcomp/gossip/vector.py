@@ -22,7 +22,7 @@ _STATISTICS: Final = SmallDense(min_size=0)
 
 @dataclass(frozen=True)
 class GossipPolicy(Configured):
-    """Which tensors travel whole: small ones and vectors (biases, normalisation), as PowerGossip's authors do.
+    """Which tensors are sent uncompressed: small ones and vectors (biases, normalisation), as PowerGossip's authors do.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def flatten(arrays: Arrays, layout: Layout, dtype: str = "float64") -> Real:
 def unflatten(vector: Real, layout: Layout) -> dict[str, Real]:
     """Return the tensors of ``vector`` by name, in the vector's dtype and the model's order: views.
 
-    Buffers that stay at home (``layout.exact``) are left out.
+    Buffers that stay on the node (``layout.exact``) are omitted.
     """
     names = {t.name for t in layout.tensors}
     return {

@@ -159,7 +159,7 @@ class Structure(Protocol):
 
 @dataclass(frozen=True)
 class GraphPart:
-    """All that one owner has: its nodes, their features and labels, and the structure it may see.
+    """One owner's part of the graph: its nodes, their features and labels, and the structure it may see.
 
     Features are of the owned nodes and of no others: there is no array of all features behind a part.
 

@@ -90,7 +90,7 @@ class Unaccountable(PrivacyError, ArithmeticError):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What some releases cost.
+    """The privacy cost of releases.
 
     Attributes
     ----------
@@ -99,7 +99,7 @@ class Cost:
     delta : float
         Of the whole guarantee, the failure probabilities of the events included.
     accountant : str
-        Which analysis the epsilon is from, and why not a tighter one.
+        The analysis that gave epsilon, and the reason if a tighter one was not used.
     error : float
         Numerical error that is part of ``epsilon``.
     order : float
@@ -415,7 +415,7 @@ def _reach(history: Sequence[tuple[tuple[float, float], int]], error: float, del
 
 
 def compose(events: Iterable[Event | Sequence[Event]], delta: float, *, cap: int = 0) -> Cost:
-    """Return what some rounds cost together, by the tightest accountant that holds.
+    """Return the total cost of several rounds, by the tightest valid accountant.
 
     Parameters
     ----------
@@ -424,7 +424,7 @@ def compose(events: Iterable[Event | Sequence[Event]], delta: float, *, cap: int
     delta : float
         Of the whole guarantee; the failure probabilities of the events are taken off it.
     cap : int
-        Rounds any one unit was in, at most (0: all of them). The dearest ones are charged.
+        Largest number of rounds that any unit was in (0: all of them). The most expensive ones are charged.
 
     Notes
     -----

@@ -37,7 +37,8 @@ from fedcomp.wire import Bundle, Frame
 @register
 @dataclass(frozen=True, repr=False, eq=False)
 class BoundedFixedPoint(FixedPoint):
-    """Clip what ``codec`` sends to an L2 norm and round it to integers of a bounded norm, with room for noise.
+    """Clip the values that ``codec`` sends to an L2 norm, and round them to integers of bounded norm, with room for
+    noise.
 
     Parameters
     ----------

@@ -84,7 +84,7 @@ def room(noise: str, sigma: float, probability: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedSum(Mechanism):
-    """A sum of clipped vectors whose noise was added by those who contributed.
+    """A sum of clipped vectors with noise that the contributors added.
 
     Parameters
     ----------
@@ -93,11 +93,11 @@ class DistributedSum(Mechanism):
     size : int
         Coordinates d.
     contributors : int
-        How many are asked, n. The largest number a sum can have.
+        Number of clients asked, n: the largest number of contributors to a sum.
     tolerated : int
         How many of them may vanish; a sum of fewer than n - tolerated is void.
     honest : float
-        Share of the n whose noise the adversary does not know.
+        Fraction of the n clients whose noise the adversary does not know.
     scale : int
         Grid steps of the clip norm; 0 takes the smallest power of two >= 4 sqrt(d), at which random rounding lengthens
         a vector of a thousand coordinates or more by about 1 %. A share of noise should have ten steps as well; for
@@ -109,7 +109,7 @@ class DistributedSum(Mechanism):
     Raises
     ------
     ConfigError
-        When nobody's noise would be left, or a discrete Gaussian share would be too small.
+        When no noise would remain, or a discrete Gaussian share would be too small.
 
     Examples
     --------

@@ -35,7 +35,8 @@ VERSION: Final = 2
 
 
 class PrivacyLedger(Spending):
-    """The record of what a run releases: what is recorded is paid for, on the disk where there is a file.
+    """The record of a run's releases: each recorded release is charged to the budget, and written to disk if there is a
+    file.
 
     Parameters
     ----------
@@ -51,12 +52,12 @@ class PrivacyLedger(Spending):
     path : Path, optional
         :meth:`open` is called with it.
     unit : str
-        Whose contribution is hidden: "client", "record", "user".
+        The protected unit: "client", "record", "user".
 
     Attributes
     ----------
     run : str
-        Names the run; a file and a checkpoint belong together when they have the same.
+        Name of the run; a file and a checkpoint belong together if they have the same name.
 
     Raises
     ------

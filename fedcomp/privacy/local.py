@@ -115,18 +115,18 @@ def _sent(state: State) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPolicy(Configured):
-    """What a client demands of every training message, whatever the server announces.
+    """A client's own requirements on every training message, independent of the server.
 
     Parameters
     ----------
     noise_multiplier : float
-        Least noise, over the distance 2C of two clipped updates.
+        Smallest noise multiplier, relative to the distance 2C of two clipped updates.
     releases : int
-        Most messages in the lifetime of the node's state, over all sessions, runs and codecs of the server.
+        Largest number of messages in the lifetime of the node's state, over all sessions, runs and codecs of the
+        server.
 
-    Notes
-    -----
-    Clip norm and codec may be the server's to choose: the guarantee of a message is that of its noise multiplier alone.
+    Notes ----- The server may choose clip norm and codec: the guarantee of a message depends on its noise multiplier
+    only.
 
     Examples
     --------

@@ -52,7 +52,7 @@ _CHANGES: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Statement(Configured):
-    """What may be said about a run.
+    """The privacy guarantee of a run.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class Statement(Configured):
     failure : float
         Part of delta that pays for failures beside the noise.
     unit : str
-        Whose contribution is hidden.
+        The protected unit.
     unit_note : str
         What a unit is in terms of people: how a user maps to clients or records.
     adjacency : {"zero_out", "add_remove", "replace"}
@@ -99,7 +99,7 @@ class Statement(Configured):
     randomness : str
         Where noise and samples come from.
     secure : bool
-        Whether nobody else can draw the same; False is announced as INSECURE.
+        Whether the randomness is unpredictable; False is reported as INSECURE.
     finite_precision : str
         What was done about floating point.
     dropouts : str

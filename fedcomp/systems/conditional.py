@@ -150,7 +150,7 @@ class Decision(Stateful):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ConditionalRounds(Pair, id="conditional"):
-    """Let nodes be quiet that have nothing new; the others are averaged without them.
+    """Conditional rounds: nodes with nothing new send no update, and the mean is taken over the others.
 
     Not for private sums: whether a node answers follows from its data. Clients to which their apps bring nothing
     (:class:`Watch`) train in every round.
@@ -160,10 +160,10 @@ class ConditionalRounds(Pair, id="conditional"):
     codec : Codec or dict
         Of those that send; as of :class:`~fedcomp.systems.pair.Pair`.
     max_skip : int
-        Rounds in a row that a node may be quiet; then it has to send. 0: never.
+        Largest number of consecutive rounds in which a node may send no update; with 0 every node always sends.
     query : bool
-        Ask first, without a model, and send the model to those that have something to send. Without it nodes are sent
-        the model, look at it, and may answer that there is nothing.
+        Ask first, without a model, and send the model only to nodes with an update to send. Otherwise all nodes receive
+        the model, and may reply that they have nothing new.
     """
 
     SAYS: ClassVar[tuple[type[Said], ...]] = (Offer, Status)

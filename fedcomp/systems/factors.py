@@ -58,7 +58,7 @@ class FramePart(Said):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class FactorSharing(System, id="factors"):
-    """Average updates that travel as outer products.
+    """Average updates that are sent as outer products.
 
     Parameters
     ----------

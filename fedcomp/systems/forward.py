@@ -72,7 +72,7 @@ class Measured(Said):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Forward(System, id="forward"):
-    """Average estimates of gradients that clients make of few numbers, and send these numbers on.
+    """Forward gradients: average gradient estimates from a few numbers per client, and broadcast these numbers.
 
     Under a weighted mean the numbers of all clients go down in place of the model. Not for private sums: slopes are
     neither bounded nor noised.

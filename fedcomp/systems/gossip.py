@@ -271,7 +271,7 @@ def get_algorithm_of(given: Any) -> Algorithm:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Gossip(System, id="gossip"):
-    """Every node has a model of its own; vertex i of the graph is the node with partition i.
+    """Decentralised learning: every node has its own model; vertex i of the graph is the node with partition i.
 
     Parameters
     ----------

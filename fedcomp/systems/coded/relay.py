@@ -90,7 +90,7 @@ class Collect(Said):
 
 @dataclass(frozen=True, repr=False, eq=False, kw_only=True)
 class CodedRelay(Coded, id="coded-relay"):
-    """Clients' replies to ``inner`` travel by way of other clients.
+    """Send clients' replies to ``inner`` as coded shards through other clients.
 
     Parameters
     ----------

@@ -135,7 +135,7 @@ class AddUp(Said):
 
 @dataclass(frozen=True, repr=False, eq=False, kw_only=True)
 class CodedSum(Coded, id="coded-sum"):
-    """The server learns the sum of integers over a frozen set, once a round.
+    """The server learns only the sum of the clients' integers over a fixed set of clients, once per round.
 
     Parameters
     ----------

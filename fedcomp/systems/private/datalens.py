@@ -181,7 +181,7 @@ class Ballot(Codec):
 
 @dataclass(frozen=True, repr=False, eq=False, kw_only=True)
 class Teachers(System, id="datalens"):
-    """Clients' teachers vote on generated images; the model of the run is the generator.
+    """DataLens: clients' teachers vote on generated images, and the run's model is the generator.
 
     Parameters
     ----------
