@@ -22,7 +22,7 @@ class ConfigError(FedcompError, ValueError):
 
 
 class LayoutError(FedcompError, ValueError):
-    """Arrays do not have the names, shapes or dtypes that were agreed on."""
+    """Arrays do not have the expected names, shapes or dtypes."""
 
 
 class NonFiniteUpdate(FedcompError, ValueError):

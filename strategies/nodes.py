@@ -1,4 +1,4 @@
-"""Which nodes a strategy sees, and how long it waits for them."""
+"""The nodes that a strategy sees, and the time to wait for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which node holds which partition, as the nodes report it: one rule for all strategies.
+"""The assignment of partitions to nodes, as the nodes report it: one rule for all strategies.
 
 The likeliest mistake with many devices is a configuration that was copied with its partition id: a hundred devices then
 train as partition 0, share its random streams and count a hundred times. Nobody can tell which of them is meant, so

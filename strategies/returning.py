@@ -1,4 +1,4 @@
-"""Whether a round's clients also took part recently: error feedback needs this, and sampling may prevent it."""
+"""Detection of clients that do not return: error feedback needs them to, and a sampled cohort may lack them."""
 
 from __future__ import annotations
 

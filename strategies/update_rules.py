@@ -1,4 +1,4 @@
-"""What strategies need of a round's updates: only their mean, each single update, or a rule they declare.
+"""The updates that a strategy needs from a round: only their mean, each single one, or a rule that it declares.
 
 Flower's own strategies get their rule from :func:`rule_of`, which looks at their aggregation alone; any other strategy
 may declare one by a method ``update_rule()``, as private strategies do.

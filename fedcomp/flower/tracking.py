@@ -1,4 +1,4 @@
-"""The figures of each round for a tracker of experiments: a dashboard, a file, or any function.
+"""Export of each round's figures to experiment trackers: a dashboard, a file, or any function.
 
 Flower's loop calls ``evaluate_fn`` after each round, and so does every loop of this project. :func:`track` returns such
 a function, so it works with every strategy and on every engine.

@@ -1,4 +1,4 @@
-"""The privacy statement: what a run guarantees, to whom, on which assumptions, and what it does not cover.
+"""The privacy statement: a run's guarantee, whom it covers, its assumptions, and its limits.
 
 An epsilon means nothing without its unit, its adjacency, its sampler and its delta: the same run is 1.8 or 634. So
 they are given together, as data and as prose, and every epsilon comes with the one that needs no assumption on

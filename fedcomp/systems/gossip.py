@@ -282,15 +282,15 @@ class Gossip(System, id="gossip"):
     dtype : str
         "float32" or "float64": of the vectors on the nodes.
     unlike : bool
-        Nodes begin with models of their own; what they know of each other then begins with zeros.
+        Nodes begin with different models; estimates then begin with zeros.
     patience : int
-        A node that does not answer so many times in a row is given up, and so is one whose iterations fail so often (of
-        a synchronous algorithm: once, since nobody can finish the iteration without it). When more than half of the
-        nodes have failed, the run has diverged.
+        A node is excluded after this many consecutive missing answers, or after this many failed iterations (of a
+        synchronous algorithm: once, since nobody can finish the iteration without it). When more than half of the nodes
+        have failed, the run has diverged.
     skew_rounds : int
         Closing iterations without gradients, in which models travel whole (push-sum only).
     observe_every : int
-        Rounds between two looks at the models; 0: none but that of :meth:`closing`.
+        Rounds between two observations of the models; 0: only the final one of :meth:`closing`.
 
     Raises
     ------

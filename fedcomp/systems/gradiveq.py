@@ -43,10 +43,10 @@ class Drift(Said):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class FittedBasis(System, id="gradiveq"):
-    """Average updates in a basis that is fitted to former averages.
+    """GradiVeQ: average updates in a basis fitted to earlier averages.
 
-    Rounds run in cycles: ``sampling`` rounds in which everything travels and whose mean updates are sampled, then
-    ``compression`` rounds in the basis that fits them. A round that makes no step is counted for nothing.
+    Rounds run in cycles: ``sampling`` rounds with whole updates, whose means are sampled, then ``compression`` rounds
+    in the basis fitted to them. A round without a step does not count.
 
     Parameters
     ----------
@@ -56,10 +56,10 @@ class FittedBasis(System, id="gradiveq"):
         Rounds of each phase. The last fifth of the samples, one at least, is held out to choose the dimension: chosen
         on the samples that the basis was fitted to, it is far too small (measured).
     server_lr : float
-        Step size of the server: model += server_lr * mean. 1 where the codec centres: a mean cannot be scaled without
-        the constant in it.
+        Step size of the server: model += server_lr * mean. Must be 1 if the codec centres, since the constant in a mean
+        must not be scaled.
     warmup_rounds : int
-        Rounds before the first sample, in which everything travels: first updates resemble none of the later ones.
+        Rounds with whole updates before the first sample, because early updates differ from all later ones.
     """
 
     KEEPS: ClassVar[bool] = True

@@ -80,24 +80,24 @@ class Led(NamedTuple):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class LearnedGradients(System, id="lgc"):
-    """Average updates that travel as latents of an autoencoder, trained on the updates of earlier rounds.
+    """LGC: average updates that are sent as latents of an autoencoder trained on the updates of earlier rounds.
 
     Parameters
     ----------
     codec : LGC or dict
         Instance, densities, error feedback.
     warmup_rounds : int
-        Rounds of the first stage, in which everything travels.
+        Rounds of the first stage, with whole updates.
     training_rounds : int
         Rounds of the second. The last stage waits for a first step of training, which a round without usable answers
         does not bring.
     server_lr : float
         Step size of the server: model += server_lr * mean.
     common : {"turn", "first"}
-        Who leads in the last stage: the turn goes round those present, or it is the first of them, so that a single
-        node needs the encoder in the server instance.
+        The leader in the last stage: present nodes in turn, or always the first of them, so that in the server instance
+        a single node needs the encoder.
     training : AutoencoderTraining or dict
-        With which settings it is trained.
+        Settings of the autoencoder's training.
     """
 
     KEEPS: ClassVar[bool] = True

@@ -18,7 +18,7 @@ from fedcomp.wire import Frame
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Pair(System, id="pair"):
-    """Clients send what ``codec`` makes of their updates.
+    """Clients send their updates encoded by ``codec``.
 
     Parameters
     ----------

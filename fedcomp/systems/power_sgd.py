@@ -32,7 +32,7 @@ SIDES: Final = ("left", "right")
 
 @dataclass(frozen=True, repr=False, eq=False)
 class SharedBasis(System, id="power-sgd"):
-    """Average updates in a low-rank basis that all clients share.
+    """PowerSGD: average updates in a low-rank basis shared by all clients.
 
     Parameters
     ----------
@@ -42,8 +42,8 @@ class SharedBasis(System, id="power-sgd"):
         The first rounds are sent dense. The authors' package begins with 100 steps of this kind, PyTorch's hook with
         1000 (read).
     server_lr : float
-        Step size of the server: model += server_lr * mean. 1 with the aggregated memory, which takes the step for the
-        mean.
+        Step size of the server: model += server_lr * mean. Must be 1 with the aggregated memory, which treats the step
+        as the mean.
     """
 
     KEEPS: ClassVar[bool] = True

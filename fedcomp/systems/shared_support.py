@@ -40,7 +40,7 @@ class Lead(Said):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class SharedSupport(System, id="shared-support"):
-    """Average updates on a support that one client chooses for all.
+    """ScaleCom: average updates on a support that one client chooses for all.
 
     Parameters
     ----------

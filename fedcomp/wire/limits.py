@@ -192,7 +192,7 @@ class Limits:
     """Resources a receiver is willing to spend on one frame.
 
     The defaults are for a receiver that knows nothing about the sender's tensors: models of up to 67 million elements,
-    within 1 GiB. Whoever knows the tensors passes a schema instead, whose limits follow from their sizes.
+    within 1 GiB. A receiver that knows the tensors passes a schema instead, whose limits follow from their sizes.
 
     Parameters
     ----------

@@ -89,8 +89,8 @@ def pad(frame: Frame, length: int, salt: bytes) -> Frame:
     length : int
         At least :data:`FILLED` more than the frame has.
     salt : bytes
-        Names the message. What is filled in is drawn from it: frames of equal content stay different, so that nobody
-        who stores equal things once has less to store.
+        Name of the message, which seeds the padding. Frames of equal content then differ, so that deduplicating storage
+        reveals nothing.
 
     Raises
     ------

@@ -139,7 +139,7 @@ class Tensor:
 
 
 class FrameSizes(NamedTuple):
-    """What the parts of a frame take, in bytes.
+    """Sizes of the parts of a frame, in bytes.
 
     Attributes
     ----------
@@ -168,7 +168,7 @@ class Bundle:
     non_finite : int
         Values that were NaN or infinite and are 0 now (policy "zero").
     sizes : FrameSizes or None
-        Of the frame that was decoded; None for a bundle that was put together otherwise.
+        Sizes of the decoded frame; None for a bundle made in another way.
     """
 
     tensors: tuple[Tensor, ...]

@@ -188,16 +188,17 @@ class GradientCode(System, id="gradient-code"):
     arithmetic : {"float64", "gf65521", "gf31"}
         Numbers of the answers: floating point, or fixed point over a prime field.
     limit : float
-        In a field, the largest change of one coordinate times its weight (number of examples); the step follows from it
-        and the number of clients. A client whose update is larger says so, and its answer is missing.
+        In a field, the largest change of one coordinate times its weight (number of examples); it determines the
+        quantisation step, together with the number of clients. A client whose update is larger reports this, and its
+        answer counts as missing.
     approximate : bool
-        When too many are lost use the least-squares combination of what came, and report its residual. False: the round
-        is skipped.
+        If too many clients are lost, use the least-squares combination of the answers, and report its residual. False:
+        skip the round.
     quorum : int
         With ``approximate``: the training exchange ends after this many answers, even if they do not determine the sum.
         0 waits for all or for ``seconds``. With ``losses=0`` this is a server that ignores stragglers.
     seconds : float, optional
-        How long answers are waited for. Default: as long as the driver waits.
+        Timeout for answers. Default: the driver's.
     weight : str
         The metric that weighs an update; empty when every partition weighs 1.
 

@@ -240,8 +240,8 @@ class CodedLinear(System, id="coded-linear"):
     lr, l2 : float
         Step size; coefficient of |w|^2/2 (the bias is not regularised).
     approximate : bool
-        Go on with the partitions that are determined instead of skipping a round. What is lost in phase 2 alone is
-        given up only from the third retry on.
+        Continue with the determined partitions instead of skipping a round. Partitions lost in phase 2 only are dropped
+        from the third retry on.
     retries : int
         How often phase 2 may be repeated in a round. With a fifth of all messages lost 3 leave a seventh of the rounds
         undone, 7 hardly any.
@@ -250,11 +250,11 @@ class CodedLinear(System, id="coded-linear"):
     direct : bool
         Devices post their partitions to each other. Else each goes to the server once, which forwards it.
     task : str
-        What the clients make their rows from, in words: rows of another one do not pass for this one's.
+        Name of the data that clients make their rows from; rows of another task are refused.
     seed : int
         Names the draw of the encoding matrix.
     seconds : float, optional
-        How long answers are waited for. Default: as long as the driver waits.
+        Timeout for answers. Default: the driver's.
 
     Examples
     --------

@@ -28,7 +28,7 @@ from fedcomp.wire import Frame
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Graphs(GraphOptions, id="graphs"):
-    """Train on a graph whose nodes, features and labels several owners hold; node i owns part i.
+    """Train on a graph whose nodes, features and labels belong to several owners; node i owns part i.
 
     What an app brings is a :class:`fedcomp.systems.graphs.owner.OwnsPart`; the options are those of
     :class:`fedcomp.systems.graphs.options.GraphOptions`.

@@ -36,12 +36,12 @@ _NAME: Final = 32
 
 @dataclass(frozen=True, repr=False, eq=False, kw_only=True)
 class NoisySum(CodedSum, id="noisy-sum"):
-    """The server learns a noisy sum, once a round.
+    """The server learns only a noisy sum, once per round.
 
     Parameters
     ----------
     contributors : int
-        How many clients a round asks: public, and what sums are divided by.
+        Number of clients asked per round: public, and the divisor of sums.
     others
         As of :class:`fedcomp.systems.coded.sums.CodedSum`; the codec is, or holds, a
         :class:`fedcomp.privacy.bounded.BoundedFixedPoint`.

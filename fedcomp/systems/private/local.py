@@ -18,7 +18,7 @@ from fedcomp.systems.pair import Pair
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Local(Pair, id="local-dp"):
-    """Clients send what ``codec`` makes of their updates, and it privatises them first.
+    """Clients send their updates encoded by ``codec``, which privatises them first.
 
     Parameters
     ----------

@@ -43,7 +43,7 @@ SHORT: Final = Identity()
 
 @dataclass(frozen=True, repr=False, eq=False, kw_only=True)
 class LowRank(System, id="lsg"):
-    """Clients send kept coordinates of their update's products with carriers of low rank.
+    """Clients send some coordinates of their update's products with low-rank carriers.
 
     Parameters
     ----------
@@ -57,11 +57,13 @@ class LowRank(System, id="lsg"):
     schedule_rounds : int
         Rounds that the schedule runs over; not needed for "constant".
     mask : {"random", "noisy_magnitude"}
-        By the seed alone, or half of them where former noisy updates were large; which those are then travels down.
+        Drawn by the seed alone, or half of them where earlier noisy updates were large; the server then sends these
+        positions.
     whole_tensors : str
         Patterns of names of tensors that stay whole, separated by spaces: the last layer, for one.
     history : int
-        After this many rounds the carriers follow the way the model went since round 1; 0: always the model itself.
+        After this many rounds the carriers are derived from the model's change since round 1; 0: always from the model
+        itself.
 
     Raises
     ------

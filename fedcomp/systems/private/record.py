@@ -177,7 +177,7 @@ returns the update, what it cost, and what the node keeps of its ledger; it rais
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Records(System, id="record-dp"):
-    """Clients train on their records with noise, and send what ``codec`` makes of their updates.
+    """Clients train on their records with noise, and send their updates encoded by ``codec``.
 
     Parameters
     ----------
