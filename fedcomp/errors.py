@@ -30,7 +30,7 @@ class NonFiniteUpdate(FedcompError, ValueError):
 
 
 class NoUsableReply(FedcompError, RuntimeError):
-    """Clients were asked, none of their replies can be used, and nothing was learnt before."""
+    """No reply can be used, or too few clients take part for any round to work, and nothing was learnt before."""
 
 
 class StateError(FedcompError, RuntimeError):

@@ -81,7 +81,7 @@ def refused(**options: Any) -> None:
 
 CODING = (
     row(
-        "shards are needed to decode (K = {}, T = {}): set fewer symbols, or wait for more clients",
+        "{}): lower symbols or threshold, or ask more clients (fraction_train, min_available_nodes)",
         lambda: ended(CodedFedAvg(quiet(), symbols=4, threshold=2, code="mds"), CODED),
         lambda: (
             same(CodedFedAvg(quiet(), symbols=2, threshold=2, code="mds"), quiet(), halves=CODED)

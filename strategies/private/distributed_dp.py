@@ -28,7 +28,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedcomp.codecs import Codec, FixedPoint, RandomK, get_codec
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.layout import NONE_DENSE, Layout
@@ -271,7 +271,23 @@ class DistributedDp(CodedServer):
         """Make the codec for this model and number of clients, then run the round of a coded sum."""
         layout = Layout.of(to_arrays(arrays), self.policy, cast_floats=True)
         self._prepare(FixedPoint(self.summed, clip=1.0).count(layout), self._noisy.contributors)
+        self._require_connected(len(list(grid.get_node_ids())))
         return (yield from super().round(server_round, arrays, config, grid))
+
+    def _require_connected(self, nodes: int) -> None:
+        """Refuse a first round with fewer clients than any sum needs: how many are connected is no secret.
+
+        Raises
+        ------
+        NoUsableReply
+        """
+        assert isinstance(self.system, NoisySum)
+        least = self.system.min_contributors
+        if nodes < least and not self.reports:
+            raise NoUsableReply(
+                f"{nodes} clients are connected, a sum needs {least} of the {self._noisy.contributors} that are asked: "
+                "connect more clients before the run starts, or set a smaller population"
+            )
 
     def _play(
         self, x: Running, now: Now, program: Round, begun: Exchange | None = None
