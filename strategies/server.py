@@ -36,6 +36,7 @@ from fedcomp.flower.coded import NO_HANDLER
 from fedcomp.flower.links import Book
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, POST, payload_bytes
+from fedcomp.flower.privacy import find_private
 from fedcomp.flower.protocol import OWN_CONFIG, RESYNC
 from fedcomp.flower.records import (
     count_differing,
@@ -923,8 +924,8 @@ class Server(Evaluating):
         ------
         NoUsableReply
         """
-        # What a private run has used it does not say; where messages are repeated nothing is lost for good.
-        if not self._rule.of_round(own=False).withholds and self.system.LOST != "again":
+        # A private round may have moved the model by its noise alone; repeated messages are not lost for good.
+        if find_private(self) is None and self.system.LOST != "again":
             require_learnt(self.reports)
 
     def summary(self) -> None:

@@ -42,6 +42,7 @@ from fedcomp.strategies.coded.settings import CodedSettings
 from fedcomp.strategies.coded.strategy import CodedServer
 from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.strategies.private.strategy import NOT_COVERED, Outcome, PrivateStrategy
+from fedcomp.strategies.round_log import require_learnt
 from fedcomp.strategies.server import Exchange, Running
 from fedcomp.systems.coded.sums import AddUp
 from fedcomp.systems.private.distributed import NoisySum
@@ -330,6 +331,17 @@ class DistributedDp(CodedServer):
         size, contributors = values["_made"]
         if size:
             self._prepare(size, contributors)
+
+    def finish(self) -> None:
+        """Refuse to end a run that has decoded no sum; one that withholds who took part does not say.
+
+        Raises
+        ------
+        NoUsableReply
+        """
+        # Noise alone is never released here.
+        if not self._noisy.withholds:
+            require_learnt(self.reports)
 
     def identity(self) -> dict[str, str]:
         """Return what must not change within a run; grid and room follow from it and from the model."""
