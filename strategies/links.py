@@ -174,7 +174,7 @@ def greet(roster: Roster, links: Links | None, messages: Sequence[Message], head
             said = None if reply.has_error() else asks.find_answer(reply.content)
         except FedcompError:
             said = None
-        if reply.has_error() and NO_HANDLER not in reply.error.reason:
+        if reply.has_error() and NO_HANDLER not in (reply.error.reason or ""):
             # Lost on its way, or it broke: it is asked again in the next round.
             continue
         if said is None or len(said.key) != 32:
