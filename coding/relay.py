@@ -96,7 +96,10 @@ def choose(
     else:
         count = relays
     if count > relays:
-        raise NotDecodable(f"{count} shards need as many relays, only {relays} take part in this round")
+        raise NotDecodable(
+            f"{relays} clients take part, the code needs {count}, one for each shard: lower shards or symbols, or ask "
+            "more clients (fraction_train, min_available_nodes)"
+        )
     wanted = symbols or 1
     if not symbols:
         # Larger K first: shards are shorter then. Where no K > 1 reaches the target, K = 1 is left: N copies of the
@@ -105,8 +108,8 @@ def choose(
         wanted = next((k for k in sizes if success(k + threshold, count, expected, order) >= target), 1)
     if count < wanted + threshold:
         raise NotDecodable(
-            f"{count} relays take part, but {wanted + threshold} shards are needed to decode (K = {wanted}, "
-            f"T = {threshold}): set fewer symbols, or wait for more clients"
+            f"{count} clients take part, the code needs {wanted + threshold} (symbols + threshold = {wanted} + "
+            f"{threshold}): lower symbols or threshold, or ask more clients (fraction_train, min_available_nodes)"
         )
     return wanted, count
 

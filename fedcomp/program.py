@@ -280,6 +280,19 @@ class Now:
         """Nodes with an ask that is repeated until they answer, and how often it has gone out."""
         return {node: stamped.times for node, stamped in self.mailbox.asked.items()}
 
+    def skip(self, why: str, *, too_few: bool = False) -> None:
+        """Note that the round is skipped.
+
+        Parameters
+        ----------
+        too_few : bool
+            Even if all nodes of the round had answered they would not have sufficed. A driver whose run has learnt
+            nothing yet ends it with an error, in place of skipping every round.
+        """
+        if too_few:
+            self.told["too_few"] = why
+        self.note(f"the round is skipped, the model is unchanged: {why}")
+
     def changed(self, codec: Codec, given: Given) -> Vector:
         """Return a contribution as a change: a lossless codec's frames hold models."""
         vector = codec.decode(given.frame, self.layout) if given.update is None else given.update

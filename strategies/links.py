@@ -17,7 +17,7 @@ from fedcomp.coding.spool import SpoolRoot
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower import asks
 from fedcomp.flower.asks import AnswerHead, AskHead, digest_of
-from fedcomp.flower.coded import open_content
+from fedcomp.flower.coded import NO_HANDLER, open_content
 from fedcomp.flower.links import LINK, SIMULATED, Book, PeerEntry, Reference
 from fedcomp.flower.payload import BLOB, EXACT, FRAME
 from fedcomp.flower.report import Report
@@ -148,7 +148,7 @@ def record_peer(grid: Grid | None, server_round: int, node: int, message_type: s
 
 
 GREET_AGAIN: Final = 16
-"""Rounds after which a node that has said no public key is asked for it again."""
+"""Rounds after which a node whose app has no public key is asked for it again."""
 
 
 def greet(roster: Roster, links: Links | None, messages: Sequence[Message], head: AskHead) -> Pushes[None]:
@@ -174,8 +174,11 @@ def greet(roster: Roster, links: Links | None, messages: Sequence[Message], head
             said = None if reply.has_error() else asks.find_answer(reply.content)
         except FedcompError:
             said = None
+        if reply.has_error() and NO_HANDLER not in (reply.error.reason or ""):
+            # Lost on its way, or it broke: it is asked again in the next round.
+            continue
         if said is None or len(said.key) != 32:
-            # Its app has no half of this project, or it broke.
+            # Its app has no half of this project.
             peer.greet = head.number + GREET_AGAIN
             continue
         peer.key, peer.address, peer.signature = said.key, said.address, said.signature

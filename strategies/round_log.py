@@ -161,6 +161,42 @@ def require_usable(report: Report) -> None:
     )
 
 
+def require_enough(report: Report, why: str) -> None:
+    """Raise when a round could not work with the clients that it has, whatever they reply; ``why`` says so.
+
+    Raises
+    ------
+    NoUsableReply
+        Unless ``why`` is empty.
+    """
+    if why:
+        raise NoUsableReply(
+            f"round {report.round}: {why}. Nothing was learnt yet, so the run ends here; a later round like this one "
+            "is a warning"
+        )
+
+
+def require_learnt(reports: Mapping[int, Report]) -> None:
+    """Raise when clients were asked and no round has used an update.
+
+    Raises
+    ------
+    NoUsableReply
+    """
+    made = [report for report in reports.values() if report.asked]
+    if not made or any(report.used for report in made):
+        return
+    last = made[-1]
+    reasons = Counter(_one_line(reason) for reason in last.refused.values())
+    why = [f"{count} x {reason}" if count > 1 else reason for reason, count in reasons.most_common(10)]
+    why += [f"{last.lost} messages without a reply"] if last.lost else []
+    why += [_one_line(note) for note in last.notes]
+    raise NoUsableReply(
+        f"the run has learnt nothing: clients were asked in {len(made)} rounds, no update was used, and the model is "
+        f"the first one. In round {last.round}: {'; '.join(why) or 'nothing that clients sent was of use'}"
+    )
+
+
 def _whose(nodes: list[int]) -> str:
     named = ", ".join(str(node) for node in nodes[:_NAMED])
     if len(nodes) == 1:

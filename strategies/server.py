@@ -36,6 +36,7 @@ from fedcomp.flower.coded import NO_HANDLER
 from fedcomp.flower.links import Book
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, POST, payload_bytes
+from fedcomp.flower.privacy import find_private
 from fedcomp.flower.protocol import OWN_CONFIG, RESYNC
 from fedcomp.flower.records import (
     count_differing,
@@ -76,7 +77,7 @@ from fedcomp.strategies.replies import (
     match_replies,
 )
 from fedcomp.strategies.roster import Roster
-from fedcomp.strategies.round_log import RoundLog, require_usable
+from fedcomp.strategies.round_log import RoundLog, require_enough, require_learnt, require_usable
 from fedcomp.strategies.running import Exchange, Judged, Pushes, Running, Start, Trained
 from fedcomp.strategies.statistics import hold_in_record, warn_of_missing_names
 from fedcomp.strategies.update_rules import UpdateRule, rule_of
@@ -248,7 +249,8 @@ class Server(Evaluating):
         Raises
         ------
         NoUsableReply
-            When clients were asked, no reply of theirs can be used, and no earlier round brought an update either.
+            When no reply of the clients that were asked can be used, or they are too few for the system, and no
+            earlier round brought an update either.
         ConfigError
             When a message of the inner strategy does not hold the model that it was given, and one model alone.
         """
@@ -286,8 +288,10 @@ class Server(Evaluating):
         )
         withheld = x.rule.withholds
         # A private round may have released, and paid for, its noise without a reply.
-        if outcome is None and not waiting and not withheld and not any(each.used for each in self.reports.values()):
-            require_usable(x.report)
+        if outcome is None and not withheld and not any(each.used for each in self.reports.values()):
+            require_enough(x.report, now.told.get("too_few", ""))
+            if not waiting:
+                require_usable(x.report)
         if withheld and x.rule.not_finite in x.report.notes:
             log.warning("round %d: %s", x.report.round, x.rule.not_finite)
         self._log.conclude(x.report, withheld=withheld)
@@ -910,7 +914,19 @@ class Server(Evaluating):
                 type(self.inner).__name__,
             )
         self._ended = result.arrays
+        self.finish()
         return result
+
+    def finish(self) -> None:
+        """Refuse to end a run as if it had worked, in which no round has used an update.
+
+        Raises
+        ------
+        NoUsableReply
+        """
+        # A private round may have moved the model by its noise alone; repeated messages are not lost for good.
+        if find_private(self) is None and self.system.LOST != "again":
+            require_learnt(self.reports)
 
     def summary(self) -> None:
         """Log system and downlink, then the inner strategy's own summary."""

@@ -49,7 +49,9 @@ from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gcn.strategy import SkewedGCN
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.private.distributed_dp import DistributedDp
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.settings import ShareSettings
 
 BYTES = np.arange(12, dtype=np.uint8).reshape(3, 4)
 
@@ -81,11 +83,39 @@ def refused(**options: Any) -> None:
 
 CODING = (
     row(
-        "shards are needed to decode (K = {}, T = {}): set fewer symbols, or wait for more clients",
+        "{}): lower symbols or threshold, or ask more clients (fraction_train, min_available_nodes)",
         lambda: ended(CodedFedAvg(quiet(), symbols=4, threshold=2, code="mds"), CODED),
         lambda: (
             same(CodedFedAvg(quiet(), symbols=2, threshold=2, code="mds"), quiet(), halves=CODED)
             and same(CodedFedAvg(quiet(), symbols=4, threshold=2, code="mds"), quiet(), halves=CODED, nodes=6)
+        ),
+    ),
+    row(
+        "one for each shard: lower shards or symbols, or ask more clients (fraction_train, min_available_nodes)",
+        lambda: ended(CodedFedAvg(quiet(), symbols=2, shards=5, code="mds"), CODED),
+        lambda: (
+            same(CodedFedAvg(quiet(), symbols=2, shards=4, code="mds"), quiet(), halves=CODED)
+            and same(CodedFedAvg(quiet(), symbols=2, shards=5, code="mds"), quiet(), halves=CODED, nodes=5)
+        ),
+    ),
+    row(
+        "min_contributors {}): lower these options, or ask more clients (fraction_train, min_available_nodes)",
+        lambda: ended(coded_sum(Compressed(quiet(), INTEGERS), symbols=4, threshold=2), CODED),
+        lambda: (
+            trains(coded_sum(Compressed(quiet(), INTEGERS), symbols=3, threshold=1), CODED)
+            and trains(coded_sum(Compressed(quiet(), INTEGERS), symbols=4, threshold=2), CODED, nodes=6)
+        ),
+    ),
+    row(
+        "connect more clients before the run starts, or set a smaller population",
+        lambda: ended(shares(), CODED, nodes=2),
+        lambda: (
+            trains(shares(), CODED, nodes=3)
+            and trains(
+                DistributedDp(quiet(), ShareSettings(clip=500.0, tolerated=1), **{**PROMISE, "population": 3}),
+                CODED,
+                nodes=2,
+            )
         ),
     ),
     row(

@@ -349,6 +349,10 @@ class ExchangeStrategy(Strategy):
         # Never reached, as above.
         yield
 
+    def finish(self) -> None:
+        """Called after the last round of a run; by default nothing. A run that was in vain is refused here."""
+        return
+
     def summary(self) -> None:
         """Log the strategy's name; subclasses add their parameters."""
         log.info("%s", type(self).__name__)
@@ -530,6 +534,8 @@ def fit(
         if should_stop is not None and should_stop(server_round, result):
             log.info("stopped after round %d of %d, because should_stop returned True", server_round, num_rounds)
             break
+    if isinstance(strategy, ExchangeStrategy):
+        strategy.finish()
     return result
 
 

@@ -112,6 +112,8 @@ def figures_of(seen: Sequence[Observed], middle: Mapping[str, NDArray[Any]]) -> 
     conserved.
 
     ``distance`` is the root of the mean squared Euclidean distance over nodes, ``sum_w`` the sum of push-sum's weights.
+    Both are of the nodes that answered, ``observed`` in number: where messages were lost, ``sum_w`` is less than the
+    weight of all nodes although no weight is lost.
     """
     out: dict[str, float] = {"observed": float(len(seen))}
     for name in dict.fromkeys(name for found in seen for name in found.figures):

@@ -28,7 +28,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedcomp.codecs import Codec, FixedPoint, RandomK, get_codec
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.layout import NONE_DENSE, Layout
@@ -42,6 +42,7 @@ from fedcomp.strategies.coded.settings import CodedSettings
 from fedcomp.strategies.coded.strategy import CodedServer
 from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.strategies.private.strategy import NOT_COVERED, Outcome, PrivateStrategy
+from fedcomp.strategies.round_log import require_learnt
 from fedcomp.strategies.server import Exchange, Running
 from fedcomp.systems.coded.sums import AddUp
 from fedcomp.systems.private.distributed import NoisySum
@@ -273,7 +274,23 @@ class DistributedDp(CodedServer):
         """Make the codec for this model and number of clients, then run the round of a coded sum."""
         layout = Layout.of(to_arrays(arrays), self.policy, cast_floats=True)
         self._prepare(FixedPoint(self.summed, clip=1.0).count(layout), self._noisy.contributors)
+        self._require_connected(len(list(grid.get_node_ids())))
         return (yield from super().round(server_round, arrays, config, grid))
+
+    def _require_connected(self, nodes: int) -> None:
+        """Refuse a first round with fewer clients than any sum needs: how many are connected is no secret.
+
+        Raises
+        ------
+        NoUsableReply
+        """
+        assert isinstance(self.system, NoisySum)
+        least = self.system.min_contributors
+        if nodes < least and not self.reports:
+            raise NoUsableReply(
+                f"{nodes} clients are connected, a sum needs {least} of the {self._noisy.contributors} that are asked: "
+                "connect more clients before the run starts, or set a smaller population"
+            )
 
     def _play(
         self, x: Running, now: Now, program: Round, begun: Exchange | None = None
@@ -316,6 +333,17 @@ class DistributedDp(CodedServer):
         size, contributors = values["_made"]
         if size:
             self._prepare(size, contributors)
+
+    def finish(self) -> None:
+        """Refuse to end a run that has decoded no sum; one that withholds who took part does not say.
+
+        Raises
+        ------
+        NoUsableReply
+        """
+        # Noise alone is never released here.
+        if not self._noisy.withholds:
+            require_learnt(self.reports)
 
     def identity(self) -> dict[str, str]:
         """Return what must not change within a run; grid and room follow from it and from the model."""

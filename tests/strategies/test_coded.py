@@ -14,7 +14,7 @@ from toy import SHAPES, client_app, fedavg, model, stack, update
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, FixedPoint, Identity, ModularSum, RandomK, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.experiments.systems import SYSTEMS
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
@@ -126,14 +126,44 @@ def test_apps_without_keys_answer_directly_and_are_reported() -> None:
     assert "not in the sum" in reason
 
 
-def test_nodes_that_are_silent_at_the_hello_are_asked_again() -> None:
+@pytest.mark.parametrize("kind", ["silent", "raise", "lost_reply"])
+def test_nodes_that_are_silent_at_the_hello_are_asked_again(kind: str) -> None:
     def shy(delivery: Delivery) -> str | None:
-        return "silent" if delivery.message_type == "query.hello" and delivery.round == 1 else None
+        return kind if delivery.message_type == "query.hello" and delivery.round == 1 else None
 
     strategy = relay()
     result, _ = run(strategy, NODES, rounds=2, fault=shy)
     assert [strategy.reports[number].coded.planned for number in (1, 2)] == [0, NODES]
     assert bits(result) == bits(run(Compressed(fedavg(), QSGD(levels=4)), NODES, rounds=2)[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "needed"),
+    [
+        (lambda: coded_sum(symbols=12, threshold=4), 16),
+        (lambda: relay(symbols=12, code="mds"), 12),
+        (lambda: relay(symbols=2, shards=9), 9),
+    ],
+)
+def test_clients_that_can_never_suffice_end_the_run_in_its_first_round(make: Any, needed: int) -> None:
+    strategy = make()
+    with pytest.raises(NoUsableReply, match=f"round 1: 5 clients take part, the code needs {needed}.* lower .*or ask"):
+        run(strategy, 5, rounds=3)
+    assert list(strategy.reports) == [1]
+
+
+@pytest.mark.parametrize("make", [lambda: coded_sum(symbols=4, threshold=1), lambda: relay(symbols=5, code="mds")])
+def test_losses_skip_a_round_and_a_run_of_such_rounds_alone_is_an_error(make: Any) -> None:
+    def lost(delivery: Delivery) -> str | None:
+        return "silent" if delivery.partition < 2 and delivery.message_type != "query.hello" else None
+
+    strategy = make()
+    run(strategy, NODES, rounds=2, fault=lambda d: lost(d) if d.round == 1 else None)
+    assert [report.used for report in strategy.reports.values()] == [0, NODES]
+    strategy = make()
+    with pytest.raises(NoUsableReply, match="learnt nothing: clients were asked in 2 rounds, no update was used"):
+        run(strategy, NODES, rounds=2, fault=lost)
+    assert len(strategy.reports) == 2
 
 
 # What is refused.

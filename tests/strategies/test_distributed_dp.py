@@ -151,12 +151,21 @@ def test_audit_B_the_decoded_sum_has_the_promised_noise_also_at_the_tolerated_lo
 
 def test_beyond_the_tolerated_losses_the_round_is_void_and_free() -> None:
     grid, strategy = grid_of(fault=at(1, 0, 1, 2)), distributed()
-    result = run(strategy, grid, 2)
-    assert not stack(result.arrays).any()
+    with pytest.raises(NoUsableReply, match="learnt nothing"):
+        run(strategy, grid, 2)
     assert strategy.reports[1].coded.included == []
     assert any("at least 4 are needed" in note for note in strategy.reports[1].notes)
     assert not grid.asked("AddUp")
     assert find_private(strategy).privacy.releases == 0
+
+
+def test_fewer_connected_clients_than_a_sum_needs_end_the_run_before_anybody_is_asked() -> None:
+    grid, strategy = grid_of(), distributed()
+    for partition in (0, 1, 2):
+        grid.inner.remove_node(partition)
+    with pytest.raises(NoUsableReply, match="3 clients are connected, a sum needs 4 of the 6"):
+        run(strategy, grid, 2)
+    assert not grid.asked("ShareUp")
 
 
 def test_the_event_is_recorded_before_any_sum_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +221,9 @@ def test_a_round_that_a_restarted_server_makes_again_has_the_same_noise(feedback
     again = distributed(feedback=feedback)
     restore_strategy(again, saved)
     again.renumber()
-    fit(again, grid, model(), 1, timeout=9)
+    # No relay answers twice, so this run has no sum.
+    with pytest.raises(NoUsableReply, match="learnt nothing"):
+        fit(again, grid, model(), 1, timeout=9)
     (contributions,) = noised.values()
     assert len(contributions) == 2 * NODES
     assert len({c.tobytes() for c in contributions}) == NODES

@@ -149,15 +149,30 @@ def test_with_three_of_six_gone_the_round_is_skipped(exchange: int) -> None:
     assert not driver.model.any()
     assert not driver.consumed
     assert "the round is skipped, the model is unchanged" in notes[-1]
+    # Six are enough when none is lost: the run goes on.
+    assert "too_few" not in driver.told
     assert driver.step(2) is not None
 
 
-def test_fewer_clients_than_decode_skip_the_round_without_training_for_nothing() -> None:
-    driver = summed(nodes=3)
+@pytest.mark.parametrize(
+    ("options", "needed"), [({}, 4), ({"symbols": 1, "min_contributors": 5}, 5), ({"symbols": 2, "shards": 6}, 6)]
+)
+def test_fewer_clients_than_decode_skip_the_round_without_training_for_nothing(options: Any, needed: int) -> None:
+    driver = summed(nodes=3, **options)
     notes = noted(driver)
     assert driver.step(1) is None
     assert not driver.passed
-    assert "3 clients take part" in notes[0]
+    assert f"3 clients take part, the code needs {needed}" in notes[0]
+    assert driver.told["too_few"] in notes[0]
+    assert summed(nodes=needed, **options).step(1) is not None
+
+
+def test_clients_whose_keys_are_not_known_yet_are_not_too_few() -> None:
+    driver = summed()
+    make = driver._now
+    driver._now = lambda *args: replace(make(*args), keys={0: make(*args).keys[0]})
+    assert driver.step(1) is None
+    assert "too_few" not in driver.told
 
 
 def test_a_sum_of_fewer_contributors_than_asked_is_not_released() -> None:

@@ -249,8 +249,14 @@ class GradientCode(System, id="gradient-code"):
         devices = self._devices(now, members)
         n, least = len(devices), self.losses + 1
         now.told["coded"] = told = {"planned": n, "asked": len(members), "symbols": n - self.losses}
-        if not least <= n <= MAX_DEVICES:
-            _skipped(now, f"{n} clients take part; a code for {least - 1} losses needs {least} to {MAX_DEVICES}")
+        if n > MAX_DEVICES:
+            _skipped(now, f"{n} clients take part, a gradient code has at most {MAX_DEVICES}", never=True)
+            return None
+        if n < least:
+            why = (
+                f"{n} clients take part, a code for {least - 1} losses needs {least}: lower losses, or ask more clients"
+            )
+            _skipped(now, why, never=len(now.nodes) < least)
             return None
         code, loose = self.code(n, now.seed)
         if loose:
@@ -441,9 +447,9 @@ def _met(now: Now) -> Generator[list[Ask], Sequence[Answer], list[int]]:
     return sorted(met)
 
 
-def _skipped(now: Now, reason: str) -> None:
+def _skipped(now: Now, reason: str, *, never: bool = False) -> None:
     now.told["skipped"] = reason
-    now.note(f"the round is skipped, the model is unchanged: {reason}")
+    now.skip(reason, too_few=never)
 
 
 @lru_cache(maxsize=8)

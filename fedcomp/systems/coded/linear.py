@@ -657,7 +657,13 @@ class _Iteration:
         system, model, now = self.system, self.model, self.now
         if not self.plan_id:
             absent = [j for j in range(system.partitions) if str(j) not in self.labels]
-            self.skip(f"the owners of partitions {absent} have not joined yet")
+            why = f"the owners of partitions {absent} have not joined yet"
+            if len(now.nodes) < system.partitions:
+                now.told["too_few"] = (
+                    f"{len(now.nodes)} clients take part, one for each of {system.partitions} partitions is needed: "
+                    f"{why}. Lower partitions, or connect more clients"
+                )
+            self.skip(why)
             return None
         labels = [self.labels[str(j)] for j in range(system.partitions)]
         # With a model of zeros all answers would be zero, right or wrong.

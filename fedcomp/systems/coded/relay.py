@@ -149,17 +149,9 @@ class CodedRelay(Coded, id="coded-relay"):
             now.note("no client takes coded rounds: the round is an ordinary one")
             return _end(inner, (yield Wait(plain, self.share_timeout)))
         try:
-            symbols, shards = choose(
-                len(nodes),
-                code=self.code,
-                symbols=self.symbols,
-                shards=self.shards,
-                loss=self.loss,
-                target=self.target,
-                threshold=self.threshold,
-            )
+            symbols, shards = self._chosen(len(nodes))
         except NotDecodable as why:
-            now.note(f"the round is skipped, the model is unchanged: {why}")
+            now.skip(str(why), too_few=not self._suffice(len(now.nodes)))
             return None
         told |= {"symbols": symbols, "shards": shards}
         words = Share(self.code, symbols, shards, self.threshold, now.seed, _longest(now.layout))
@@ -172,6 +164,26 @@ class CodedRelay(Coded, id="coded-relay"):
         while wanted := collecting.wanted() or collecting.once_more():
             collecting.take(wanted, (yield Wait(collecting.questions(wanted), self.collect_timeout)))
         return _end(inner, sorted([*decoded, *collecting.decoded()], key=lambda answer: answer.node))
+
+    def _chosen(self, relays: int) -> tuple[int, int]:
+        """Return K and N of a round with so many relays; raise :class:`NotDecodable` where they are too few."""
+        return choose(
+            relays,
+            code=self.code,
+            symbols=self.symbols,
+            shards=self.shards,
+            loss=self.loss,
+            target=self.target,
+            threshold=self.threshold,
+        )
+
+    def _suffice(self, relays: int) -> bool:
+        """Whether so many clients are enough for a round in which none of them is lost."""
+        try:
+            self._chosen(relays)
+        except NotDecodable:
+            return False
+        return True
 
     def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
         relay = Relay.of(memory, ask, me)

@@ -218,10 +218,12 @@ class CodedSum(Coded, id="coded-sum"):
             When a sum over them would wrap around.
         """
         relays, levels, least = self.shards or clients, self.fixed.levels, self.min_contributors
-        if clients < max(least, relays, self.symbols + self.threshold, 1):
+        needed = max(least, self.shards, max(1, self.symbols) + self.threshold)
+        if clients < needed:
             raise NotDecodable(
-                f"{clients} clients take part; the sum needs {least} contributors and {relays} relays, of which "
-                f"{max(1, self.symbols) + self.threshold} decode"
+                f"{clients} clients take part, the code needs {needed} (symbols + threshold = {self.symbols} + "
+                f"{self.threshold}, shards {self.shards}, min_contributors {least}): lower these options, or ask more "
+                "clients (fraction_train, min_available_nodes)"
             )
         # Where nobody sets a limit, the largest weight for which the largest field still has room.
         max_weight = (self.max_weight or max(1, FIELDS[-1].half // (clients * levels))) if self.weight else 1
@@ -286,8 +288,16 @@ class CodedSum(Coded, id="coded-sum"):
                 summing.added((yield Wait(summing.sums_wanted(), self.collect_timeout)))
             return summing.step()
         except NotDecodable as why:
-            now.note(f"the round is skipped, the model is unchanged: {why}")
+            now.skip(str(why), too_few=not self._suffice(len(now.nodes), now))
             return None
+
+    def _suffice(self, clients: int, now: Now) -> bool:
+        """Whether so many clients are enough for a round in which none of them is lost."""
+        try:
+            self.plan(clients, now)
+        except NotDecodable:
+            return False
+        return True
 
     def _warn(self, plan: SumPlan, now: Now) -> None:
         odds = self._odds(plan.needed, plan.relays)
