@@ -1,4 +1,4 @@
-"""The one base class of every error this project raises, and the small helpers that keep messages useful.
+"""The base class of all errors of this package, and helpers for their messages.
 
 An error says what was wrong, what was expected, and what to do. Errors that a peer can provoke with bytes are
 :class:`fedcomp.wire.WireError`; errors a user can provoke with arguments are :class:`ConfigError`.
@@ -18,11 +18,11 @@ class FedcompError(Exception):
 
 
 class ConfigError(FedcompError, ValueError):
-    """A parameter, name or combination the user chose cannot work."""
+    """A parameter, name or combination that cannot work."""
 
 
 class LayoutError(FedcompError, ValueError):
-    """Arrays do not have the names, shapes or dtypes that were agreed on."""
+    """Arrays do not have the expected names, shapes or dtypes."""
 
 
 class NonFiniteUpdate(FedcompError, ValueError):
@@ -30,7 +30,7 @@ class NonFiniteUpdate(FedcompError, ValueError):
 
 
 class NoUsableReply(FedcompError, RuntimeError):
-    """No reply can be used, or too few clients take part for any round to work, and nothing was learnt before."""
+    """No reply is usable, or too few clients take part for any round to work, and no earlier round succeeded."""
 
 
 class StateError(FedcompError, RuntimeError):
@@ -38,7 +38,7 @@ class StateError(FedcompError, RuntimeError):
 
 
 class MissingExtra(FedcompError, ImportError):
-    """A library that an optional extra brings is not installed."""
+    """A library of an optional extra is not installed."""
 
 
 @contextlib.contextmanager
