@@ -139,7 +139,7 @@ REFUSED = {
         lambda: client(ClientApp(), spy("a", [], outside=("private",), inside=("private",))),
         "private outside of a|a outside of private",
     ),
-    "twice of the author": (lambda: client(ClientApp(), private(), private()), "private stands twice"),
+    "twice of the author": (lambda: client(ClientApp(), private(), private()), "private is given twice"),
     "among own mods": (lambda: client(ClientApp(mods=[compression()])), "compression is among the app's own mods"),
     "factory among own": (lambda: client(ClientApp(mods=[compression])), "compression is among the app's own mods"),
     "typo": (lambda: client(ClientApp(), only=["compresion"]), "did you mean 'compression'"),

@@ -144,7 +144,7 @@ def test_the_log_says_what_was_chosen_and_training_gives_way_to_the_supernode(tm
     assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
     assert "link: 64 kbit/s: replies in pieces of 32768 bytes, 1 at once" in said.getvalue()
     assert "within 180 s has 1440000 bytes" in said.getvalue()
-    assert "state: no --state-dir: what clients remember" in said.getvalue()
+    assert "state: no --state-dir: client memory, such as residuals, is lost" in said.getvalue()
     said.truncate(0)
     node.services(parse([*GOOD, "--state-dir", str(tmp_path)]), tmp_path / "secret", EventLog(stream=said))
     assert "state-dir" not in said.getvalue()

@@ -327,10 +327,10 @@ def test_numbers_follow_from_the_relays_there_are() -> None:
     assert choose(13, code="mds", loss=0.1, threshold=2) == (6, 13)
     assert choose(1, code="mds") == (1, 1)
     for options, reason in (
-        ({"symbols": 7}, "6 relays take part, but 7"),
-        ({"symbols": 2, "shards": 8}, "8 shards need as many relays, only 6"),
-        ({"symbols": 4, "loss": 0.3}, "only 6 take part"),
-        ({"threshold": 6, "code": "mds"}, "are needed"),
+        ({"symbols": 7}, "6 clients take part, the code needs 7"),
+        ({"symbols": 2, "shards": 8}, "6 clients take part, the code needs 8, one for each shard"),
+        ({"symbols": 4, "loss": 0.3}, "6 clients take part, the code needs"),
+        ({"threshold": 6, "code": "mds"}, "6 clients take part, the code needs"),
     ):
         with pytest.raises(NotDecodable, match=reason):
             choose(6, **{"code": "rlnc", **options})

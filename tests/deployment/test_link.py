@@ -176,7 +176,7 @@ def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere
     )
     superexec = processes_with("FLWR_HOME", str(folder.home("superexec"))).keys()
     os.kill(superlink, signal.SIGKILL)
-    site.until(link, "superlink is started again")
+    site.until(link, "superlink restarts in")
     link.wait_for_port(site.port, 60.0)
     # The one below which server apps run has not noticed.
     assert superexec <= processes_with("FLWR_HOME", str(folder.home("superexec"))).keys()
@@ -254,7 +254,7 @@ def test_a_run_whose_link_or_superexec_is_killed_goes_on_by_the_same_command(sit
         shutil.move(link.log, tmp_path / "first.log")
         site.link()
     else:
-        site.until(link, "superexec is started again")
+        site.until(link, "superexec restarts in")
     command.stop()
     while any("flwr-serverapp" in line for line in processes_with("FLWR_HOME", str(folder.home("superexec"))).values()):
         assert time.monotonic() < deadline

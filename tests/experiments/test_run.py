@@ -252,7 +252,7 @@ def test_e2_a_quick_run_is_resumed_as_one(call: Caller) -> None:
 @pytest.mark.slow
 def test_e2_a_user_is_told_how_long_it_takes(call: Caller) -> None:
     assert call("tiny") == 0
-    assert "takes about 30 s on two cores" in call.stdout
+    assert "takes about 30 s on two idle cores" in call.stdout
     assert call("tiny", "--rounds", "2") == 0
     assert "takes about" not in call.stdout, "measured at the defaults only"
     assert call("--list") == 0
@@ -321,7 +321,7 @@ def test_an_interruption_before_the_first_round_leaves_nothing(call: Caller) -> 
 def test_a_broken_run_is_one_line_and_resumes(call: Caller) -> None:
     engine = FakeEngine({("sparse", 2): RuntimeError("the roof\nfell in")})
     assert call("tiny", engine=engine) == 3
-    assert call.stderr.splitlines()[-1].startswith("error: the run broke: RuntimeError: the roof fell in")
+    assert call.stderr.splitlines()[-1].startswith("error: the run failed: RuntimeError: the roof fell in")
     (folder,) = call.folders
     assert "Traceback" in (folder / "error.txt").read_text()
     assert call("--resume", folder.name, engine=engine) == 0
