@@ -235,7 +235,7 @@ def test_finite_updates_whose_sum_is_not_leave_the_model_as_it_was() -> None:
     for downlink in (None, TopK(density=0.1)):
         strategy = Compressed(fedavg(), TopK(density=1.0), downlink=downlink, policy=SmallDense())
         grid = MeteredGrid(InProcessGrid(app, 4, seed=4), TrafficLedger())
-        with pytest.raises(NoUsableReply, match="the run has learnt nothing.*not finite"):
+        with pytest.raises(NoUsableReply, match=r"the run has learnt nothing.*not finite"):
             strategy.start(grid, model(3e38), num_rounds=2, timeout=9)
         assert len(strategy.reports) == 2
         assert not any(r.used for r in strategy.reports.values())
