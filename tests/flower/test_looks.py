@@ -143,6 +143,6 @@ def test_what_a_look_raises_is_raised_and_what_it_raises_too_late_is_logged(capl
         assert poll(link, {"a"}, 0.2, seconds=0.01, final=True) == []
         link.whole.set()
         deadline = time.monotonic() + 100.0
-        while "nobody waits for any more failed: no route" not in caplog.text:
+        while "fetching a late reply failed: no route" not in caplog.text:
             assert time.monotonic() < deadline
             time.sleep(0.01)
