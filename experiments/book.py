@@ -281,7 +281,7 @@ def benchmarks_page(results: Path) -> str:
     lines = [json.loads(line) for line in book.read_text("utf-8").splitlines()] if book.exists() else []
     parts = [
         "# Benchmarks\n",
-        "Ratios taken in one run each, the newest first, then earlier ones; `python -m experiments.bench NAME` prints",
+        "Ratios taken in one run each, the newest first, then earlier ones; `python -m experiments.bench state` prints",
         "one, and `python -m experiments.run book` adds it here. Compare within one class of machine.\n",
     ]
     for name in sorted({line["benchmark"] for line in lines}):

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedcomp.coding.transport import Spool, TcpTransport
+from fedcomp.experiments.engines.processes import free_ports
 
 HERE = Path(__file__).parents[1]
 
@@ -24,9 +25,7 @@ def wait_until(true: Callable[[], object], seconds: float = 200.0) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def open_files(process: int) -> list[str]:

@@ -8,6 +8,7 @@ Linux only.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -17,13 +18,29 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Final, NamedTuple
 
 from fedcomp.clients.edge.processes import below, living, tied
 from fedcomp.errors import FedcompError
 
 _LISTENING: Final = "0A"
 """State of a listening socket in ``/proc/net/tcp``."""
+_FIRST_PORT: Final = 15_000
+_LAST_PORT: Final = 32_767
+_BLOCK: Final = 250
+"""Ports from first to last are given out in blocks of so many, one block a process."""
+
+
+class _Block(NamedTuple):
+    """Ports that one process hands out: the first of them is held by ``held`` and given to nobody."""
+
+    first: int
+    turns: Iterator[int]
+    held: socket.socket
+
+
+_BLOCKS: Final[dict[int, _Block]] = {}
+"""The block of each process id, so that a forked child does not go on with its parent's."""
 
 
 class DeploymentError(FedcompError, RuntimeError):
@@ -142,16 +159,44 @@ def tail(path: Path, lines: int = 20) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ``count`` different TCP ports that are free on loopback now.
+    """Return ``count`` different TCP ports that are free on loopback now, and that no other process asks for here.
 
-    All are held until all are known, so that none is handed out twice; another program may still take one in the
-    moment before its owner binds it, which shows as a server that does not start.
+    The kernel gives ports from 32768 on to outgoing connections, so one of those may be taken in the moment before
+    its owner binds it. These lie below. Each process claims a block of them by holding its first port for as long as
+    the process lives, and hands out the rest of the block in turn. Raises :class:`DeploymentError` when fewer than
+    ``count`` are free.
     """
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [int(s.getsockname()[1]) for s in sockets]
+    block = _claimed_block()
+    found: list[int] = []
+    for turn in itertools.islice(block.turns, _BLOCK - 1):
+        port = block.first + 1 + turn % (_BLOCK - 1)
+        # Another program may listen there.
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise DeploymentError(
+        f"{count} free ports were asked for, and {len(found)} of the {_BLOCK - 1} ports after {block.first} are free"
+    )
+
+
+def _claimed_block() -> _Block:
+    """Return this process's block of ports; a forked child claims another."""
+    pid = os.getpid()
+    if pid not in _BLOCKS:
+        for first in range(_FIRST_PORT, _LAST_PORT - _BLOCK + 1, _BLOCK):
+            held = socket.socket()
+            try:
+                held.bind(("127.0.0.1", first))
+            except OSError:  # claimed by another process
+                held.close()
+                continue
+            _BLOCKS[pid] = _Block(first, itertools.count(), held)
+            break
+        else:
+            raise DeploymentError(f"all blocks of {_BLOCK} ports from {_FIRST_PORT} to {_LAST_PORT} are claimed")
+    return _BLOCKS[pid]
 
 
 def listens(pid: int, port: int) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -133,9 +135,34 @@ def test_a_port_that_never_opens_is_an_error(tmp_path):
         child.stop()
 
 
-def test_free_ports_are_different():
-    ports = free_ports(20)
-    assert len(set(ports)) == 20
+def test_free_ports_are_different_and_no_outgoing_connection_takes_them():
+    ports = [port for _ in range(30) for port in free_ports(8)]
+    assert len(set(ports)) == len(ports)
+    # From here on the kernel gives ports to connections that name none.
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(ports) < lowest
+
+
+def test_another_process_gets_other_free_ports():
+    code = "from fedcomp.experiments.engines.processes import free_ports; print(*free_ports(200))"
+    own = free_ports(200)
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(own) & set(map(int, other.stdout.split()))
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    forked = multiprocessing.get_context("fork").Process(target=lambda: sender.send(free_ports(200)))
+    forked.start()
+    assert not set(own) & set(receiver.recv())
+    forked.join()
+
+
+def test_a_port_that_is_in_use_is_not_free_and_too_many_are_an_error():
+    with socket.socket() as held:
+        (port,) = free_ports(1)
+        held.bind(("127.0.0.1", port))
+        # All of the block but the one that is in use.
+        assert port not in free_ports(248)
+        with pytest.raises(DeploymentError, match="249 free ports were asked for, and 248"):
+            free_ports(249)
 
 
 def test_tail_says_when_there_is_nothing(tmp_path):
