@@ -194,8 +194,8 @@ def _accuracy_table(outcomes: Outcomes, data: str) -> Table:
         f"Means over {len(outcomes[TOPAGG, 1.0])} seed(s), ± half the range. Accuracy of a convolutional network "
         "trained only on generated images, after its last epoch; in the row of the classifier, the accuracy of the "
         "classifier. The paper's figures come from convolutional teachers and generator, the best of 600 epochs on "
-        "100 000 images, and a looser accountant. A network that names one class for all images it learnt from is "
-        f"trained again with half the step size, which happened in {'; '.join(again) or 'no row'}.",
+        "100 000 images, and a looser accountant. A network that predicts one class for all of its training "
+        f"images is trained again with half the step size. This happened in {'; '.join(again) or 'no row'}.",
     )
 
 
