@@ -96,7 +96,7 @@ class LocalData(Protocol):
 
 @dataclass(frozen=True)
 class _Here:
-    """What a node of this process brings."""
+    """The contents of a node in this process."""
 
     model: Real
     local: LocalData | None

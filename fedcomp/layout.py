@@ -223,7 +223,7 @@ def note_of_held(held: list[str]) -> str:
 
 
 def _positional_statistics(model: Mapping[str, TensorShape]) -> tuple[str, ...]:
-    """Names of torch's running means and variances in a model without names."""
+    """Return the names of torch's running means and variances for a model without names."""
     if not named_by_position(model):
         return ()
     found: list[str] = []

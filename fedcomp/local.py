@@ -219,7 +219,8 @@ class Local:
     def _now(
         self, number: int, nodes: Sequence[int] | None, mailbox: Mailbox, carried: dict[int, tuple[int, int]]
     ) -> Now:
-        """Return a round as the program sees it. ``carried``: generation and number of what left memories, by node."""
+        """Return a round as the program sees it. ``carried`` has, by node, the generation and number of the frame that
+        left its memory."""
         who = tuple(range(self.nodes) if nodes is None else sorted(nodes))
         refused = self.refused.setdefault(number, [])
         start = self.model.view()
@@ -253,7 +254,7 @@ class Local:
         )
 
     def _play(self, now: Now, program: Round, carried: dict[int, tuple[int, int]]) -> Step | None:
-        """Drive a program; note what left memories with the answers."""
+        """Drive a program; record which frames left memories with the answers."""
         exchange, self.answers, again = 0, [], self.system.LOST == "again"
         try:
             wanted = next(program)
@@ -281,7 +282,7 @@ class Local:
     def _exchanged(
         self, now: Now, wait: Wait, sent: Sequence[Stamped], exchange: int, carried: dict[int, tuple[int, int]]
     ) -> dict[int, Answer]:
-        """Return the answers of one exchange that can be used, in the order of nodes."""
+        """Return the usable answers of one exchange, in the order of nodes."""
         came, self.late = self.late, []
         good: dict[int, Answer] = {}
         expected = {stamped.ask.node: stamped for stamped in sent}
@@ -313,7 +314,7 @@ class Local:
         return {node: good[node] for node in sorted(good)}
 
     def _deliver(self, now: Now, stamped: Stamped, exchange: int) -> list[Reply]:
-        """Bring one ask to its client; return what comes back."""
+        """Deliver one ask to its client; return the reply."""
         ask = stamped.ask
         what = self.fault(now.number, ask.node, exchange)
         if what == "silent":
@@ -426,14 +427,14 @@ class Local:
 
 
 def _packed(answer: Answer, mark: bytes) -> bytes:
-    """Return an answer as bytes: its mark, its weight, its frames. Words are of an exchange, and stay in it."""
+    """Return an answer as bytes: its mark, its weight, its frames. Words belong to an exchange and are not included."""
     sizes = {name: len(frame) for name, frame in answer.frames.items()}
     head = json.dumps([answer.weight, sizes]).encode()
     return b"".join([mark, len(head).to_bytes(4, "little"), head, *answer.frames.values()])
 
 
 def _unpacked(node: int, data: bytes) -> tuple[Answer, bytes]:
-    """Return an answer and its mark; raise AnswerError where the bytes are none."""
+    """Return an answer and its mark; raise AnswerError if the bytes are not an answer."""
     end = 20 + int.from_bytes(data[16:20], "little")
     try:
         weight, sizes = json.loads(data[20:end])

@@ -169,7 +169,7 @@ class _Saved:
 
     @classmethod
     def of(cls, stamped: Stamped) -> _Saved:
-        """Return an ask as it is saved."""
+        """Return an ask in its saved form."""
         ask, say = stamped.ask, stamped.ask.say
         return cls(
             stamped.number,
@@ -188,7 +188,7 @@ class _Saved:
         )
 
     def stamped(self, words: Sequence[type[Said]]) -> Stamped:
-        """Return the ask; raise AnswerError where the system has no such words."""
+        """Return the ask; raise AnswerError if the system has no such words."""
         kinds = {kind.__name__: kind for kind in words}
         if unknown := [name for name in (self.say, self.expects) if name and name not in kinds]:
             raise AnswerError(f"the system has no words {unknown[0]!r}")

@@ -351,7 +351,7 @@ def conclude(
 
 
 def _commit() -> str:
-    """Return the commit of the checkout that this file is in, "none" outside of one."""
+    """Return the commit of the checkout with this file, or "none" outside a checkout."""
     here = Path(__file__).resolve()
     if not (here.parents[1] / ".git").exists():
         return "none"

@@ -23,7 +23,7 @@ from fedcomp.rules import Int, Rule
 T = TypeVar("T")
 
 _SHOWN: Final = 60
-"""Characters of a wrong value that an error shows."""
+"""Number of characters of a wrong value in an error."""
 
 
 class PlainError(FedcompError, ValueError):
@@ -107,7 +107,7 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 @cache
 def _nulls(kind: type) -> dict[str, Null]:
-    """Return the fields of a dataclass that a document holds as null."""
+    """Return the fields of a dataclass that are null in a document."""
     return {name: rule for name, hint in _hints(kind).items() for rule in get_args(hint)[1:] if isinstance(rule, Null)}
 
 
@@ -230,7 +230,7 @@ def _exactly(kind: type[T], value: Any, where: str) -> T:
 
 
 def _one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Return ``value`` as the first of several types that takes it, its own type before all others."""
+    """Return ``value`` as the first of several types that accepts it; its own type comes first."""
     for kind in sorted(kinds, key=lambda kind: kind is not type(value)):
         try:
             return from_plain(kind, value, where)
@@ -261,7 +261,7 @@ def _key(kind: Any, key: Any, where: str) -> Any:
 
 
 def _array(args: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Return a copy of a numeric array; of the dtype that the annotation names, if it names one."""
+    """Return a copy of a numeric array, in the dtype of the annotation if there is one."""
     if not isinstance(value, np.ndarray) or value.dtype.hasobject:
         raise _wrong(value, where, "an array of numbers")
     named = get_args(args[1]) if len(args) > 1 else ()

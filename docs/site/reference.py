@@ -68,7 +68,7 @@ def of(module: str, *names: str) -> tuple[str, ...]:
 AREAS: Final[Mapping[str, Area]] = {
     "codecs": Area(
         "Codecs and policies",
-        "What is sent of an update, and of which tensors.",
+        "Codecs that compress updates, and policies that choose the tensors to compress.",
         ("fedcomp.codecs", "fedcomp.layout"),
         (
             *of("fedcomp.codecs", "get_codec", "register"),
@@ -80,7 +80,7 @@ AREAS: Final[Mapping[str, Area]] = {
     "clients": Area("Clients", "The clients' side.", ("fedcomp.clients", "fedcomp.factors", "fedcomp.forward")),
     "coding": Area(
         "Coded rounds",
-        "Updates as shards at other clients, sums without updates, and codes over fields.",
+        "Updates stored as coded shards on other clients, secure sums, and codes over finite fields.",
         ("fedcomp.strategies.coded", "fedcomp.clients.coded"),
         (
             "fedcomp.coding.encoder.encoder",
@@ -95,7 +95,7 @@ AREAS: Final[Mapping[str, Area]] = {
     ),
     "gossip": Area(
         "Gossip",
-        "Learning without a server's model: algorithms, graphs and the simulation.",
+        "Decentralised learning without a central model: algorithms, graphs and the simulation.",
         ("fedcomp.strategies.gossip", "fedcomp.clients.gossip"),
         (
             *(place.replace(":", ".") for place in (*ALGORITHMS.values(), *AVERAGING.values())),
@@ -108,13 +108,13 @@ AREAS: Final[Mapping[str, Area]] = {
     ),
     "graphs": Area(
         "Graphs of several owners",
-        "Graph convolutions on a graph whose parts have different owners.",
+        "Graph convolutions on a graph whose parts belong to different owners.",
         ("fedcomp.strategies.gcn", "fedcomp.clients.gcn"),
         ("fedcomp.graphs.base.GraphPart", "fedcomp.graphs.settings.SamplerSettings"),
     ),
     "privacy": Area(
         "Privacy",
-        "Private strategies, their client halves, and accounting.",
+        "Private strategies, their client halves, and privacy accounting.",
         ("fedcomp.strategies.private", "fedcomp.clients.private", "fedcomp.privacy", "fedcomp.systems.private"),
         (
             *of("fedcomp.strategies.private.settings", "VoteSettings", "TeacherSettings"),
@@ -128,7 +128,7 @@ AREAS: Final[Mapping[str, Area]] = {
     ),
     "running": Area(
         "Running and counting",
-        "Grids in this process, faults on purpose, bytes and reports.",
+        "In-process grids, injected faults, byte counts and reports.",
         ("fedcomp.flower", "fedcomp.experiments.advise"),
         (
             *of("fedcomp.experiments.advise", "Advice", "Candidate"),
@@ -138,7 +138,7 @@ AREAS: Final[Mapping[str, Area]] = {
     ),
     "program": Area(
         "Programs and rules",
-        "What a system of one's own is written in. Two halves, what they say to each other, and rules of fields.",
+        "Building blocks of a new system: its two halves, the messages between them, and rules of fields.",
         (),
         (
             *of("fedcomp.program", "System", "Now", "Me", "Step", "Given", "Mean", "Single"),
@@ -149,7 +149,7 @@ AREAS: Final[Mapping[str, Area]] = {
     ),
     "systems": Area(
         "Systems",
-        "One file each: options, and both halves of a round.",
+        "One file for each system, with its options and both halves of a round.",
         (),
         tuple(f"fedcomp.systems.{place.replace(':', '.')}" for place in SYSTEMS.values() if isinstance(place, str)),
     ),

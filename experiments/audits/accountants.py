@@ -1,7 +1,7 @@
 """A comparison of our accountants with Opacus and dp-accounting on the same events.
 
-``python -m fedcomp.experiments.audits.accountants`` prints the table. dp-accounting is compared with where it is
-installed (``pip install '.[dp]'``); without it the table says so. Every figure is worked out when the command runs.
+``python -m fedcomp.experiments.audits.accountants`` prints the table. If dp-accounting is installed (``pip install
+'.[dp]'``), it is in the comparison; otherwise the table says so. Every figure is computed when the command runs.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from fedcomp.privacy.events import Event
 DELTA: Final = 1e-5
 
 TOLERANCE: Final = 0.002
-"""Differences of epsilon below this one are those of numerics."""
+"""Differences of epsilon below this one are numerical."""
 
 Costs = tuple[float | None, ...]
-"""Epsilons at :data:`DELTA`, None of events that one does not know."""
+"""Epsilons at :data:`DELTA`; None for events that an accountant does not support."""
 
 COLUMNS: Final = ("ours", "Opacus RDP", "Opacus PRV", "dp-accounting RDP", "dp-accounting PLD")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One event, so many times.
+    """One event, composed ``times`` times.
 
-    ``ours`` is None where nothing here draws such noise; ``opacus`` a noise multiplier and a sampling rate, all that it
-    knows of an event; ``google(dp_accounting)`` dp-accounting's event, given once for each time where ``singly``, under
-    its name for the ``relation`` of neighbours. ``stays`` says why ours does although another one is tighter.
+    ``ours`` is None if nothing here draws such noise. ``opacus`` is a noise multiplier and a sampling rate, its whole
+    description of an event. ``google(dp_accounting)`` is dp-accounting's event, passed once for each time if
+    ``singly``, with its name for the ``relation`` of neighbours. ``stays`` is the reason to keep our accountant
+    although another one is tighter.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Case:
     relation: str = "ADD_OR_REMOVE_ONE"
 
     def verdict(self, epsilons: Costs) -> str:
-        """Return what follows for our own accountant from what the case costs by each of :data:`COLUMNS`."""
+        """Return the verdict on our own accountant from the costs by each of :data:`COLUMNS`."""
         own, *others = epsilons
         known = {name: found for name, found in zip(COLUMNS[1:], others, strict=True) if found is not None}
         if own is None:
@@ -60,7 +61,7 @@ class Case:
         return f"{name} is {own - best:.3f} tighter; stays: {self.stays or 'TO BE REPLACED'}"
 
     def costs(self) -> Costs:
-        """Return what it costs by each of :data:`COLUMNS`."""
+        """Return the cost by each of :data:`COLUMNS`."""
         own = None if self.ours is None else compose([self.ours] * self.times, DELTA).epsilon
         return (own, *self._by_opacus(), *(self.by_google() if installed() else (None, None)))
 
@@ -73,7 +74,7 @@ class Case:
         for accountant in (RDPAccountant(), PRVAccountant()):
             accountant.history = [(*self.opacus, self.times)]
             with warnings.catch_warnings():
-                # Its orders end where the figure would still fall a little.
+                # Its orders end before the minimum of the figure.
                 warnings.simplefilter("ignore")
                 found.append(float(accountant.get_epsilon(DELTA)))
         return tuple(found)
@@ -94,7 +95,7 @@ class Case:
             if not accountant.supports(event):
                 found.append(None)
                 continue
-            # One by one where the number of times is not heeded (:data:`RESPONSE`).
+            # One by one if the number of times is ignored (:data:`RESPONSE`).
             for _ in range(self.times if self.singly else 1):
                 accountant.compose(event, 1 if self.singly else self.times)
             epsilon = float(accountant.get_epsilon(DELTA))
@@ -139,7 +140,7 @@ CASES: Final = (
 
 
 def installed() -> bool:
-    """Whether dp-accounting can be compared with."""
+    """Whether dp-accounting is available for the comparison."""
     return importlib.util.find_spec("dp_accounting") is not None
 
 
@@ -155,7 +156,7 @@ def main(cases: Sequence[Case] = CASES) -> int:
         by_number, singly = (replace(RESPONSE, singly=way).by_google()[1] for way in (False, True))
         print(f"\ndp-accounting's PLD of 10 randomised responses: {by_number:.4f}, {singly:.4f} one by one.")
     else:
-        print("\ndp-accounting is not installed, so that its columns are empty: pip install '.[dp]'")
+        print("\ndp-accounting is not installed, so its columns are empty: pip install '.[dp]'")
     return 0
 
 

@@ -25,24 +25,23 @@ Int8 = NDArray[np.int8]
 
 CLIP: Final = 2.0
 NODES: Final = 4
-"""Clients that are there; fewer than are expected, so that a wrong denominator shows."""
+"""Number of clients that reply; fewer than expected, so a wrong denominator shows."""
 EXPECTED: Final = 8
 
 MODEL: Final[dict[str, NDArray[Any]]] = {
-    # Two tensors of floats, so that clipping one by one differs from clipping all, and an integer buffer, which is to
-    # be left alone.
+    # Two tensors of floats, so clipping each differs from clipping all, and an integer buffer, which must not change.
     "weight": np.zeros((6, 8), np.float32),
     "bias": np.zeros(16, np.float32),
     "count": np.array([3, 4], np.int64),
 }
 WIDTH: Final = 64
-"""Floats of the model."""
+"""Number of floats in the model."""
 
 
 def updates(count: int, width: int = WIDTH, *, length: float = 1.5 * CLIP) -> list[Float32]:
-    """Return random updates of this L2 length, float32: half as long again as the clip norm, so that the others are
-    clipped, too."""
-    # A fixed key: worlds are part of the audit, and its seed changes the noise only.
+    """Return random float32 updates of this L2 length, by default 1.5 times the clip norm, so the other clients are
+    clipped too."""
+    # A fixed key, because worlds are part of the audit and the seed changes only the noise.
     draws = Key(0, "audit updates").generator().standard_normal((count, width))
     return [(length * draw / np.linalg.norm(draw)).astype(np.float32) for draw in draws]
 
@@ -58,12 +57,12 @@ def vote(place: int, width: int, k: int) -> Int8:
 def worlds(
     adjacency: Adjacency, base: Sequence[tuple[int, Any]], place: int, tried: Sequence[Any], canary: Any, other: Any
 ) -> Worlds:
-    """Return both worlds, without and with the canary of a participant, or with ``other`` in its place for "replace";
-    and pairs for tier A: every contribution tried there or not, or against the next one, its opposite."""
+    """Return both worlds, without and with the canary of a participant, or with ``other`` in its place for "replace".
+    Also return pairs for tier A: every tried contribution present or absent, or against the next one, its opposite."""
     held = list(base)
     if adjacency != "replace":
         return Worlds(held, [*held, (place, canary)], [(held, [*held, (place, one)]) for one in tried])
-    # Contributions come in pairs, each before its opposite: the farthest that an exchange can move a sum.
+    # Contributions come in pairs, each before its opposite. An exchange of the two moves a sum as far as possible.
     twos = zip(tried[::2], tried[1::2], strict=False)
     pairs = [([*held, (place, a)], [*held, (place, b)]) for a, b in twos]
     return Worlds([*held, (place, other)], [*held, (place, canary)], pairs)
@@ -79,7 +78,7 @@ def votes_sum(
     k: int = 20,
     rows: int = 0,
 ) -> Subject:
-    """Return a sum of votes; ``rows`` makes each a release of its own."""
+    """Return a sum of votes; ``rows`` makes each row a separate release."""
     shape = (rows, width) if rows else (width,)
     mechanism = kind(noise_multiplier=z, adjacency=adjacency, noise=noise, k=k, shape=shape, by_row=rows > 0)
 
@@ -108,7 +107,7 @@ def grid_sum(
 
 
 def promise(z: float | None, seed: int, **more: Any) -> dict[str, Any]:
-    """Return the arguments that every private strategy has; its noise multiplier is 1 unless one is given."""
+    """Return the arguments of every private strategy; the noise multiplier is 1 unless one is given."""
     return {
         "noise_multiplier": 1.0 if z is None else z,
         "population": EXPECTED,
@@ -119,14 +118,14 @@ def promise(z: float | None, seed: int, **more: Any) -> dict[str, Any]:
 
 
 def canaries(width: int = WIDTH) -> list[Float32]:
-    """Return contributions that a clip norm of :data:`CLIP` has to hold, each before its opposite."""
-    # The longest leave float32's range, and are dropped below.
+    """Return contributions that a clip norm of :data:`CLIP` has to bound, each before its opposite."""
+    # The longest leave the range of float32 and are dropped below.
     with np.errstate(over="ignore"):
         found = [one.astype(np.float32) for one in adversarial(width, CLIP, Key(0, "adversarial"), count=4)]
-    # One vector with every tensor at the clip norm: what clipping tensor by tensor would let pass.
+    # One vector with every tensor at the clip norm; clipping tensor by tensor would let it pass.
     first = np.zeros(width, np.float32)
     first[[0, -1]] = CLIP
-    # What is not finite is refused and is no contribution; it has tests of its own.
+    # Non-finite values are refused and are no contribution; they have separate tests.
     return [one for one in [first, -first, *found] if np.isfinite(one).all()]
 
 
@@ -137,9 +136,9 @@ def dp_fedavg(
     messages: bool = False,
     canary: Any = None,
 ) -> Subject:
-    """Return DP-FedAvg on updates (or messages) of half the clients that were expected.
+    """Return DP-FedAvg on updates (or messages) of half of the expected clients.
 
-    A ``canary`` of the caller's is the only contribution that is tried.
+    If the caller gives a ``canary``, only this contribution is tried.
     """
 
     def make(given: float | None, seed: int) -> PrivateStrategy:
@@ -152,7 +151,7 @@ def dp_fedavg(
     tried: list[Any] = found if canary is None else []
     if messages:
         base = [(i, ClientReply(update, examples=1 + 5 * i, loss=float(i), buffers=i)) for i, update in base]
-        # The canary reports all it can besides its update: many examples, a large loss, other buffers.
+        # The canary also reports extreme values besides its update: many examples, a large loss, other buffers.
         spare = ClientReply(spare, examples=1000, loss=50.0, buffers=40)
         other = ClientReply(other, examples=1, loss=0.0, buffers=0)
         tried = [ClientReply(one, examples=100, loss=3.0, buffers=7) for one in tried]
@@ -165,9 +164,9 @@ SHARE_NOISE: Final = 0.8
 
 
 def adaptive(*, kind: type[DpFedAvg] = DpFedAvg) -> Subject:
-    """Return DP-FedAvg with adaptive clipping: what a round releases is the sum, and the share within the clip norm.
+    """Return DP-FedAvg with adaptive clipping. A round releases the sum and the fraction within the clip norm.
 
-    The share is read off the clip norm, which moves by it.
+    The fraction is derived from the change of the clip norm.
     """
     rule = AdaptiveClip(initial=CLIP, count_noise=SHARE_NOISE)
 
@@ -175,12 +174,12 @@ def adaptive(*, kind: type[DpFedAvg] = DpFedAvg) -> Subject:
         return kind(mean(), clip=rule, **promise(given, seed))
 
     def share(strategy: DpFedAvg) -> list[float]:
-        # The rule moves the logarithm of the clip norm by its rate times the share beyond the quantile: solved for the
-        # share.
+        # The rule moves the logarithm of the clip norm by its rate times the fraction beyond the quantile. This is
+        # solved for the fraction.
         moved = -math.log(strategy.clip / strategy.clips[max(strategy.clips)]) / rule.rate
         return [(moved + rule.quantile) * EXPECTED]
 
-    # At the clip norm, and not beyond it: a whole contribution, and a bit that says "within".
+    # At the clip norm, not above: a full contribution and a bit that says "within".
     canary = np.zeros(WIDTH, np.float32)
     canary[0] = CLIP
     base = list(enumerate(updates(NODES - 1)))
@@ -191,14 +190,14 @@ def adaptive(*, kind: type[DpFedAvg] = DpFedAvg) -> Subject:
 def spread_norms(count: int) -> list[float]:
     """Return update norms with median 1, between about 0.6 and 1.6."""
     places = (np.arange(count) + 0.5) / count
-    # Quantiles of a logistic distribution of the logarithms (1.702 makes it close to a normal one): median exactly 1,
-    # no random draw.
+    # Quantiles of a logistic distribution of the logarithms, which 1.702 makes nearly normal. The median is exactly 1,
+    # without a random draw.
     return [float(n) for n in np.exp(0.25 * np.log(places / (1.0 - places)) / 1.702)]
 
 
 def tracked(kind: type[DpFedAvg], *, start: float = 0.5, count: int = 60) -> list[float]:
-    """Return the clip norms, over ``count`` rounds, of a strategy without noise whose clients' updates have a median
-    norm of 1."""
+    """Return the clip norms over ``count`` rounds of a strategy without noise; clients' updates have a median norm of
+    1."""
     rows = [(place, np.array([norm, 0, 0, 0], np.float32)) for place, norm in enumerate(spread_norms(20))]
 
     def make(given: float | None, seed: int) -> DpFedAvg:
@@ -212,14 +211,14 @@ def tracked(kind: type[DpFedAvg], *, start: float = 0.5, count: int = 60) -> lis
 
 
 def topagg(adjacency: Adjacency = "zero_out") -> Subject:
-    """Return TopAgg on decoded votes; the outcome is the mean, of which the noisy sum can be read."""
+    """Return TopAgg on decoded votes. The outcome is the mean, from which the noisy sum follows."""
 
     def make(given: float | None, seed: int) -> PrivateStrategy:
         return TopAgg(mean(), TopkSign(k=8), server_lr=1.0, **promise(given, seed, adjacency=adjacency))
 
     votes = [vote(place, WIDTH, 8).astype(np.float32) for place in range(14)]
     canary, tried = votes[9], [sign * one for one in votes[10:] for sign in (1, -1)]
-    # Invalid votes must not be counted: two of a vote, and one vote too many.
+    # Invalid votes must not be counted: a vote of two, and one vote too many.
     tried += [2.0 * canary, np.ones(WIDTH, np.float32)]
     both = worlds(adjacency, list(enumerate(votes[: NODES - 1])), NODES - 1, tried, canary, -canary)
     return rounds(f"TopAgg, {adjacency}", make, both, MODEL, NODES)
@@ -240,4 +239,4 @@ SUBJECTS: Final[dict[str, Callable[[], Subject]]] = {
     "TopAgg": topagg,
     "TopAgg, replace": lambda: topagg("replace"),
 }
-"""Makers of the subjects at noise multiplier 1."""
+"""Functions that make the subjects at noise multiplier 1."""

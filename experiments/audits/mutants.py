@@ -1,7 +1,7 @@
 """Incorrect variants of the private code, each with the audit tier that must detect it.
 
-Every mutant changes one thing in a class of the product and is audited together with its original: the audit has
-to flag the one and pass the other. What is wrong with each stands in :data:`MUTANTS`. They exist to test the audit;
+Every mutant changes one thing in a class of the product and is audited together with its original: the audit has to
+flag the mutant and pass the original. :data:`MUTANTS` says what is wrong with each. They exist only to test the audit;
 nothing else may use them.
 """
 
@@ -44,13 +44,13 @@ Floats = NDArray[np.float64]
 
 
 class NoClip(GridGaussian):
-    """Sums what comes."""
+    """Sums all contributions without a bound."""
 
     def admit(self, contribution: NDArray[Any]) -> Integers:
-        # A mutant refuses what is not finite, too: there would be no sum to audit.
+        # A mutant also refuses non-finite values, because otherwise there would be no sum to audit.
         if not np.isfinite(contribution).all():
             raise Unbounded("not finite")
-        # Bounded far beyond any clip norm, so that the conversion to integers cannot overflow.
+        # Bounded far above any clip norm, so the conversion to integers cannot overflow.
         return np.rint(np.clip(contribution / self.step, -(2.0**50), 2.0**50)).astype(np.int64)
 
 
@@ -69,28 +69,28 @@ class ClipPerTensor(using(NoClip)):  # type: ignore[misc]  # a class made on the
         out = np.array(update, np.float64)
         for tensor in layout.tensors:
             length = float(np.linalg.norm(out[tensor.slice]))
-            # The canary of the cases has both its tensors at the clip norm: together they are sqrt(2) C long.
+            # The canary of the cases has both tensors at the clip norm; together their norm is sqrt(2) C.
             out[tensor.slice] *= min(1.0, self.clip / length) if length > 0.0 else 1.0
         return out
 
 
 def remembered(count: int = 12) -> NDArray[np.float32]:
-    """Return what a client sends that clips each of its updates to C, and then adds what it did not send before.
+    """Return the messages of a client that clips each update to C and then adds the part that it did not send before.
 
-    Error feedback around top-1, with the project's own codec: mass that waited comes at once.
+    Error feedback around top-1 with the project's own codec: accumulated mass is sent at once.
     """
-    # Flat: the default policy would send tensors this small whole.
+    # Flat, because the default policy would send tensors this small whole.
     layout = Layout.flat(cases.WIDTH)
     codec = ErrorFeedback(TopK(density=1.0 / layout.size))
-    # The first coordinates get the same; each waits for its turn. Exactly the clip norm: each update passes the clip,
-    # and only what the memory adds is too long.
+    # The first coordinates get equal values and are sent in turn. Each update has exactly the clip norm and passes the
+    # clip; only the part from the memory makes it too long.
     gradient = np.zeros(layout.size, np.float32)
     gradient[:count] = cases.CLIP / np.linalg.norm(np.ones(count, np.float32))
     state, sent = codec.init(layout), []
     for place in range(3 * count):
         frame, state = codec.encode(Update(gradient, layout), state, Key(0, "audit memory", place))
         sent.append(codec.decode(frame, layout))
-    # The longest of what was sent: the worst round is what sensitivity is about.
+    # The longest message, because sensitivity is about the worst round.
     return np.asarray(max(sent, key=lambda vector: float(np.linalg.norm(vector))), np.float32)
 
 
@@ -99,20 +99,20 @@ def remembered(count: int = 12) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, kw_only=True)
 class MeanOverReplies(GridGaussian):
-    """Adds the noise of a mean over those expected to a mean over those that came."""
+    """Adds the noise for a mean over the expected clients to a mean over those that replied."""
 
     came: list[int]
     expected: float
 
     def perturb(self, total: Integers, entropy: Entropy) -> Floats:
         noisy, exact = super().perturb(total, entropy), total * self.step
-        # Only the exact part is scaled up: the noise stays that of the expected number, which is the mistake.
+        # Only the exact part is scaled up. The noise stays that for the expected number, which is the mistake.
         return np.asarray(exact * (self.expected / max(1, len(self.came))) + (noisy - exact), np.float64)
 
 
 class NoiseOnMean(DpFedAvg):
     def mechanism(self, layout: Layout, server_round: int) -> MeanOverReplies:
-        # Grows as replies come.
+        # Grows as replies arrive.
         self._came: list[int] = []
         right = super().mechanism(layout, server_round)
         return changed(right, MeanOverReplies, came=self._came, expected=self.expected)
@@ -124,7 +124,7 @@ class NoiseOnMean(DpFedAvg):
 
 class NoisePerClient(GridGaussian):
     def perturb(self, total: Integers, entropy: Entropy) -> Floats:
-        # Tier A runs without noise, and there is nothing to share out.
+        # Tier A runs without noise, so there is nothing to divide.
         if self.noise_multiplier == 0.0:
             return super().perturb(total, entropy)
         count = cases.EXPECTED
@@ -133,7 +133,7 @@ class NoisePerClient(GridGaussian):
 
 
 class _FromReplies(DpFedAvg):
-    """DP-FedAvg that also reads what private rounds never read."""
+    """DP-FedAvg that also reads data that private rounds must not read."""
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
         self._read = [reply for reply in replies if not reply.has_error()]
@@ -147,10 +147,10 @@ class _FromReplies(DpFedAvg):
 class WeightedByExamples(_FromReplies):
     def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
         counts = self.reported("num-examples")
-        # In the order of the replies, in which contributions are asked for.
+        # In the order of the replies, in which contributions are requested.
         self._weights = iter([count * len(counts) / sum(counts) for count in counts])
-        # A weighted contribution is longer than the clip norm on purpose, so that the mechanism must not clip it once
-        # more: updates are clipped before they are weighed.
+        # A weighted contribution exceeds the clip norm on purpose, so the mechanism must not clip it again: updates are
+        # clipped before they are weighted.
         return changed(super().mechanism(layout, server_round), NoClip)
 
     def contribution(self, update: NDArray[Any], layout: Layout, server_round: int) -> NDArray[Any]:
@@ -163,7 +163,7 @@ class WeightedByExamples(_FromReplies):
 
 
 class NoiseCastToIntegers(_FromReplies):
-    """Averages integer buffers and casts their noise, of the updates' deviation, to integers: none is left."""
+    """Averages integer buffers and casts their noise to integers. At the deviation of the updates, no noise is left."""
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
         arrays, metrics = super().aggregate_train(server_round, replies)
@@ -202,13 +202,13 @@ class ForgotRootK(Votes):
 
 
 class FlowersSign(DpFedAvg):
-    """Uses the bit "was clipped" in the rule for the bit "was within", as Flower 1.41's wrappers do."""
+    """Uses the bit "was clipped" in the rule for the bit "was within", as the wrappers in Flower 1.41 do."""
 
     def concluded(self, server_round: int, entropy: Entropy) -> None:
         before = self.clip
         super().concluded(server_round, entropy)
         assert self.adaptive is not None
-        # The share by which the right rule moved, read back from its step; the mutant uses what is left to one.
+        # The fraction that the correct rule used, derived from its step; the mutant uses one minus it.
         share = self.adaptive.quantile - math.log(self.clip / before) / self.adaptive.rate
         self.clip = self.adaptive.move(before, 1.0 - share)
 
@@ -246,7 +246,7 @@ class ForgetfulAccountant(DpFedAvg):
 class PrivateSupport(GridGaussian):
     def perturb(self, total: Integers, entropy: Entropy) -> Floats:
         noisy = super().perturb(total, entropy)
-        # By the exact sum: which coordinates are released depends on data that no noise has covered.
+        # By the exact sum, so the choice of released coordinates depends on data without noise.
         kept = np.argsort(-np.abs(total), kind="stable")[: total.size // 4]
         out = np.zeros(total.shape)
         out[kept] = noisy[kept]
@@ -257,10 +257,10 @@ class PrivateSupport(GridGaussian):
 
 
 class TwoClips(LowRank, id="lsg"):
-    """Shortens updates as ever and clips the left products and all the rest each by itself."""
+    """Bounds updates as usual, but clips the left products and the rest separately."""
 
     def kept(self, update: Any, plan: Any, pairs: Any, chosen: Any) -> Any:
-        # A clip that never bites: the two parts are clipped below instead.
+        # A clip without effect; the two parts are clipped below instead.
         out = np.array(replace(self, clip=1e6 * self.clip).loose(update, plan, pairs, chosen))
         left = np.zeros(plan.short, np.bool_)
         for piece in plan.factored:
@@ -270,7 +270,7 @@ class TwoClips(LowRank, id="lsg"):
         return out
 
     def loose(self, *arguments: Any) -> Any:
-        """Return what the right system keeps."""
+        """Return the coordinates that the correct system keeps."""
         return super().kept(*arguments)
 
 
@@ -290,13 +290,13 @@ class SameSeed(DpFedAvg):
         return make_entropy(Key(self.seed, f"privacy/{purpose}"), insecure_deterministic=True)
 
 
-# Which tier catches which.
+# The mutants by tier.
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A wrong variant and its original under the tier that must tell them apart: what is wrong, in a few words, and
-    what audits the one and the other."""
+    """An incorrect variant and its original under the tier that must distinguish them: a short description of the
+    error, and functions that audit the variant and the original."""
 
     wrong: str
     tier: str
@@ -310,15 +310,15 @@ def _tracks(kind: type[DpFedAvg]) -> list[Verdict]:
 
 
 class Silent(Votes):
-    """Draws no noise and claims it."""
+    """Draws no noise but claims it."""
 
     def perturb(self, total: Any, entropy: Any) -> Any:
         return total * self.step
 
 
 def whole_run(kind: str, canaries: int, guesses: int, *, seed: int = 0) -> Verdict:
-    """Audit one run of a sum at noise multiplier 2 with as many canaries, every one a coordinate of its own, whose
-    score no other disturbs.
+    """Audit one run of a sum at noise multiplier 2 with this number of canaries. Each has its own coordinate, so no
+    other canary changes its score.
 
     Parameters
     ----------
@@ -343,13 +343,13 @@ def _check(tier: str, subject: Subject, runs: int = 1000, count: int = 1) -> lis
 def _caught(
     wrong: str, tier: str, case: Callable[..., Subject], kind: Any, *, runs: int = 1000, count: int = 1, **how: Any
 ) -> Mutant:
-    """Return a mutant of a class: the same case, made with another kind; ``runs`` of ``count`` rounds are tier C's."""
+    """Return a mutant of a class: the same case, made with another kind. Tier C makes ``runs`` of ``count`` rounds."""
     check = partial(_check, tier, runs=runs, count=count)
     return Mutant(wrong, tier, lambda: check(subject=case(**how)), lambda: check(subject=case(kind=kind, **how)))
 
 
 def _held(dealt: list[NDArray[np.int64]]) -> list[Verdict]:
-    """Audit DataLens in the worlds that one record parts which as many teachers hold as hold any of these."""
+    """Audit DataLens in two worlds that differ in one record, held by as many teachers as hold any of these records."""
     return _check("A", systems.datalens(3, changed_teachers=int(np.bincount(np.concatenate(dealt)).max())))
 
 
@@ -359,7 +359,7 @@ def _by_hash() -> list[Verdict]:
 
 
 _LABELS: Final = np.repeat(np.arange(4), (12, 16, 10, 14))
-"""Classes of unequal size, as MNIST's are."""
+"""Classes of unequal size, as in MNIST."""
 
 _FEDAVG: Final = cases.dp_fedavg
 _REPLIES: Final = partial(cases.dp_fedavg, messages=True)
@@ -384,11 +384,11 @@ MUTANTS: Final[dict[str, Mutant]] = {
     "event per batch": _caught(
         "one event for a batch of images", "C", cases.votes_sum, OneEventPerBatch, rows=4, width=60, k=6
     ),
-    # Nine rounds have three times the mu of one, which 40 runs show.
+    # Nine rounds have three times the mu of one round, which 40 runs detect.
     "accountant reset": _caught("a new accountant in every round", "C", _FEDAVG, ForgetfulAccountant, runs=40, count=9),
     "private support": _caught("top-k of the exact sum, noise on those alone", "B", _FEDAVG, using(PrivateSupport)),
     "same seed": _caught("the same noise in every round", "F", _FEDAVG, SameSeed),
-    # Two worlds that no noise parts need few runs: 100 show a mu of 3.2.
+    # Two worlds without noise need few runs: 100 show a mu of 3.2.
     "metric leak": _caught("the exact mean loss is released", "C", _REPLIES, MetricLeak, runs=100),
     "Flower's sign": Mutant(
         'the bit "was clipped" in the rule for "was within"',
@@ -410,8 +410,8 @@ MUTANTS: Final[dict[str, Mutant]] = {
         "one record in two teachers",
         "A",
         _by_hash,
-        # As DataLens' published code deals them.
+        # As the published code of DataLens assigns them.
         lambda: _held(list(wrapping_deal(_LABELS, 4, _LABELS.size // 4))),
     ),
 }
-"""Every one is audited together with its original, on the same data."""
+"""All mutants; each is audited together with its original on the same data."""

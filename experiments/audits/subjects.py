@@ -1,8 +1,8 @@
-"""Subjects of the audit: mechanisms, and private systems as an attacker drives them.
+"""Subjects of the audit: mechanisms and private systems, driven by an attacker.
 
-A subject runs the code path that a training uses, as often as it is asked to, and says what was claimed for it: the
-standard deviation of every coordinate of its output, what one round costs by the mechanism's own event, and the epsilon
-that the ledger gives. The tiers (:mod:`fedcomp.experiments.audits.tiers`) compare both.
+A subject runs the code path of a training any number of times and states the claims about it: the standard deviation of
+every coordinate of its output, the cost of one round by the mechanism's own event, and the epsilon from the ledger. The
+tiers (:mod:`fedcomp.experiments.audits.tiers`) compare both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fedcomp.strategies.private.strategy import PrivateStrategy
 
 Floats = NDArray[np.float64]
 Data = Sequence[tuple[int, Any]]
-"""A data set: who contributes what."""
+"""A data set: contributions by participant."""
 
 Changed = TypeVar("Changed", bound=Mechanism)
 
@@ -44,14 +44,15 @@ POPULATION: Final = 1000
 
 
 def new_ledger(adjacency: Adjacency) -> PrivacyLedger:
-    """Return an empty ledger in memory, with everybody taking part every time: the audited rounds hide nobody."""
+    """Return an empty ledger in memory in which all clients take part every time, since the audited rounds do not
+    sample."""
     return PrivacyLedger(delta=DELTA, population=POPULATION, adjacency=adjacency, sampling=Sampling("everyone"))
 
 
 @dataclass(frozen=True)
 class Worlds:
-    """Neighbouring data sets, ``absent`` and ``present`` as far apart as the author of the audit could bring them;
-    ``pairs`` are for the search of tier A."""
+    """Neighbouring data sets. ``absent`` and ``present`` are the worst pair found; ``pairs`` are for the search of tier
+    A."""
 
     absent: Data
     present: Data
@@ -60,27 +61,27 @@ class Worlds:
 
 @dataclass(frozen=True)
 class Subject:
-    """A private system under audit: runs of it, one after the other, each of several rounds.
+    """A private system under audit: independent runs of several rounds each.
 
     Attributes
     ----------
     name : str
     worlds : Worlds
     mechanism : Mechanism
-        Its standard deviation is what is claimed of every output, its step is the outputs' public grid.
+        Its standard deviation is the claim about every output; its step is the public grid of the outputs.
     parts : dict of str to slice
-        Stretches of the output whose noise is tested apart: tensors.
+        Segments of the output (tensors) whose noise is tested separately.
     width : int
-        Outputs of one round.
+        Number of outputs of one round.
     start : callable
-        From whether there is noise, a seed and a trial, which name it, to a new run; ``privacy`` is its ledger.
+        From a flag for noise, a seed and a trial number to a new run; ``privacy`` is its ledger.
     play : callable
-        From a run, what ``nodes`` gave, a data set and the round's number, from 1, to what the round releases, float64
-        (width,).
+        From a run, the result of ``nodes``, a data set and the number of the round, from 1, to the release of the
+        round, float64 (width,).
     nodes : callable
-        From a data set to what ``play`` meets it on, such as a grid.
+        From a data set to the object that ``play`` needs, such as a grid.
     gridded : int, optional
-        How many of the outputs, the first, lie on the grid; None for all.
+        Number of leading outputs that lie on the grid; None for all.
     scale : ndarray of float, (width,)
         Claimed standard deviation of every output.
     """
@@ -100,11 +101,11 @@ class Subject:
         object.__setattr__(self, "scale", np.full(self.width, self.mechanism.sigma))
 
     def run(self, data: Data, runs: int, *, rounds: int = 1, noisy: bool = True, seed: int = 0) -> Floats:
-        """Return what ``runs`` independent runs of ``rounds`` rounds release, shape (runs, rounds, width)."""
+        """Return the releases of ``runs`` independent runs of ``rounds`` rounds, shape (runs, rounds, width)."""
         out = np.empty((runs, rounds, self.width))
         with quiet(), self.nodes(data) as nodes:
             for trial in range(runs):
-                # A new run each time: memory, ledger and clip norms of one must not reach the next.
+                # A new run each time, because memory, ledger and clip norms must not carry over.
                 run = self.start(noisy, seed, trial)
                 for place in range(rounds):
                     out[trial, place] = self.play(run, nodes, data, place + 1)
@@ -112,7 +113,7 @@ class Subject:
 
     def ledger(self, rounds: int) -> PrivacyLedger:
         """Return the ledger of one run of ``rounds`` rounds over the world with the canary."""
-        # With noise: without any there is no event to account for.
+        # With noise, because without noise there is no event to account for.
         run = self.start(True, 0, 0)
         with quiet(), self.nodes(self.worlds.present) as nodes:
             for place in range(rounds):
@@ -123,12 +124,12 @@ class Subject:
 
 def numbered(seed: int, trial: int) -> int:
     """Return one seed for a trial of a seeded series."""
-    # A prime larger than any number of trials, so that no two pairs give one seed.
+    # A prime larger than any number of trials, so no two pairs give the same seed.
     return seed * 1_000_003 + trial
 
 
 def seeded(key: Key) -> SeededEntropy:
-    """Return noise that repeats: an audit has to."""
+    """Return noise that repeats, because an audit must be repeatable."""
     return SeededEntropy(key, insecure_deterministic=True)
 
 
@@ -141,7 +142,7 @@ def sums(name: str, mechanism: Mechanism, shape: tuple[int, ...], worlds: Worlds
     """Return a mechanism behind :class:`fedcomp.privacy.mechanism.PrivateSum`, without a strategy around it."""
 
     def start(noisy: bool, seed: int, trial: int) -> Any:
-        # The same mechanism without noise: the exact sum goes through the same bounds and rounding.
+        # The same mechanism without noise, so the exact sum goes through the same bounds and rounding.
         drawn = mechanism if noisy else replace(mechanism, noise_multiplier=0.0)
         entropy = seeded(Key(seed, "audit", trial))
         return SimpleNamespace(mechanism=drawn, privacy=new_ledger(mechanism.adjacency), entropy=entropy)
@@ -149,7 +150,7 @@ def sums(name: str, mechanism: Mechanism, shape: tuple[int, ...], worlds: Worlds
     def play(run: Any, nodes: Any, data: Data, number: int) -> Floats:
         held = PrivateSum(run.mechanism, shape)
         for participant, contribution in data:
-            # What the mechanism refuses is left out, as a strategy does.
+            # Contributions that the mechanism refuses are left out, as in a strategy.
             with suppress(Unbounded):
                 held.add(participant, contribution)
         return held.release(run.privacy, round=number, entropy=run.entropy).ravel()
@@ -157,18 +158,18 @@ def sums(name: str, mechanism: Mechanism, shape: tuple[int, ...], worlds: Worlds
     return Subject(name, worlds, mechanism, {"sum": slice(None)}, math.prod(shape), start, play)
 
 
-# Strategies: rounds of theirs on replies made by hand, through Flower's own hooks.
+# Strategies: their rounds on synthetic replies, through Flower's own hooks.
 
 
 @cache
 def mean() -> FedAvg:
-    """Return Flower's mean, which keeps nothing from round to round."""
+    """Return Flower's mean, which keeps no state between rounds."""
     with quiet():
         return FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_evaluate_nodes=0, min_available_nodes=1)
 
 
 def nobody(message: Message, context: Context) -> Message:
-    """Answer nothing: the app of nodes whose replies are made by hand."""
+    """Answer nothing; this is the app of nodes with synthetic replies."""
     raise AssertionError("replies are made by hand")
 
 
@@ -180,10 +181,10 @@ def reply_by_hand(message: Message, arrays: Mapping[str, NDArray[Any]], **metric
 
 @dataclass(frozen=True)
 class ClientReply:
-    """What a client replies: its update, and what else a reply says.
+    """A client's reply: its update and the other contents of a reply.
 
-    ``update`` is a difference to the model, float of the size of its floats; ``buffers`` is added to every element of
-    its integer buffers; where ``lost``, an error comes instead.
+    ``update`` is the difference to the model, one float for each of the model's floats. ``buffers`` is added to every
+    element of the integer buffers. If ``lost``, an error replaces the reply.
     """
 
     update: NDArray[Any]
@@ -206,32 +207,32 @@ def rounds(
     told: Callable[[Any], Sequence[float]] = lambda strategy: (),
     told_scale: Sequence[float] = (),
 ) -> Subject:
-    """Return a private strategy as a subject: what it released is read off the models it returns.
+    """Return a private strategy as a subject; its releases follow from the models that it returns.
 
-    The outputs of a round are the noisy sum, by how much buffers moved, the sum of all released metrics, and what else
-    is told.
+    The outputs of a round are the noisy sum, the change of the buffers, the sum of all released metrics, and the other
+    releases of ``told``.
 
     Parameters
     ----------
     name : str
     make : callable
-        From a noise multiplier (None: the strategy's own) and a seed to a new strategy, with its population declared.
+        From a noise multiplier (None: the strategy's own) and a seed to a new strategy with a declared population.
     worlds : Worlds
         Participants are partitions; contributions are updates, or a :class:`ClientReply` with ``messages``.
     model : mapping of arrays
-        Before every round; zeros for the floats, so that the step is not rounded away.
+        The model before every round; its floats are zero, so the step is not rounded away.
     clients : int
-        Nodes that are there; those without a contribution do not answer.
+        Number of nodes; those without a contribution do not answer.
     messages : bool
-        Whether updates come as ordinary replies through ``aggregate_train``; otherwise through ``aggregate_updates``,
-        which is where those and all decoded frames end.
+        Whether updates arrive as ordinary replies through ``aggregate_train``. Otherwise they go through
+        ``aggregate_updates``, which also receives these and all decoded frames.
     width : int
-        Coordinates of the noisy sum; 0 for the model's floats.
+        Number of coordinates of the noisy sum; 0 for the model's floats.
     sum_of : callable
         From a strategy after a round and the model's step to the noisy sum.
     told, told_scale : callable and sequence of float
-        From a strategy after a round to what else was released, each figure with noise of its own, and the claimed
-        standard deviations of these figures.
+        From a strategy after a round to its other releases, each with its own noise, and the claimed standard
+        deviations of these figures.
     """
     layout = Layout.of(model)
     size, exact = width or layout.size, sum(math.prod(t.shape) for t in layout.exact)
@@ -244,21 +245,21 @@ def rounds(
         out = []
         for message in asked:
             reply = data.get(nodes.partition_of(message.metadata.dst_node_id) or 0)
-            # Nodes without a contribution are simply not there, as in a round with absent clients.
+            # Nodes without a contribution are absent, as in a round with absent clients.
             if reply is None:
                 continue
             if reply.lost:
                 out.append(Message(Error(0, "lost"), reply_to=message))
                 continue
-            # A client returns its model, and the strategy takes the difference: rounding to float32 is part of what is
-            # audited.
+            # A client returns its model and the strategy takes the difference, so rounding to float32 is part of the
+            # audit.
             vector = (layout.flatten(model) + reply.update).astype(np.float32)
             arrays = layout.unflatten(vector, {t.name: model[t.name] + reply.buffers for t in layout.exact})
             out.append(reply_by_hand(message, arrays, **{"num-examples": reply.examples, "loss": reply.loss}))
         return out
 
     def play(run: PrivateStrategy, nodes: InProcessGrid, data: Data, number: int) -> Floats:
-        # Every round from the same model, so that rounds can be compared.
+        # Every round starts from the same model, so rounds can be compared.
         asked = list(run.configure_train(number, to_record(model), ConfigRecord(), nodes))
         if messages:
             found, metrics = run.aggregate_train(number, replies(asked, nodes, dict(data)))
@@ -270,12 +271,12 @@ def rounds(
         arrays = to_arrays(found)
         step = (layout.flatten(arrays) - layout.flatten(model)).astype(np.float64)
         moved = [(np.asarray(arrays[t.name], np.float64) - model[t.name]).ravel() for t in layout.exact]
-        # All metrics as one figure: a private round releases none, and any that appears is an output to be audited.
+        # All metrics as one figure. A private round releases none, and any metric that appears must be audited.
         released = math.fsum(float(v) for v in dict(metrics or {}).values() if isinstance(v, int | float))
         return np.concatenate([sum_of(run, step), *moved, [released], list(told(run))])
 
     strategy = make(None, 0)
-    # A strategy knows the mechanism of a round only once it knows the model.
+    # A strategy knows the mechanism of a round only when it knows the model.
     strategy.adopt(to_record(model))
     subject = Subject(
         name,
@@ -288,10 +289,10 @@ def rounds(
         lambda data: InProcessGrid(nobody, clients),
         size,
     )
-    # Buffers and metrics are to be nothing: their deviation only has to be some number.
+    # Buffers and metrics must be zero, so any number serves as their deviation.
     subject.scale[size : further.start] = 1.0
     subject.scale[further] = told_scale
-    # Only where a strategy moves its buffers at all: noise is tested of what is released.
+    # Only if a strategy moves its buffers, because noise is tested on released values.
     if exact and subject.run(worlds.present, 1, noisy=False)[0, 0][buffers].any():
         parts["buffers"] = buffers
     return subject

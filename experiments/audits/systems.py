@@ -57,20 +57,19 @@ RANK: Final = 2
 
 
 class Steady(Lsg):
-    """Lsg whose carriers and mask are the same in every run, while its noise is not; shows the noisy sum."""
+    """Lsg with the same carriers and mask in every run but different noise; it exposes the noisy sum."""
 
     trial: int = 0
     seen: Floats
 
     def entropy(self, purpose: str, server_round: int) -> Entropy:
         """Return noise that repeats by trial."""
-        # By trial and not by the strategy's seed, which fixes carriers and mask: only the noise may change from run to
-        # run.
+        # By trial, because the strategy's seed fixes carriers and mask and only the noise may change between runs.
         return make_entropy(Key(self.trial, f"privacy/{purpose}", server_round), insecure_deterministic=True)
 
     def released(self, noisy: Floats, layout: Layout, server_round: int) -> Any:
-        """Keep what the update is made from."""
-        # The model alone would not do: what is made of the noisy sum is a product of it with the carriers.
+        """Keep the noisy sum from which the update is made."""
+        # The model is not enough, because it only shows products of the noisy sum with the carriers.
         self.seen = noisy.copy()
         return super().released(noisy, layout, server_round)
 
@@ -85,10 +84,10 @@ def lsg(*, kind: type[Steady] = Steady, keep: float = 0.75) -> Subject:
 
     # Integer buffers have no carriers.
     shapes = {name: array.shape for name, array in cases.MODEL.items() if array.dtype.kind == "f"}
-    # A zero model has carriers from the seed alone; every coordinate of the update is seen by some of them.
+    # For a zero model the carriers depend only on the seed, and every coordinate of the update is in some of them.
     rows = [ClientReply(update) for update in cases.updates(cases.NODES, length=50.0 * CLIP)]
     tried = [ClientReply(one) for one in cases.canaries()]
-    # The canary is long (50 clip norms): clipping, and nothing else, keeps it down.
+    # The canary is long (50 clip norms), and only clipping bounds it.
     worlds = cases.worlds("zero_out", list(enumerate(rows[:-1])), cases.NODES - 1, tried, rows[-1], None)
     return rounds(
         f"low rank, {keep:g} kept",
@@ -97,7 +96,7 @@ def lsg(*, kind: type[Steady] = Steady, keep: float = 0.75) -> Subject:
         cases.MODEL,
         cases.NODES,
         messages=True,
-        # Before the noisy sum is multiplied out: there its grid and its deviation are those that were claimed.
+        # Before the noisy sum is multiplied by carriers, since its grid and deviation are claimed there.
         sum_of=lambda strategy, step: strategy.seen,
         width=round(keep * LowRankPlan.of(shapes, RANK).short),
     )
@@ -121,7 +120,7 @@ class _Watched(Votes):
 
 
 class _Drawn:
-    """A generator that always makes the same images: the sum of votes on them is what is audited."""
+    """A generator that always makes the same images; the audit is of the sum of votes on them."""
 
     def images(self, arrays: Any, key: Key, count: int) -> NDArray[np.float32]:
         return np.zeros((count, PIXELS), np.float32)
@@ -135,23 +134,23 @@ class _Drawn:
 
 class _Shown(DataLens):
     def mechanism(self, layout: Layout, server_round: int = 1) -> Votes:
-        # The constructor asks for a mechanism before anything else is there.
+        # The constructor needs a mechanism before anything else exists.
         self.seen: list[Floats] = self.__dict__.get("seen", [])
         return changed(super().mechanism(layout, server_round), _Watched, seen=self.seen)
 
 
 def teacher_votes(place: int, teachers: int) -> NDArray[np.int8]:
     """Return the votes of a client's teachers on every image."""
-    # One seed for each teacher and image, so that no two rows of votes are alike by accident.
+    # One seed for each teacher and image, so no two rows of votes are equal by accident.
     rows = [cases.vote(1000 * place + row, PIXELS, VOTES) for row in range(teachers * IMAGES)]
     return np.stack(rows).reshape(teachers, IMAGES, PIXELS)
 
 
 def datalens(teachers: int = 1, *, changed_teachers: int = 1) -> Subject:
-    """Return DataLens in the two worlds that one exchanged record parts: so many teachers vote the other way.
+    """Return DataLens in two worlds that differ by one exchanged record: this number of teachers votes the other way.
 
-    Clients' packed votes go through the rounds of the strategy; what is read is the noisy sum. Participants are
-    partitions, contributions the votes of all their teachers, int8 (teachers, images, pixels).
+    Clients' packed votes go through the rounds of the strategy, and the output is the noisy sum. Participants are
+    partitions; contributions are the votes of all their teachers, int8 (teachers, images, pixels).
     """
 
     def start(noisy: bool, seed: int, trial: int) -> _Shown:
@@ -188,10 +187,9 @@ def datalens(teachers: int = 1, *, changed_teachers: int = 1) -> Subject:
     base = [(place, teacher_votes(place, teachers)) for place in range(CLIENTS - 1)]
     mine = teacher_votes(CLIENTS - 1, teachers)
     other, some = mine.copy(), mine.copy()
-    # All signs turned on one support: what an exchanged record may do at most to the votes of the teacher that holds
-    # it.
+    # All signs flipped on one support: the largest change that an exchanged record can make to its teacher's votes.
     other[:changed_teachers] *= -1
-    # A milder neighbour for the search: another support on one image of one teacher.
+    # A smaller change for the search: another support on one image of one teacher.
     some[0, 0] = cases.vote(7, PIXELS, VOTES)
     absent, present, third = ([*base, (CLIENTS - 1, votes)] for votes in (mine, other, some))
     size = IMAGES * PIXELS
@@ -210,10 +208,10 @@ def datalens(teachers: int = 1, *, changed_teachers: int = 1) -> Subject:
 def optimizer_of(make: Callable[..., PrivateOptimizer], z: float, entropy: Entropy, **options: Any) -> Any:
     """Return an optimiser of DP-SGD with this noise, its parameter and its ledger."""
     weights, ledger = torch.nn.Parameter(torch.zeros(WIDTH)), new_ledger("add_remove")
-    # Every record in every batch: sampling would hide the canary, and the audit is of the sum.
+    # Every record is in every batch, because sampling would hide the canary and the audit is of the sum.
     key = Key(0, "audit steps")
     settings = StepSettings(noise_multiplier=z, rate=1.0, max_grad_norm=CLIP, entropy=entropy, key=key)
-    # A step of length 0: the sum is read from the gradient, and the model stays what it was.
+    # A step of length 0: the sum is read from the gradient, and the model stays the same.
     optimizer = make(torch.optim.SGD([weights], lr=0.0), ledger, settings, expected_batch_size=8.0, **options)
     return SimpleNamespace(optimizer=optimizer, weights=weights, privacy=ledger)
 
@@ -224,15 +222,15 @@ def dp_sgd(
     canary: Any = None,
     **options: Any,
 ) -> Subject:
-    """Return DP-SGD, or another optimiser with its options, on few gradients made by hand, float32 (width,): what is
-    read is the noisy sum that a step divides."""
+    """Return DP-SGD, or another optimiser with its options, on a few synthetic gradients, float32 (width,). The output
+    is the noisy sum that a step divides."""
 
     def start(noisy: bool, seed: int, trial: int) -> Any:
         return optimizer_of(kind, float(noisy), seeded(Key(numbered(seed, trial), "audit steps")), **options)
 
     def play(run: Any, nodes: Any, data: Data, number: int) -> Floats:
         run.optimizer.zero_grad()
-        # Stacked anew: the optimiser clips in place, and the worlds are used again.
+        # Stacked as a copy, because the optimiser clips in place and the worlds are used again.
         run.weights.grad_sample = torch.from_numpy(np.stack([np.asarray(row, np.float32) for _, row in data]))
         if not run.optimizer.pre_step() or run.weights.grad is None:
             raise AssertionError(f"{name}: the step released nothing")
@@ -241,7 +239,7 @@ def dp_sgd(
         return found
 
     tried = [*([] if canary is None else [canary]), *cases.canaries()]
-    # The coins of votes are dealt in the order of the records: this one is dealt its own after all others.
+    # Random draws of votes follow the order of the records, so the draws of this one come after all others.
     worlds = cases.worlds("add_remove", list(enumerate(cases.updates(3))), 9, tried, tried[0], None)
     mechanism = start(True, 0, 0).optimizer.mechanism()
     return Subject(name, worlds, mechanism, {"gradient": slice(None)}, WIDTH, start, play)
@@ -250,12 +248,12 @@ def dp_sgd(
 def topagg_sgd(*, stochastic: bool = True) -> Subject:
     """Return DP-SGD on votes."""
     name = f"DP-SGD on votes{'' if stochastic else ', plain signs'}"
-    # Dense: the usual canaries are nearly all zero, and a vote abstains where there is nothing.
+    # Dense, because the usual canaries are nearly all zero and a vote abstains at zero.
     return dp_sgd(name, TopAggOptimizer, cases.updates(4, length=1.0)[3], k=8, stochastic=stochastic)
 
 
 def message() -> Subject:
-    """Return one client's messages under local privacy: any two of its data sets are neighbours."""
+    """Return one client's messages under local privacy, where any two of its data sets are neighbours."""
 
     def transform(z: float) -> Privatise:
         return Privatise(clip=CLIP, noise_multiplier=z, insecure_deterministic=True)
@@ -265,21 +263,22 @@ def message() -> Subject:
         return SimpleNamespace(transform=made, state=made.init(FLAT), key=key, privacy=new_ledger("replace"))
 
     def play(run: Any, nodes: Any, data: Data, number: int) -> Floats:
-        # The transform writes no ledger: who accounts for local noise is the server, an event for every message.
+        # The transform writes no ledger: the server accounts for local noise, with an event for every message.
         run.privacy.record(mechanism.event(size=WIDTH), round=number)
         sent, run.state = run.transform.apply(Update(data[0][1], FLAT), run.state, run.key.at(round=number - 1))
         return np.asarray(sent.vector, np.float64)
 
     found, mechanism = cases.canaries(), transform(1.0).mechanism(WIDTH)
-    # One client and no other: under local privacy its message has to hide it alone.
+    # A single client, because under local privacy its message alone must protect it.
     worlds = cases.worlds("replace", [], 0, found, found[0], found[1])
     return Subject("local privacy, a message", worlds, mechanism, {"message": slice(None)}, WIDTH, start, play)
 
 
 def noise_shares(noise: str = "discrete_gaussian") -> Subject:
-    """Return distributed noise: every client rounds under a bound and adds its share, as many vanish as may.
+    """Return distributed noise: every client rounds under a bound and adds its share, and the allowed number of clients
+    vanishes.
 
-    A client of the world without the canary sends zeros and its share of the noise: what is hidden is its update.
+    In the world without the canary the client sends zeros and its share of the noise; its update is protected.
     """
     clients, tolerated = 6, 2
     mechanism = DistributedSum(
@@ -288,7 +287,7 @@ def noise_shares(noise: str = "discrete_gaussian") -> Subject:
     codec = BoundedFixedPoint.of(mechanism, RandomK(1.0), insecure_deterministic=True)
 
     def nodes(data: Data) -> AbstractContextManager[Any]:
-        # The clients' updates as integers: rounding is the same in every run.
+        # The clients' updates as integers, so rounding is the same in every run.
         rounded = [codec.bounded(update, Key(0, "audit rounding", partition=place)) for place, update in data]
         return nullcontext(rounded)
 
@@ -321,10 +320,10 @@ SUBJECTS: Final[dict[str, Callable[[], Subject]]] = {
     "DP-SGD": dp_sgd,
     "DP-SGD on votes": topagg_sgd,
     "DP-SGD on votes, plain signs": lambda: topagg_sgd(stochastic=False),
-    # A mask that keeps everything it is asked about: the clip comes after it.
+    # A mask that keeps all coordinates; the clip comes after it.
     "DP-SGD, masked": lambda: dp_sgd("DP-SGD, masked", MaskedOptimizer, keep=1.0),
     "local privacy, a message": message,
     "distributed noise": noise_shares,
     "distributed noise, Skellam": lambda: noise_shares("skellam"),
 }
-"""Makers of the subjects at noise multiplier 1."""
+"""Functions that make the subjects at noise multiplier 1."""

@@ -17,10 +17,10 @@ from fedcomp.rng import Key
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one tier, A to F, says of one part of a subject's output.
+    """The verdict of one tier, A to F, on one part of a subject's output.
 
-    ``claimed`` and ``found`` are in the tier's own ``measure``; ``trials`` are pairs, residuals, runs or canaries;
-    ``ok`` is whether the claim stands, which does not prove it.
+    ``claimed`` and ``found`` are in the tier's own ``measure``; ``trials`` counts pairs, residuals, runs or canaries;
+    ``ok`` says that the claim is not refuted, which does not prove it.
     """
 
     tier: str
@@ -37,19 +37,19 @@ def tier_a(subject: Subject) -> Verdict:
     """Search the pairs of data sets for the largest distance of the sums, in standard deviations of the noise."""
 
     def released(data: Any) -> Any:
-        # Over the claimed deviation: distances are then in units of the noise, whatever the parts' scales.
+        # Divided by the claimed deviation, so distances are in units of the noise for parts of any scale.
         return subject.run(data, 1, noisy=False)[0, 0] / subject.scale
 
-    # What the events of one round claim.
+    # The claim of the events of one round.
     mu = math.sqrt(math.fsum(e.releases / e.noise_multiplier**2 for e in subject.ledger(1).events))
     found = farthest(released, [(subject.worlds.absent, subject.worlds.present), *subject.worlds.pairs], mu)
     return Verdict("A", subject.name, "sum", found.claimed, found.found, "distance / sigma", found.pairs, found.ok)
 
 
 def tier_b(subject: Subject, *, runs: int, seed: int = 0) -> list[Verdict]:
-    """Compare the noise of every part of the output with the standard deviation that was claimed for it."""
+    """Compare the noise of every part of the output with its claimed standard deviation."""
     outputs = subject.run(subject.worlds.present, runs, seed=seed)
-    # What is left when the exact output is taken away is noise alone.
+    # The output minus the exact output is pure noise.
     residuals = (outputs - subject.run(subject.worlds.present, 1, noisy=False)) / subject.scale
     out = []
     for part, where in subject.parts.items():
@@ -59,12 +59,12 @@ def tier_b(subject: Subject, *, runs: int, seed: int = 0) -> list[Verdict]:
 
 
 def tier_c(subject: Subject, *, runs: int, rounds: int = 1, seed: int = 0, confidence: float = 0.99) -> Verdict:
-    """Let an attacker tell both worlds apart by the projection on the canary, summed over the rounds."""
-    # By way of the ledger's epsilon: what a user is told is what has to stand.
+    """Let an attacker distinguish the worlds by the projection on the canary, summed over the rounds."""
+    # Through the ledger's epsilon, because the figure that users see must be valid.
     mu = gaussian_mu(subject.ledger(rounds).epsilon(), DELTA)
     outputs, exact = [], []
     for place, data in enumerate((subject.worlds.absent, subject.worlds.present)):
-        # Even seeds for one world, odd ones for the other: no noise is drawn in both.
+        # Even seeds for one world and odd ones for the other, so they never share noise.
         drawn = subject.run(data, runs, rounds=rounds, seed=2 * seed + place) / subject.scale
         outputs.append(drawn.reshape(runs, -1))
         exact.append((subject.run(data, 1, rounds=rounds, noisy=False) / subject.scale).ravel())
@@ -75,7 +75,7 @@ def tier_c(subject: Subject, *, runs: int, rounds: int = 1, seed: int = 0, confi
 
 
 def tier_d(subject: Subject, canaries: Sequence[tuple[int, Any]], *, guesses: int, seed: int = 0) -> Verdict:
-    """Let fair coins decide which canaries are in one run, and guess them from what the run released.
+    """Let fair coins decide which canaries are in one run, and guess them from the releases of the run.
 
     Every canary is a participant and a contribution; its score is the projection of all outputs on the contribution.
     """
@@ -91,7 +91,7 @@ def tier_d(subject: Subject, canaries: Sequence[tuple[int, Any]], *, guesses: in
 
 def tier_e(subject: Subject, *, runs: int, seed: int = 0) -> Verdict:
     """Count outputs off the public grid in both worlds; any of them may tell the worlds apart."""
-    # A single output off the grid tells what was added to: there is no share that would be small enough.
+    # A single output off the grid reveals the world, so no fraction is small enough.
     worst = max(
         off_grid(subject.run(data, runs, seed=seed)[..., : subject.gridded], subject.mechanism.step)
         for data in (subject.worlds.absent, subject.worlds.present)
@@ -103,8 +103,8 @@ def tier_f(subject: Subject, *, seed: int = 0) -> Verdict:
     """Correlate the noise of two rounds of one run, and of two runs."""
     outputs = subject.run(subject.worlds.present, 2, rounds=2, seed=seed) / subject.scale
     noise = outputs - subject.run(subject.worlds.present, 1, rounds=2, noisy=False) / subject.scale
-    # Two rounds of one run, the same round of two runs: noise must repeat along neither.
+    # Two rounds of one run, and the same round of two runs: noise must not repeat in either case.
     pairs = [(noise[0, 0], noise[0, 1]), (noise[0, 0], noise[1, 0]), (noise[0, 1], noise[1, 1])]
-    # By significance, not by size: a small correlation of many values counts more than a larger one of few.
+    # By significance, not by size, because a small correlation of many values counts more than a larger one of few.
     worst = min((likeness(*pair) for pair in pairs), key=lambda found: found.p)
     return Verdict("F", subject.name, "rounds, runs", 0.0, worst.value, "correlation", noise[0, 0].size, worst.ok)

@@ -49,14 +49,14 @@ CATALOG: dict[str, str] = {
         "datalens_mnist",
         "gcn",
     )
-} | {"async": f"{__name__}.asynchronous"}  # a word of Python's cannot be a module's name
+} | {"async": f"{__name__}.asynchronous"}  # a Python keyword cannot be a module's name
 
 
 def get_experiment(name: str, catalog: Mapping[str, str | Experiment] = CATALOG) -> Experiment:
     """Return the experiment called ``name``.
 
-    ``catalog`` maps names to a module path or to the experiment itself. Raises :class:`ConfigError` that names the
-    nearest experiment when there is none of this name.
+    ``catalog`` maps names to a module path or to the experiment itself. Raises :class:`ConfigError`, which names the
+    experiment with the nearest name, when there is none of this name.
     """
     if name not in catalog:
         raise ConfigError(f"no experiment {name!r}{nearest(name, catalog)}")

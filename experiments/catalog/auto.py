@@ -43,12 +43,12 @@ _OF_ALL: Final = f"""
 _OF_PLACES: Final = {
     EARLY: ("<= 1.0", "goal", "no memory that fills first, and no bias"),
     LATE: ("<= 1.0", "gate", "goal, half a point or 0.02 of loss"),
-    ABOVE: ("<= 0.0", "gate", "goal: at as many bytes never worse than chance in few rounds"),
+    ABOVE: ("<= 0.0", "gate", "goal: at equal bytes never worse than chance in few rounds"),
 }
 
 
 def claims(found: Found) -> str:
-    """Return the claims: those of every place, then those of all tasks."""
+    """Return the claims: one for every place, then those about all tasks."""
     made = []
     for key in found.studied.quantities:
         if isinstance(key, tuple):
@@ -62,7 +62,7 @@ def claims(found: Found) -> str:
 
 EXPERIMENT = Experiment(
     name="auto",
-    question="Does Auto follow FedAvg round by round, and is it better than rivals of as many bits?",
+    question="Does Auto keep up with FedAvg round by round, and is it better than rivals with the same number of bits?",
     rows=rows,
     each="evaluate_every=5",
     train=train,
@@ -81,7 +81,10 @@ EXPERIMENT = Experiment(
             "digits,mnist", TEXT, "tasks whose rows are also tuned", check=lambda text: names(text, TUNABLE)
         ),
         "steps": Option(
-            "0.5,1,2", TEXT, "step sizes tried on a validation split, in multiples of the task's", check=numbers
+            "0.5,1,2",
+            TEXT,
+            "step sizes tried on a validation split, as multiples of the task's step size",
+            check=numbers,
         ),
     },
     study=study,

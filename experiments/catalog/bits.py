@@ -10,7 +10,7 @@ _TOPK: Final = "topk feedback=true codec.density={} codec.values={}"
 
 EXPERIMENT = Experiment(
     name="bits",
-    question="How few bits of an update are enough, with memory and without?",
+    question="How few bits per update are enough, with and without memory?",
     task="digits",
     each="epochs=1 evaluate_every=1",
     rows={
@@ -24,7 +24,7 @@ EXPERIMENT = Experiment(
         "STC 1 %, the rest in 8 bits": "stc feedback=true codec.density=0.01 codec.rest=q8",
         "EDEN, 1 bit": "eden feedback=false codec.bits=1",
         **{f"EDEN, {bits} bits": f"eden feedback=false codec.bits={bits}" for bits in (2, 3, 4)},
-        # What a sceptic would name: the other one-bit codec, with memory, and the other unbiased one of few bits.
+        # The obvious rivals: the other one-bit codec, which has a memory, and the other unbiased codec with few bits.
         "EF-signSGD": "efsignsgd feedback=true",
         "QSGD, 1 level": "qsgd feedback=false codec.levels=1",
         "QSGD, 7 levels": "qsgd feedback=false codec.levels=7",
@@ -67,8 +67,8 @@ EXPERIMENT = Experiment(
     claims="""
         top-k 1 %, q2 | points lost    | <= 1.0   | gate: goal, a user's first row
         top-k 1 %, q2 | times fewer up | >= 150.0 | gate: goal, a user's first row
-        EDEN, 1 bit   | points lost    | <= 1.0   | gate: goal, without memory, so that any client may join a round
-        EDEN, 1 bit   | times fewer up | >= 25.0  | gate: goal, without memory, so that any client may join a round
+        EDEN, 1 bit   | points lost    | <= 1.0   | gate: goal, without memory, so any client may join a round
+        EDEN, 1 bit   | times fewer up | >= 25.0  | gate: goal, without memory, so any client may join a round
     """,
     answer=(
         "top-k 1 %, q2: {top-k 1 %, q2 | times fewer up:.0f} times fewer uplink bytes, "
@@ -81,13 +81,13 @@ EXPERIMENT = Experiment(
     quick=("rounds=2", "clients=3", "seeds=1", "steps=0.3", "task.hidden=16"),
     notes=(
         "The task of the quickstart: each client holds its own mixture of the ten digits (Dirichlet, alpha 0.5) and "
-        "makes one pass over about 144 images a round. The model has 85 002 parameters. The test split has 355 images, "
-        "so that one image makes 0.28 points.\n\n"
-        "Top-k with error feedback sends the largest hundredth or three hundredths of the weights' changes: as they "
-        "are, in 16 bits, in 127 or 7 levels of the largest magnitude of every 256 values, or as a sign and one of two "
-        "magnitudes that are fitted to the values. Biases travel in 8 bits beside values of 8 bits and fewer, else as "
-        "float32. STC sends signs and one magnitude.\n\n"
+        "makes one pass over about 144 images a round. The model has 85 002 parameters. The test split has 355 "
+        "images, so one image is worth 0.28 points.\n\n"
+        "Top-k with error feedback sends the largest 1 % or 3 % of the weights' changes. The values are float32, 16 "
+        "bits, 127 or 7 levels of the largest magnitude of every 256 values, or a sign and one of two magnitudes that "
+        "are fitted to the values. Biases are sent in 8 bits where values have 8 bits or fewer, otherwise as float32. "
+        "STC sends signs and one magnitude.\n\n"
         "EDEN rotates the update at random and sends 1 to 4 bits per coordinate: unbiased, without memory. EF-signSGD "
-        "and QSGD are the nearest rivals with and without memory."
+        "and QSGD are the closest rivals with and without memory."
     ),
 )

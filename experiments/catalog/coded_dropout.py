@@ -1,4 +1,4 @@
-"""Clients that die inside a round: which updates remain in the sum, at which bytes, with and without coded relays."""
+"""Clients that die within a round: which updates stay in the sum, for how many bytes, with and without coded relays."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fedcomp.rules import Int, OneOf, Real
 
 EXPERIMENT = Experiment(
     name="coded_dropout",
-    question="Clients die inside the round: do coded shards at their peers keep their updates in the sum?",
+    question="When clients die within a round, do coded shards at their peers keep their updates in the sum?",
     task="digits",
     rows={
         "FedAvg, nobody vanishes": "fedavg",
-        # Top-1 % is biased and needs its memory; QSGD is unbiased and does without.
+        # Top-1 % is biased and needs its memory; QSGD is unbiased and needs none.
         "QSGD-8, nobody vanishes": "qsgd codec.levels=127",
         "top-1 %, nobody vanishes": "topk codec.density=0.01 feedback=true",
     },
@@ -24,42 +24,42 @@ EXPERIMENT = Experiment(
         "lr": 0.3,
         "batch_size": 16,
         "max_steps": 20,
-        "life": Option(20.0, Real(above=0.0), "mean seconds from a round's beginning until a device dies"),
+        "life": Option(20.0, Real(above=0.0), "mean seconds from the start of a round until a device dies"),
         "share_by": Option(3.6, Real(above=0.0), "seconds until shards have to have landed"),
         "end": Option(40.0, Real(above=0.0), "seconds until the server takes nothing more"),
         "symbols": Option(8, Int(1, 256), "K: shards that make an update"),
-        "model_rounds": Option(60, Int(2), "rounds of the model per point of a curve"),
+        "model_rounds": Option(60, Int(2), "rounds simulated by the model for each point of a curve"),
     },
     claims="""
-        QSGD-8, MDS relay | bytes that differ from averaging the same updates uncoded | == 0.0 | gate: theory: what is
-            decoded are the bytes of the replies themselves
-        QSGD-8, RLNC relay | bytes that differ from averaging the same updates uncoded | == 0.0 | gate: theory: what
-            is decoded are the bytes of the replies themselves
-        top-1 %, MDS relay | bytes that differ from averaging the same updates uncoded | == 0.0 | gate: theory: what
-            is decoded are the bytes of the replies themselves
-        top-1 %, RLNC relay | bytes that differ from averaging the same updates uncoded | == 0.0 | gate: theory: what
-            is decoded are the bytes of the replies themselves
+        QSGD-8, MDS relay | bytes that differ from averaging the same updates uncoded | == 0.0 | gate: theory: decoding
+            returns the exact bytes of the replies
+        QSGD-8, RLNC relay | bytes that differ from averaging the same updates uncoded | == 0.0 | gate: theory: decoding
+            returns the exact bytes of the replies
+        top-1 %, MDS relay | bytes that differ from averaging the same updates uncoded | == 0.0 | gate: theory: decoding
+            returns the exact bytes of the replies
+        top-1 %, RLNC relay | bytes that differ from averaging the same updates uncoded | == 0.0 | gate: theory:
+            decoding returns the exact bytes of the replies
         QSGD-8, MDS relay | fraction more than by plain upload | >= {least expected of an MDS relay} | gate: the model
             on the same failures, less 0.05
         QSGD-8, RLNC relay | fraction more than by plain upload | >= {least expected of an RLNC relay} | gate: the
             model on the same failures, less 0.05
-        top-1 %, RLNC relay | fraction more than by plain upload | <= {most expected with top-1 %} | gate: the model,
-            and 0.05: what is uploaded in a moment gains little from relays
-        | distance of a fraction from the model's | <= 0.1 | gate: the model's one size for all
+        top-1 %, RLNC relay | fraction more than by plain upload | <= {most expected with top-1 %} | gate: the model
+            plus 0.05: an upload that takes only a moment gains little from relays
+        | distance of a fraction from the model's | <= 0.1 | gate: the model assumes one size for all updates
         QSGD-8, RLNC relay | bytes to the server per update, over plain upload's | >= 1.0 | gate: derived: K shards of
             1/K and their headers; relays do not lower it
-        QSGD-8, RLNC relay | bytes to the server per update, over plain upload's | <= 1.25 | goal: shards of updates
-            that were never completed are all that relays add; many deaths miss it
-        QSGD-8, RLNC relay | the same where nobody vanishes | <= 1.1 | gate: derived: 1 + K packet headers, a reply to
-            say that it has shared, and a relay's envelope; about 1.03
-        QSGD-8, RLNC relay | accuracy in percent, more than with plain upload | >= 0.0 | goal: more updates are no
-            worse; clients vanish by chance, and the difference is within a run's noise
-        devices that come back | fraction with resume less that of plain upload | >= 0.0 | gate: theory: who ends an
-            upload in one go ends it in pieces no later
-        devices that come back | fraction of the RLNC relay less that with resume | <= 0.0 | gate: the model: peers
-            that come and go miss shards and answer late; a relay is no help where waiting is
+        QSGD-8, RLNC relay | bytes to the server per update, over plain upload's | <= 1.25 | goal: relays add only the
+            shards of updates that are never completed; with many deaths this is missed
+        QSGD-8, RLNC relay | the same where nobody vanishes | <= 1.1 | gate: derived: 1 + K packet headers, a reply that
+            confirms sharing, and a relay's envelope; about 1.03
+        QSGD-8, RLNC relay | accuracy in percent, more than with plain upload | >= 0.0 | goal: more updates do not hurt;
+            clients vanish at random, and the difference is within a run's noise
+        devices that come back | fraction with resume less that of plain upload | >= 0.0 | gate: theory: an upload in
+            pieces ends no later than one that must succeed in one go
+        devices that come back | fraction of the RLNC relay less that with resume | <= 0.0 | gate: the model: peers that
+            come and go miss shards and answer late; where waiting helps, a relay does not
         through the server | more bytes at its link, in updates | >= {least through the server} | gate: derived: N - 1
-            shards of 1/K each, up and down; 0.8 of it, as an update's envelope is not coded twice
+            shards of 1/K each, up and down; 0.8 of that, because an update's envelope is not coded twice
     """,
     answer=(
         "{QSGD-8, RLNC relay | fraction:.0%} of the updates reach the sum through a coded relay, "

@@ -1,4 +1,4 @@
-"""COLD and Dyna-COLD: iterations and bits to an exact optimum, against peers and the floors of inexact methods."""
+"""COLD and Dyna-COLD: iterations and bits to an exact optimum, against other methods and the floors of inexact ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fedcomp.experiments.studies.cold import TASK, study
 from fedcomp.experiments.tables import Found
 from fedcomp.rules import Int, Real
 
-# All examples in every gradient, no momentum, float64, a step a little below 1/L of the default problem: the rows are
-# the convex problem's iteration and nothing else.
+# All examples in every gradient, no momentum, float64, and a step a little below 1/L of the default problem, so the
+# rows are exactly the iteration on the convex problem.
 _EXACT = (
     "lr=0.29 momentum=0.0 batch_size=0 dtype=float64 dense_below=0 task.partition=sorted task.l2={l2} "
     "topology={topology}"
@@ -25,16 +25,17 @@ def _answer(found: Found) -> str:
     if math.isnan(found.number("Dyna-COLD, 1 bit, geometric", "iterations, times NIDS'")):
         return f"One bit per coordinate did not reach the optimum in {found.config.settings['most']} iterations."
     return (
-        "One bit per coordinate reaches the optimum with {Dyna-COLD, 1 bit, geometric | times fewer payload bits than "
-        "NIDS:.1f} times fewer payload bits than whole vectors (NIDS), in {Dyna-COLD, 1 bit, geometric | iterations, "
-        "times NIDS':.2f} times its iterations; without correction D-PSGD came no nearer than {D-PSGD | lowest error "
-        "of all step sizes after 1200 iterations:.2g}."
+        "One bit per coordinate reaches the optimum with "
+        "{Dyna-COLD, 1 bit, geometric | times fewer payload bits than NIDS:.1f} times fewer payload bits than whole "
+        "vectors (NIDS), in {Dyna-COLD, 1 bit, geometric | iterations, times NIDS':.2f} times its iterations; D-PSGD, "
+        "which has no correction, came no closer than "
+        "{D-PSGD | lowest error of all step sizes after 1200 iterations:.2g}."
     )
 
 
 EXPERIMENT = Experiment(
     name="cold",
-    question="How few bits reach the exact optimum when every neighbour of a ring holds other classes?",
+    question="How few bits are enough to reach the exact optimum when neighbours on a ring hold different classes?",
     task=TASK,
     rows=partial(relayed.rows, {"NIDS": f"nids {_EXACT}", "Dyna-COLD, 1 bit, zoom": f"dyna-cold {_EXACT}"}),
     study=study,
@@ -50,27 +51,29 @@ EXPERIMENT = Experiment(
         Dyna-COLD, 1 bit, geometric | times fewer payload bits than NIDS | >= 25.0 | gate: goal of this package
         Dyna-COLD, 1 bit, zoom | iterations, times NIDS' | <= 1.2 | gate: goal of this package
         Dyna-COLD, 1 bit, zoom | times fewer payload bits than NIDS | >= 25.0 | gate: goal of this package
-        # The best of all step sizes: with one badly chosen step every method has a floor.
-        D-PSGD | lowest error of all step sizes after 1200 iterations | > 0.05 | gate: measured, three times as many \
-            as NIDS takes to the optimum; not a bound: a smaller step has a lower floor, and takes longer to it
+        # The best of all step sizes is taken, because every method has a floor with a badly chosen step.
+        D-PSGD | lowest error of all step sizes after 1200 iterations | > 0.05 | gate: measured, after three times the \
+            iterations that NIDS needs; this is not a bound: a smaller step has a lower floor and takes longer to \
+            reach it
         CHOCO | lowest error of all step sizes after 1200 iterations | > 0.05 | gate: measured, as above; not a bound
         D-PSGD | fixed point per step size, at 0.003/L over that at 0.001/L, off 1 by | <= 0.1 | gate: theory, the \
-            floor falls in proportion to the step, and is zero at none
+            floor is proportional to the step and never zero
         D-PSGD | error at the end over that of the fixed point at 0.1/L, off 1 by | <= 0.05 | gate: derived, the run \
-            ends where Newton's method says
+            ends at the point that Newton's method finds
         | error over iterations is a straight line: least R² of methods that arrive | > 0.99 | gate: goal of this \
-            package, the next row's left out
-        # A goal that is missed: its error falls faster at first, and unevenly (0.985 at the defaults).
+            package, without the row of the next claim
+        # This goal is missed: the error falls faster at first, and unevenly (0.985 at the defaults).
         COLD, 1 bit and a scale | R² of that line | > 0.99 | goal: of this package
         Dyna-COLD, 1 bit, geometric | slope over the scale's, off 1 by | <= 0.05 | gate: derived, the error cannot \
-            fall faster than the scale, and must keep up with it
+            fall faster than the scale and must keep up with it
         | zoom from first scales of 1e-3, 1 and 1e3: slowest over fastest | <= 1.7 | gate: derived, each factor of \
-            1000 costs as many iterations as the scale needs to cross it
+            1000 costs the iterations in which the scale changes by it
         | schedules that are too fast or too low: noticed, of 3 | == 3.0 | gate: requirement, no silent divergence
-        | duals sum to zero: largest sum at the end | < 1e-10 | gate: theory, what one end of an edge adds the other \
+        | duals sum to zero: largest sum at the end | < 1e-10 | gate: theory, one end of an edge adds what the other \
             subtracts
-        NIDS | model bytes that differ | == 0.0 | gate: requirement, the same messages, the same bits
-        Dyna-COLD, 1 bit, zoom | model bytes that differ | == 0.0 | gate: requirement, the same messages, the same bits
+        NIDS | model bytes that differ | == 0.0 | gate: requirement, the same messages give the same bits
+        Dyna-COLD, 1 bit, zoom | model bytes that differ | == 0.0 | gate: requirement, the same messages give the same \
+            bits
     """,
     answer=_answer,
     rounds=60,

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def rows(config: Config) -> dict[str, str]:
-    """Return the reference, then the systems in the order asked for; each is its own label."""
+    """Return the reference, then the systems in the requested order. A system's text is also its label."""
     entries = entries_of(str(config.settings["systems"]))
     kind = kind_of(named(entries[0])[0])
     reference = " ".join(str(config.settings["reference"]).split()) or REFERENCES.get(kind, entries[0])
-    # Once more with the reference, which the check of the single setting did not see.
+    # Check again with the reference, which the check of the setting alone did not see.
     check_systems(",".join([reference, *entries]))
-    # A system that is its own reference is one row, since labels are unique.
+    # A system that is also the reference is one row, since labels are unique.
     return {entry: entry for entry in (reference, *entries)}
 
 
@@ -35,12 +35,12 @@ _ALL: Final = ("wire_up", "wire_down", "peer")
 
 
 def _edges(found: Found, row: str) -> int | None:
-    """What decentralised nodes sent each other, which here travels through the server."""
+    """Traffic between decentralised nodes, which travels through the server here."""
     return sum(int(r.metrics.get("gossip.edge", 0)) for r in found.results[row].rounds) or None
 
 
 def answer(found: Found) -> str:
-    """Compare every system with the reference; nothing is claimed of systems that a user chose."""
+    """Compare every system with the reference. There are no claims about systems that a user chose."""
     said = [
         f"{row}: {found.ratio(row, *_ALL):.3g} times fewer bytes, {{{row} | points lost:.1f}} points lost"
         for row in found.rows
@@ -51,7 +51,7 @@ def answer(found: Found) -> str:
 
 EXPERIMENT = Experiment(
     name="compare",
-    question="What do the systems that you name send and reach, on the task that you name?",
+    question="How many bytes do the systems you name send on the task you name, and what accuracy do they reach?",
     rows=rows,
     each=every,
     last=1,
@@ -86,9 +86,9 @@ EXPERIMENT = Experiment(
         "seconds here": "seconds here",
     },
     caption=(
-        "Bytes of serialised messages with their envelopes, training and evaluation, whole run. On edges: what "
-        "decentralised nodes sent each other, which here travels through the server. Seconds here are this "
-        "machine's, one process after the other."
+        "Bytes of serialised messages with their envelopes, training and evaluation, whole run. The edge columns "
+        "count traffic between decentralised nodes, which travels through the server here. Seconds are those of this "
+        "machine, with one process after the other."
     ),
     answer=answer,
     rounds=20,
@@ -96,10 +96,10 @@ EXPERIMENT = Experiment(
     minutes=0.3,
     quick=("rounds=1", "clients=2", "task=digits hidden=8"),
     notes=(
-        "Every system trains from the same model on the same parts of the data, with the same batches, and differs in "
-        "its own settings alone. Names are those of the table of systems, with its defaults: settings of one system "
-        "follow its name, those of all in 'settings'. One seed tells little; repeat it with others.\n\n"
-        "Systems are comparable where a round is the same thing: those that average at a server, those whose nodes "
-        "gossip, and so on. Others are refused."
+        "Every system starts from the same model and trains on the same parts of the data with the same batches. Only "
+        "its own settings differ. Names are those of the table of systems, with its defaults: settings of one system "
+        "follow its name, those of all in 'settings'. One seed says little, so repeat the run with others.\n\n"
+        "Systems are comparable if a round means the same for them: systems that average at a server, systems whose "
+        "nodes gossip, and so on. Mixtures are refused."
     ),
 )

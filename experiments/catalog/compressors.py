@@ -1,4 +1,4 @@
-"""Every codec on four models, each with its own setting and step size, at equal uplink bytes."""
+"""Every codec on four models at equal uplink bytes, each with its own setting and step size."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _OF_ALL = f"""
 
 
 def claims(found: Found) -> str:
-    """Return the claims: those of all models, then those of each."""
+    """Return the claims: those about all models, then those about each."""
     made = [_OF_ALL]
     for model in models_of(str(found.config.settings["models"])):
         made.append(f"{model} | {LEAST} | <= 1.05 | goal: one bit per weight costs next to nothing")
@@ -64,8 +64,8 @@ def claims(found: Found) -> str:
 
 EXPERIMENT = Experiment(
     name="compressors",
-    question="Which codec reaches the least test loss for its uplink bytes, and for its processor time?",
-    # Every cell has a setting and a step size of its own, which are found first.
+    question="Which codec reaches the lowest test loss for its uplink bytes, and for its processor time?",
+    # Every cell has its own setting and step size, which are found first.
     rows=rows,
     study=study,
     repeats=False,
@@ -78,25 +78,27 @@ EXPERIMENT = Experiment(
         "models": Option(",".join(MODELS), TEXT, "which models are trained, separated by commas", check=models_of),
     },
     claims=claims,
-    answer="Least test loss within a fraction of FedAvg's uplink bytes: {the least of every model}.",
+    answer="Lowest test loss within a fraction of FedAvg's uplink bytes: {the least of every model}.",
     rounds=24,
     clients=4,
     minutes=15.0,
     quick=("rounds=1", "clients=2", "seeds=1", "models=MLP", "workers=1"),
     notes=(
         "An MLP on 8x8 digits (85 002 parameters) and a CNN on MNIST or, without its files, on digits enlarged to its "
-        "shape (114 314), spread at random; an LSTM and a transformer of two blocks that predict the next character of "
-        "a speaker, every client other speakers. A client makes two steps of SGD a round, of the CNN three. Trainings "
-        "are short: a cell says what a codec does to the first rounds of a training, not to the last.\n\n"
-        "A row's setting is the largest whose frames keep the budget on six rounds of a training with FedAvg. Its step "
-        "size is the one of least loss on a fifth of the training examples, among a third, one and three times the "
-        "model's usual one, and beyond as long as the best is at an end, to 27 times either way. Both are chosen for "
-        "every cell by itself, by one rule, and with draws of their own; nothing is chosen on the test split.\n\n"
-        "Codecs that choose coordinates send them in 8 bits where the label says nothing else, and biases in 8 bits "
-        "beside them where the codec can. EF is error feedback. DGC, AdaComp, ScaleCom and PowerSGD have memories of "
-        "their own; codecs without EF are unbiased, but for votes of signs. DGC's memory has momentum 0.9, as have "
-        "a row of top-k and one of FedAvg, by which they are to be judged. Trainings send no messages, which changes "
-        "neither models nor frames: the claims compare. With the files of MNIST and of Shakespeare, whose test splits "
-        "are larger, a run takes several times as long."
+        "shape (114 314), spread at random; an LSTM and a transformer of two blocks that predict the next character "
+        "of a speaker, with different speakers on every client. A client makes two steps of SGD a round, three with "
+        "the CNN. Trainings are short, so a cell shows the effect of a codec on the first rounds of a training, not "
+        "on the last.\n\n"
+        "A row's setting is the largest whose frames stay within the budget on six rounds of a training with FedAvg. "
+        "Its step size is the one with the lowest loss on a fifth of the training examples. A third, one and three "
+        "times the model's usual step are tried first; the grid grows while the best is at an end, up to 27 times "
+        "either way. Both are chosen for every cell separately, by one rule and with separate random draws. Nothing "
+        "is chosen on the test split.\n\n"
+        "Codecs that choose coordinates send values in 8 bits unless the label says otherwise, and biases in 8 bits "
+        "where the codec can. EF means error feedback. DGC, AdaComp, ScaleCom and PowerSGD have their own memories; "
+        "codecs without EF are unbiased, except for votes of signs. DGC's memory has momentum 0.9. One row of top-k "
+        "and one of FedAvg have the same momentum and serve as its comparison. Trainings send no messages, which "
+        "changes neither models nor frames; claims check this. With the files of MNIST and Shakespeare, whose test "
+        "splits are larger, a run takes several times as long."
     ),
 )

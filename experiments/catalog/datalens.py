@@ -1,4 +1,4 @@
-"""DataLens: how well a generator learns from noisy votes of teachers, its cost, and the published results."""
+"""DataLens: how well a generator learns from noisy votes of teachers, what it costs, and the published results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedcomp.rules import Flag, Int, OneOf, Real
 
 
 def claims(found: Found) -> str:
-    """Return what is claimed: of every epsilon that something is learnt, and of all rows what they spend."""
+    """Return the claims: something is learnt at every epsilon, and every row spends what it should."""
     learnt = [
         f"{named(epsilon)} | lowest accuracy of the seeds | > 0.2 | gate: twice chance: a smoke test, from small "
         "simulations; no order of epsilons is claimed"
@@ -20,8 +20,8 @@ def claims(found: Found) -> str:
 
 
 _CLAIMS = """
-    | epsilon that was spent over the budget, any row | <= 1.0 | gate: a step that would cross the budget is not made;
-        its noise is not drawn
+    | epsilon that was spent over the budget, any row | <= 1.0 | gate: a step that would exceed the budget is not made,
+        and its noise is not drawn
     | releases in the ledger that are not one for each generated image, any row | == 0 | gate: derived: a teacher votes
         on every image of a batch, so each is a release
     | steps of the row that ends early, less those its budget allows | == 0 | gate: closed form of the Gaussian
@@ -29,22 +29,22 @@ _CLAIMS = """
     | bytes by which votes differ from what the settings say | == 0 | gate: derived: the longest frame that any votes
         could make
     | packed votes over 1.05 times the entropy bound and the header | <= 1.0 | gate: goal: log2 C(d, k) + k bits an
-        image, and five per cent; at published sizes
-    | records here that two teachers hold | == 0 | gate: a hash of the record says who has it; counted over the teachers
-        of all clients
+        image plus five per cent; at published sizes
+    | records here that two teachers hold | == 0 | gate: a hash of the record decides which teacher has it; counted over
+        the teachers of all clients
     | records with two teachers under the published deal | == 1138 | gate: derived from its order of dealing MNIST's
-        classes: those that have run out start over
+        classes: a class that has run out starts over
     | PRV above the exact epsilon | <= 0.0105 | gate: published settings; PRV's own error bound of 0.01 is part of its
         figure
     | violation of exact <= PRV <= RDP <= their rule | <= 0 | gate: published settings; theory: each is an upper bound
-        of the one before
+        of the previous one
     | chance that a pixel without a vote passes at budget 1 | <= 0.6 | gate: published settings, closed form; 0.42 to
-        0.58, so that much of every step is noise
+        0.58, so much of every step is noise
 """
 
 
 def answer(found: Found) -> str:
-    """Return what the lowest seed of every epsilon reached."""
+    """Return the accuracy of the worst seed at every epsilon."""
     reached = ", ".join(
         f"{100 * found.number(named(epsilon), 'lowest accuracy of the seeds'):.1f} % at epsilon {epsilon:g}"
         for epsilon in budgets(found.config)
@@ -54,23 +54,27 @@ def answer(found: Found) -> str:
 
 EXPERIMENT = Experiment(
     name="datalens",
-    question="Can a generator learn digits from the noisy votes of teachers that never show a record?",
+    question="Can a generator learn digits from the noisy votes of teachers that never reveal a record?",
     task="digits-generator",
     rows=rows,
     repeats=False,
     study=study,
     last=1,
-    curves=[Curve(x="round", caption="Steps of the generator; an epsilon is that of the last step.")],
+    curves=[
+        Curve(x="round", caption="Rounds are steps of the generator; each epsilon is the one after the last step.")
+    ],
     claims=claims,
     answer=answer,
     options={
         "full": Option(
-            False, Flag(), "MNIST with the published settings, where its files are; more than a day of one core a row"
+            False,
+            Flag(),
+            "MNIST with the published settings, if its files are there; more than a day of one core for a row",
         ),
         "epsilons": Option("10,1", TEXT, "budgets at delta 1e-5, one row for each and each seed", check=numbers),
         "seeds": Option(3, Int(1, 20), "runs for each epsilon"),
         "teachers": Option(150, Int(1), "teachers of each client"),
-        "records": Option(22_500, Int(100), "simulated records of all clients together (not with full)"),
+        "records": Option(22_500, Int(100), "simulated records of all clients in total (not with full)"),
         "k": Option(28, Int(1), "votes of a teacher on an image (not with full)"),
         "images": Option(15, Int(1), "generated images of a step (not with full)"),
         "beta": Option(0.2, Real(least=0.0), "threshold as a share of the teachers (not with full)"),

@@ -35,39 +35,40 @@ _RIVALS: Final = {
     "plain signs": "the same votes without their own randomness",
     "DP-SGD, same generator": "the paper's abstract: better than DP-SGD in most cases",
     "class means, released once": "all that a bilinear teacher can know of its records",
-    "classifier, DP-FedAvg": "the price of data in place of a classifier",
+    "classifier, DP-FedAvg": "the cost of generating data instead of training a classifier",
 }
-"""What the votes are compared with, and why."""
+"""The rivals of the votes, and why they are compared."""
 
 
 def _said(epsilon: float) -> str:
-    """Return the accuracies of an epsilon as a template."""
+    """Return a template with the accuracies at one epsilon."""
     others = ", ".join(f"{m} {{{label(m, epsilon)} | accuracy, %:.1f}}" for m in METHODS if m != TOPAGG)
     return f"at epsilon {epsilon:g} {{{label(TOPAGG, epsilon)} | accuracy, %:.1f}} % ({others})"
 
 
 EXPERIMENT = Experiment(
     name="datalens_mnist",
-    question="What is a generator worth that learnt MNIST from noisy votes, beside what else the same privacy buys?",
+    question="How good is a generator that learns MNIST from noisy votes, compared with other methods at the same "
+    "privacy?",
     study=study,
     repeats=False,
     options={
         "seeds": 3,
         "workers": 1,
         "tune": Option(False, Flag(), "choose settings again on held-out training images, and use those"),
-        "images": Option(EACH, Int(1), "generated images that teachers vote on in a step; each is a release"),
+        "images": Option(EACH, Int(1), "generated images in a step on which teachers vote; each is a release"),
         "teacher_lr": Option(
             0.0, Real(least=0.0), "step size of teachers that are kept between steps; 0: they restart at every step"
         ),
-        "synthetic": Option(4000, Int(10), "generated images that the evaluating network learns from"),
-        "classifier_epochs": Option(5, Int(1), "its passes over them; the last one counts"),
+        "synthetic": Option(4000, Int(10), "generated images for training the network that evaluates"),
+        "classifier_epochs": Option(5, Int(1), "passes of that network over them; the last counts"),
     },
-    # One claim on accuracy gates: everything else compares methods and depends on the data at hand.
+    # Only one claim about accuracy is a gate: all others compare methods and depend on the data at hand.
     claims="""
-        | epsilon that was spent over the epsilon of its row, largest | <= 1.0 | gate: the noise is calibrated on the
-            safe side
-        | releases that are not in the ledger, or are there without one | == 0 | gate: derived: every image that
-            teachers vote on is a release
+        | epsilon that was spent over the epsilon of its row, largest | <= 1.0 | gate: the calibration rounds the noise
+            up
+        | releases that are not in the ledger, or are there without one | == 0 | gate: derived: every image on which
+            teachers vote is a release
         TopAgg votes, epsilon 10 | accuracy, lowest of the seeds | > 0.2 | gate: twice chance: a smoke test
     """
     + "\n".join(
@@ -77,12 +78,14 @@ EXPERIMENT = Experiment(
             for epsilon in REPORTED
         ]
         + [
-            f"{label(TOPAGG, epsilon)} | accuracy | >= {accuracy} | goal: the paper's figure (recalled), of larger "
+            f"{label(TOPAGG, epsilon)} | accuracy | >= {accuracy} | goal: the paper's figure (recalled), with larger "
             "networks and for one record"
             for epsilon, accuracy in REPORTED.items()
         ]
     ),
-    answer=(f"A classifier that saw only generated images reaches, with {TOPAGG}, {'; '.join(map(_said, REPORTED))}."),
+    answer=(
+        f"A classifier trained only on generated images reaches, with {TOPAGG}, {'; '.join(map(_said, REPORTED))}."
+    ),
     rounds=60,
     clients=4000,
     notes=_NOTES,

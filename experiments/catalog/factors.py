@@ -14,11 +14,11 @@ _VISIBLE: Final = "factors feedback=false codec.i_know_inputs_are_visible=true"
 _EDAD: Final = f"{_VISIBLE} codec.mode=edad codec.chain=layers.0.weight:relu,layers.1.weight:relu,layers.2.weight"
 _RANK: Final = "factors codec.mode=rank"
 
-# Models and rows that are exact but for float32; edAD is for chains of layers.
+# Models and rows that are exact up to float32 rounding; edAD works on chains of layers only.
 _MODELS: Final = ("chain of layers", "recurrent cell", "convolutions", "transformer")
 _EXACT: Final = [*product(_MODELS, ("dAD", "rank-dAD, all ranks")), ("chain of layers", "edAD")]
 
-# Rivals of as many uplink bytes, to one per cent, or more. A comparison is worth nothing if the rival had fewer.
+# Rivals with the same uplink bytes, within one per cent, or more. With fewer bytes a rival would be handicapped.
 _RIVALS: Final = (
     ("rank-dAD, 2", "PowerSGD, 4"),
     ("rank-dAD, 4", "PowerSGD, 8"),
@@ -32,8 +32,8 @@ _CLAIMS: Final = [
         for model, row in _EXACT
     ),
     "| layer by layer: relative difference from one exchange | <= 0.0 | gate: the same frames",
-    "| smallest relative difference of a wrong rule, in those of the right one | >= 10 | gate: a comparison that no "
-    "wrong scale fails would say nothing",
+    "| smallest relative difference of a wrong rule, in those of the right one | >= 10 | gate: a comparison that "
+    "every wrong scale passes would show nothing",
     "| 784-256-128-10, 32 rows: times fewer numbers, dAD | >= 4.70 | gate: formula",
     "| 784-256-128-10, 32 rows: times fewer numbers, edAD | >= 6.23 | gate: formula",
     "dAD  | points lost | <= 0.5 | gate: the same steps",
@@ -52,7 +52,7 @@ _CLAIMS: Final = [
 
 EXPERIMENT = Experiment(
     name="factors",
-    question="What do factors save in place of gradients, are they exact, and what is a low rank of them worth?",
+    question="How much do factors save compared with gradients, are they exact, and what does a low rank of them cost?",
     task="digits",
     each="epochs=1 batch_size=32 max_steps=1 evaluate_every=1",
     rows={
@@ -78,7 +78,7 @@ EXPERIMENT = Experiment(
         "task.partition": "iid",
         "task.hidden": "256,128",
         "steps": "0.4,0.8,1.6",
-        "pooled_rounds": Option(20, Int(1), "rounds that are compared with one batch of all examples"),
+        "pooled_rounds": Option(20, Int(1), "rounds to compare with one batch of all examples"),
     },
     title="Rows at their step sizes",
     columns=("step size", "test, %", "±", "points lost", "uplink bytes", "times fewer up"),
@@ -109,10 +109,10 @@ EXPERIMENT = Experiment(
     minutes=3.0,
     quick=("rounds=2", "clients=2", "seeds=1", "steps=0.4", "task.hidden=32,16", "pooled_rounds=2"),
     notes=(
-        "Digits, spread evenly; one batch per client and round, plain SGD. Every row is trained at "
-        "its own step size. Rounds with real frames are compared with steps on all examples in one batch.\n\n"
+        "The task is digits, spread evenly, with plain SGD and one batch per client and round. Every row has its own "
+        "step size. Rounds with real frames are compared with steps on all examples in one batch.\n\n"
         "Rank-dAD sends the nearest sum of few outer products of the update, without memory, as published. PowerSGD "
-        "and top-k have theirs; 8 bits are unbiased and have none. Of dAD and edAD every tensor takes its shortest "
-        "form. EF: error feedback, which rank-dAD as published does not have."
+        "and top-k have memories; 8 bits are unbiased and have none. In dAD and edAD every tensor is sent in its "
+        "shortest form. EF means error feedback, which the published rank-dAD does not have."
     ),
 )

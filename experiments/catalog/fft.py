@@ -19,7 +19,7 @@ _TOPK: Final = "codec codec.id=topk codec.density=0.15 codec.scope=layer codec.v
 
 
 def rows(config: Config) -> dict[str, str]:
-    """Return the rows; the schedule of the rising one follows from the number of rounds."""
+    """Return the rows. The schedule of the rising row follows from the number of rounds."""
     return {
         "FedAvg": "fedavg",
         "FFT 15 %, range8": _FFT,
@@ -36,7 +36,7 @@ def rows(config: Config) -> dict[str, str]:
 
 EXPERIMENT = Experiment(
     name="fft",
-    question="When does a gradient fit into few waves, and does training notice?",
+    question="When do a few waves capture a gradient, and does training suffer?",
     task="digits",
     each="task.model=cnn epochs=1 evaluate_every=1",
     rows=rows,
@@ -58,36 +58,35 @@ EXPERIMENT = Experiment(
     claims="""
         | conv2, 5 %: error of DFT, H,W,D,F over top-k's | <= 0.95 | gate: specification: .075 against .414 and .300
             against .359 in single steps
-        | conv2, 5 %: error of DFT, H,W,D,F over DFT, F,D,H,W's | <= 0.95 | gate: the order of the axes is what makes
-            it smooth; measured
-        | conv3, 30 %: error of DFT, H,W,D,F over top-k's | >= 1.2 | gate: where many may be sent, the largest elements
+        | conv2, 5 %: error of DFT, H,W,D,F over DFT, F,D,H,W's | <= 0.95 | gate: the order of the axes makes it smooth;
+            measured
+        | conv3, 30 %: error of DFT, H,W,D,F over top-k's | >= 1.2 | gate: if many elements may be sent, the largest
             hold nearly everything; measured
         | normal noise, 10 %: error of complex bins, H,W,D,F over top-k's | >= 1.1 | gate: specification: .669 against
             .561; two numbers per choice
-        | normal noise, 10 %: error of DFT, H,W,D,F over top-k's, less 1 | <= 0.03 | gate: derived: in orthonormal
-            coordinates normal noise is normal noise
+        | normal noise, 10 %: error of DFT, H,W,D,F over top-k's, less 1 | <= 0.03 | gate: derived: normal noise stays
+            normal noise in orthonormal coordinates
         | t(3) noise, 10 %: error of DFT, H,W,D,F over top-k's | >= 1.3 | gate: specification: .670 against .316 with
             complex bins
         | 8 bits: error of uniform codes over that of range floats, least of all steps | >= 2.0 | gate: goal;
             specification: 1.0e-3 against 2.3e-4
-        | 8 bits: error of q8 over that of range floats, least of all steps | >= 1.0 | goal: no worse than a scale for
+        | 8 bits: error of q8 over that of range floats, least of all steps | >= 1.0 | goal: no worse than one scale for
             every 256 values
         FFT 15 %, range8 | points lost                            | <= 2.0 | gate: goal of this package
         FFT 15 %, range8 | times fewer up                         | >= 8.0 | gate: goal of this package
         FFT 15 %, range8 | points lost against top-k 15 %, range8 | <= 0.0 | goal: the paper's abstract: better accuracy
-            than its rivals
-        FFT 15 %, range8 | points lost against DCT 15 %, range8   | <= 0.0 | goal: the same abstract
-        FFT 15 %, range8 | points lost against QSGD, 1 level      | <= 0.0 | goal: the same abstract
-        FFT 15 %, range8 | points lost against TernGrad           | <= 0.0 | goal: the same abstract
+            than rivals
+        FFT 15 %, range8 | points lost against DCT 15 %, range8   | <= 0.0 | goal: as above
+        FFT 15 %, range8 | points lost against QSGD, 1 level      | <= 0.0 | goal: as above
+        FFT 15 %, range8 | points lost against TernGrad           | <= 0.0 | goal: as above
     """,
     answer=(
-        "At 5 % of the numbers, waves in the order H,W,D,F leave {conv2, 5 %: error of DFT, H,W,D,F over top-k's:.2f} "
+        "At 5 % of the numbers, waves in axis order H,W,D,F have {conv2, 5 %: error of DFT, H,W,D,F over top-k's:.2f} "
         "times the error of top-k on gradients of conv2 and {conv3, 5 %: error of DFT, H,W,D,F over top-k's:.2f} on "
         "conv3, at 30 % {conv2, 30 %: error of DFT, H,W,D,F over top-k's:.1f} and "
-        "{conv3, 30 %: error of DFT, H,W,D,F over top-k's:.1f}. FFT 15 %, range8: "
-        "{FFT 15 %, range8 | test, %:.1f} % at {FFT 15 %, range8 | times fewer up:.1f} times "
-        "fewer bytes than FedAvg ({FedAvg | test, %:.1f} %); top-k with the same values "
-        "{top-k 15 %, range8 | test, %:.1f} %."
+        "{conv3, 30 %: error of DFT, H,W,D,F over top-k's:.1f}. FFT 15 %, range8: {FFT 15 %, range8 | test, %:.1f} % "
+        "at {FFT 15 %, range8 | times fewer up:.1f} times fewer bytes than FedAvg ({FedAvg | test, %:.1f} %); top-k "
+        "with the same values {top-k 15 %, range8 | test, %:.1f} %."
     ),
     rounds=30,
     clients=5,
@@ -95,13 +94,13 @@ EXPERIMENT = Experiment(
     quick=("rounds=2", "clients=3", "seeds=1", "steps=0.1", "last_step=12"),
     notes=(
         "Wang et al. (2020) send the largest bins of each tensor's Fourier transform as floats of few bits. Here the "
-        "transform has real coordinates, cosines and sines, so that each is chosen for itself; complex bins as "
-        "published are in the last but one table. Range floats of 8 bits have the exponents that the values need.\n\n"
-        "The rows of 15 % send as many numbers in the same 8 bits, without memory as in the paper, and with error "
-        "feedback. The DCT is of 1024 elements, in torch's order of axes, in which it does better. The rising row "
-        "sends half of the numbers in the third quarter of the rounds and all of them in the last, the paper's "
+        "transform has real coordinates, cosines and sines, and each is chosen separately. Complex bins as published "
+        "are in the second last table. Range floats of 8 bits choose their exponents to fit the values.\n\n"
+        "All rows of 15 % send the same number of values in 8 bits, without memory as in the paper, or with error "
+        "feedback. The DCT covers 1024 elements in torch's order of axes, which suits it better. The rising row sends "
+        "half of the numbers in the third quarter of the rounds and all of them in the last; this is the paper's "
         "diminishing θ.\n\n"
-        "The CNN of the digits has two convolutions and two layers, 13 706 parameters. Trainings run without messages, "
-        "with real frames; the model is the same, bit for bit."
+        "The CNN for digits has two convolutions and two layers, 13 706 parameters. Trainings run without messages "
+        "but with real frames; the model is the same, bit for bit."
     ),
 )

@@ -1,4 +1,4 @@
-"""GradiVeQ: which slices of a gradient have low rank, what a cycle saves, and whether training suffers."""
+"""GradiVeQ: which slices of a gradient have low rank, how much a cycle saves, and whether training suffers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _CLAIMS: Final = """
     all subsets of workers | decoded mean off the projection of the mean, relative | <= 1e-6 | gate: specification;
         derived: the mean convention
     conv3, pooled | torch over depth fastest, missed, late | >= 5.0 | gate: specification: .115 against .017
-    conv3, pooled | torch over depth fastest, missed, early | >= 5.0 | goal: the same right after the warm-up
+    conv3, pooled | torch over depth fastest, missed, early | >= 5.0 | goal: the same, right after the warm-up
     conv2, shared-first | torch over depth fastest, missed, late | >= 5.0 | gate: specification: .604 against .017
     pooled, 20 + 130 | times fewer bytes over a whole cycle, least | >= 2.5 | gate: specification: 3.15 without the
         basis
-    # Of convolutions, basis and warm-up counted.
+    # Bytes of convolutions, with basis and warm-up.
     pooled, 20 + 130 | times fewer bytes | >= 2.5 | gate: specification
     pooled, 20 + 130 | points lost | <= 1.0 | gate: specification: .35 in two seeds
     pooled, 20 + 130, 4 bits on a shared scale | points lost | <= 1.5 | gate: specification: .55 in two seeds
     pooled, 20 + 130, 4 bits on a shared scale | integer sums that differ between ring and star | <= 0 | gate: derived,
-        integers may be added in any order
+        integers can be added in any order
 """
 
 _RIVALS: Final = {
@@ -35,7 +35,8 @@ _RIVALS: Final = {
 
 
 def rows(config: Config) -> dict[str, str]:
-    """Return what the workers send of their convolutions; a tenth of the steps, 50 at most, is a basis's warm-up."""
+    """Return what the workers send for their convolutions. The warm-up of a basis takes a tenth of the steps, at most
+    50."""
     basis = f"basis codec.warmup={min(50, config.rounds // 10)} codec.sampling={{}} codec.compression={{}} {{}}".format
     return {
         "dense": "codec codec.id=identity",
@@ -51,7 +52,7 @@ def rows(config: Config) -> dict[str, str]:
 
 
 def _claims(found: Found) -> str:
-    """Of the rivals those that send fewer bytes in this run."""
+    """Return the rivals that send fewer bytes in this run."""
     sent = {label: found.number(label, "times fewer bytes") for label in found.rows}
     lines = [
         f"{label} | bytes of a cycle off the formula, relative | <= 1e-9 | gate: derived: dense frames and short ones, "
@@ -77,7 +78,8 @@ def _claims(found: Found) -> str:
 EXPERIMENT = Experiment(
     **convolutions.PAGE,
     name="gradiveq",
-    question="Which slices of a gradient fit into few directions, what does a cycle save, and does training notice?",
+    question="Which slices of a gradient lie in a few directions, how much does a cycle save, and does training "
+    "suffer?",
     rows=rows,
     rivals={"basis": fitted, "codec": of_codec},
     train=train,
@@ -86,7 +88,7 @@ EXPERIMENT = Experiment(
         "seeds": 3,
         "workers": 1,
         "steps": "0.01,0.02,0.04,0.08",
-        "later": Option(400, Int(1, 10_000), "steps after the sampled ones on which bases are measured"),
+        "later": Option(400, Int(1, 10_000), "steps after the sampled ones, on which bases are measured"),
         "sampled": Option(100, Int(3, 10_000), "steps that are sampled where bases are compared"),
     },
     columns={
@@ -108,12 +110,12 @@ EXPERIMENT = Experiment(
     minutes=10.0,
     quick=("rounds=10", "seeds=1", "steps=0.02", "sampled=6", "later=5"),
     notes=(
-        "Yu et al. (2018) project slices of a convolution's gradient onto the leading directions of former aggregated "
-        "gradients, so that a ring can add what it sends. Phases: steps sampled + steps compressed. Bytes are of "
-        "convolutions alone, and the basis counts once for each worker; the rest of the model travels as it is in "
-        "every row and is not counted.\n\n"
+        "Yu et al. (2018) project slices of a convolution's gradient onto the leading directions of earlier "
+        "aggregated gradients, so a ring can add the messages. Labels of phases are steps sampled + steps "
+        "compressed. Bytes are those of convolutions, and the basis counts once for each worker. The rest of the "
+        "model is sent uncompressed in every row and is not counted.\n\n"
         f"{convolutions.NOTES}\n\n"
-        "Rivals have error feedback, GradiVeQ has not, as in the paper. A basis and its samples are common to all "
-        "workers; who counts the basis once for all, as a ring that broadcasts it may, finds larger ratios."
+        "Rivals have error feedback; GradiVeQ has none, as in the paper. A basis and its samples are common to all "
+        "workers. Counting the basis once for all workers, as for a ring that broadcasts it, gives larger ratios."
     ),
 )

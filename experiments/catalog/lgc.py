@@ -1,4 +1,4 @@
-"""LGC: what an autoencoder of gradients loses against 8 bits at equal bytes, and whether training suffers."""
+"""LGC: how much an autoencoder of gradients loses against 8 bits at equal bytes, and whether training suffers."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _SHOWN: Final = (
 )
 
 _CLAIMS: Final = """
-    # Values divided by their root mean square, Adam.
+    # Values are divided by their root mean square; Adam.
     autoencoder | held-out error | <= 0.6 | gate: specification: .289
-    latents, divided, SGD | held-out error | >= 0.9 | gate: specification: .996, which predicts zero; so the third party
-        trains it
+    latents, divided, SGD | held-out error | >= 0.9 | gate: specification: .996, which is no better than predicting
+        zero; the third-party code trains it this way
     latents, as they are, SGD (third party's) | held-out error | >= 1.0 | gate: specification: 740; values are far
         smaller than what an untrained decoder returns
     autoencoder | error over that of 8 bits in the same bytes | >= 10.0 | gate: specification: three orders of magnitude
-    decoders on a shared support | error over those trained on each node's own values | <= 1.0 | goal: derived: what
-        lies at other places cannot be told from one another
-    server instance | error over that of zeros beside a node's innovation | <= 1.0 | goal: another node's latents say
-        something of this one's values
+    decoders on a shared support | error over those trained on each node's own values | <= 1.0 | goal: derived: decoders
+        cannot tell apart values at different coordinates
+    server instance | error over that of zeros beside a node's innovation | <= 1.0 | goal: another node's latents
+        contain information about this node's values
     autoencoder | error over that of 8 bits in the same bytes | <= 1.0 | goal: no worse than the strongest simple coding
-    autoencoder | error over that of the largest quarter of the values | <= 1.0 | goal: no worse than as many numbers
-        kept as they are (specification: .289 against .263)
+    autoencoder | error over that of the largest quarter of the values | <= 1.0 | goal: no worse than keeping as many
+        numbers unchanged (specification: .289 against .263)
     # A quarter of the floats; innovations and one node's latents.
-    LGC, ring, decoded memory | bytes, last stage, over float32 on a shared support | <= 0.75 | gate: derived; dense
-        tensors are in both
-    LGC, server | bytes, last stage, over float32 on a shared support | <= 0.75 | gate: derived; dense tensors are in
-        both
+    LGC, ring, decoded memory | bytes, last stage, over float32 on a shared support | <= 0.75 | gate: derived; both
+        include dense tensors
+    LGC, server | bytes, last stage, over float32 on a shared support | <= 0.75 | gate: derived; both include dense
+        tensors
     LGC, ring, decoded memory | points lost | <= 1.0 | goal: abstract: .18 points with ResNet-101 on CIFAR-10
     LGC, server, decoded memory | points lost | <= 1.0 | goal: abstract: .18 points with ResNet-101 on CIFAR-10
 """
 
-# The simple row that sends no more in the last stage.
+# The simple row that sends no more bytes in the last stage.
 _RIVALS: Final = {
     "LGC, ring": "shared support, 8 bits",
     "LGC, ring, decoded memory": "shared support, 8 bits",
@@ -54,7 +54,7 @@ _RIVALS: Final = {
 
 
 def rows(config: Config) -> dict[str, str]:
-    """Return what the workers send; the stages of LGC follow from the number of steps."""
+    """Return what the workers send. The stages of LGC follow from the number of steps."""
     lgc = f"lgc codec.rounds={config.rounds}"
     return {
         "dense": "codec codec.id=identity",
@@ -75,7 +75,8 @@ def rows(config: Config) -> dict[str, str]:
 EXPERIMENT = Experiment(
     **convolutions.PAGE,
     name="lgc",
-    question="What does an autoencoder of gradients lose, against 8 bits in the same bytes, and does training notice?",
+    question="How much does an autoencoder of gradients lose against 8 bits with the same bytes, and does training "
+    "suffer?",
     rows=rows,
     rivals={"lgc": learned, "shared": shared, "codec": of_codec},
     train=train,
@@ -84,7 +85,7 @@ EXPERIMENT = Experiment(
         "seeds": 3,
         "workers": 1,
         "steps": "0.01,0.02,0.04,0.08",
-        "trained": Option(300, Int(1), "steps on whose gradients autoencoders are trained where codings are compared"),
+        "trained": Option(300, Int(1), "steps whose gradients train the autoencoders in the comparison of codings"),
     },
     columns=("step size", "test, %", "±", "times fewer, all stages", "last step, bytes", "weights, bytes"),
     curves=[Curve(rows=_SHOWN)],
@@ -94,26 +95,26 @@ EXPERIMENT = Experiment(
         for row, rival in _RIVALS.items()
     ),
     answer=(
-        "In the bytes of the latents 8 bits have {autoencoder | error over that of 8 bits in the same bytes:.0f} times "
-        "less error than the autoencoder ({autoencoder | held-out error:.3g} against "
-        "{8 bits for each value | held-out error:.2g}). "
+        "With as many bytes as the latents, 8 bits have "
+        "{autoencoder | error over that of 8 bits in the same bytes:.0f} times less error than the autoencoder "
+        "({autoencoder | held-out error:.3g} against {8 bits for each value | held-out error:.2g}). "
         + "; ".join(
             f"{row}: {{{row} | test, %:.1f}} %, {{{row} | times fewer, all stages:.0f}} times fewer bytes"
             for row in _SHOWN
         )
-        + ". The weights of an encoder are paid back after "
-        "{rounds after which the weights of an encoder are paid back:.0f} rounds of latents in place of float32 values "
-        "here."
+        + ". The saving of latents over float32 values makes up for the weights of an encoder after "
+        "{rounds after which the weights of an encoder are paid back:.0f} rounds here."
     ),
     minutes=15.0,
     quick=("rounds=6", "seeds=1", "steps=0.02", "trained=3"),
     notes=(
-        "Abrahamyan et al. (2022) send gradients as latents of a small autoencoder that is trained on the gradients of "
-        "the first rounds. A twentieth of the steps is dense, values travel until half of them, then latents. Weights "
-        "of the autoencoder come on top of the bytes, once for each worker that needs them.\n\n"
+        "Abrahamyan et al. (2022) send gradients as latents of a small autoencoder that is trained on the gradients "
+        "of the first rounds. The first twentieth of the steps is dense, then values are sent until half of the "
+        "steps, then latents. The weights of the autoencoder add to the bytes, once for each worker that needs "
+        "them.\n\n"
         f"{convolutions.NOTES}\n\n"
-        "The architecture, losses and published defaults are known from a third party's code and from memory; "
-        "normalisation, the place of innovations and the memory are derived. What the paper reports was not available "
-        "beyond its abstract: these figures say nothing of its large models."
+        "The architecture, losses and published defaults are known from third-party code and recalled; "
+        "normalisation, the position of innovations and the memory are derived. Only the abstract of the paper was "
+        "available, and these figures say nothing about its large models."
     ),
 )

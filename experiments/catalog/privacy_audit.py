@@ -1,4 +1,5 @@
-"""The privacy audit: the leakage an attacker measures on every private system, and tests with incorrect variants."""
+"""The privacy audit: the leakage that an attacker measures on every private system, and tests with incorrect
+variants."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from fedcomp.rules import Int, Real
 
 EXPERIMENT = Experiment(
     name="privacy_audit",
-    question="Does any private system give away more than it says, and would we notice if it did?",
+    question="Does any private system leak more than it states, and would this audit notice?",
     study=study,
     options={
-        "runs": Option(300, Int(50), "runs of every attack, as many with the canary as without"),
+        "runs": Option(300, Int(50), "runs of every attack, half of them with the canary"),
         "noise_runs": Option(30, Int(5), "runs whose noise is measured"),
         "canaries": Option(1000, Int(100), "canaries of the audits in one run"),
         "guesses": Option(100, Int(10), "guesses of the audits in one run"),
@@ -21,34 +22,34 @@ EXPERIMENT = Experiment(
         "float_draws": Option(100_000, Int(1000), "noisy values whose last bits are looked at"),
     },
     claims="""
-        tier A | verdicts against a system | == 0 | gate: every system's own claim
-        tier B | verdicts against a system | == 0 | gate: every system's own claim
-        tier C | verdicts against a system | == 0 | gate: every system's own claim
-        tier E | verdicts against a system | == 0 | gate: every system's own claim
-        tier F | verdicts against a system | == 0 | gate: every system's own claim
-        tier D | verdicts against a system | == 0 | gate: every system's own claim
+        tier A | verdicts against a system | == 0 | gate: what the system itself states
+        tier B | verdicts against a system | == 0 | gate: what the system itself states
+        tier C | verdicts against a system | == 0 | gate: what the system itself states
+        tier E | verdicts against a system | == 0 | gate: what the system itself states
+        tier F | verdicts against a system | == 0 | gate: what the system itself states
+        tier D | verdicts against a system | == 0 | gate: what the system itself states
         tier D | forgotten noise is noticed | == 1 | gate: goal
-        tier C | weakest attack's bound over mu | >= 0.2 | gate: an attack that sees nothing refutes nothing
-        | mutants not told from their originals | == 0 | gate: goal: every one is caught
-        # So that the claim above cannot hold for lack of mutants.
-        | mutants tried | >= 19 | gate: 15 published mistakes and four more
+        tier C | weakest attack's bound over mu | >= 0.2 | gate: an attack that detects nothing cannot refute anything
+        | mutants not told from their originals | == 0 | gate: goal: all are caught
+        # Otherwise the claim above could hold because there are no mutants.
+        | mutants tried | >= 19 | gate: 15 published mistakes and four others
         | probability that 2000 runs notice sqrt(2) for 1 | >= 0.99 | gate: computed
         integer noise | outputs that tell 0 from 1 | == 0 | gate: derived: all lie on one grid
         float noise | outputs that tell 0 from 1 | >= 0.2 | gate: measured: a quarter of them
         | our adaptive clip norm, factor from the median | <= 1.1 | gate: the published rule
-        # What another package does is not this one's to gate on.
-        Flower | adaptive clip norm, smallest factor from the median | >= 10.0 | goal: measured on the installed
-            Flower, whose version the tables name; another may have mended it
-        Flower | share of integers that local noise moved | == 0 | goal: measured on the installed Flower, whose
-            version the tables name; another may have mended it
-        Flower | share of the mean that one client's NaN makes NaN | > 0 | goal: measured on the installed Flower,
-            whose version the tables name; another may have mended it
-        Flower | an unchanged model ends the round | == 1 | goal: measured on the installed Flower, whose version
-            the tables name; another may have mended it
+        # The behaviour of another package must not fail a run of this one.
+        Flower | adaptive clip norm, smallest factor from the median | >= 10.0 | goal: measured on the installed Flower,
+            whose version is in the tables; other versions may have fixed it
+        Flower | share of integers that local noise moved | == 0 | goal: measured on the installed Flower, whose version
+            is in the tables; other versions may have fixed it
+        Flower | share of the mean that one client's NaN makes NaN | > 0 | goal: measured on the installed Flower, whose
+            version is in the tables; other versions may have fixed it
+        Flower | an unchanged model ends the round | == 1 | goal: measured on the installed Flower, whose version is in
+            the tables; other versions may have fixed it
     """,
     answer=(
-        "{attacks that refute} attacks refute what a system says of itself; {mutants caught} of {mutants tried} wrong "
-        "variants are caught."
+        "{attacks that refute} attacks refute the statement of a system; {mutants caught} of {mutants tried} "
+        "incorrect variants are caught."
     ),
     minutes=0.75,
     quick=("runs=60", "noise_runs=5", "canaries=150", "guesses=40", "clip_rounds=8", "float_draws=2000"),

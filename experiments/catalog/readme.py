@@ -1,4 +1,4 @@
-"""README's first table: accuracy after few and many rounds, and bytes on the wire, for the lines it offers."""
+"""The first table of the README: accuracy after few and many rounds, and bytes on the wire, for each suggested line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fedcomp.experiments.tables import Found
 
 MISSED: Final = frozenset({("mnist", "sampled")})
-"""Tasks and cohorts where the claim about the default is a goal: three seeds missed it."""
+"""Tasks and cohorts for which the claim about the default is a goal, because three seeds missed it."""
 
 
 def _places(found: Found) -> dict[tuple[str, str], str]:
@@ -24,7 +24,7 @@ def _places(found: Found) -> dict[tuple[str, str], str]:
 
 def claims(found: Found) -> str:
     """Return one claim about the default for each task and cohort."""
-    reason = "goal: the line that everybody tries first loses nothing, however long the training"
+    reason = "goal: the line that users try first loses nothing in short or long trainings"
     return "\n".join(
         f"{place} | {lost(found.config)} | <= 0.5 | {'goal' if pair in MISSED else 'gate'}: {reason}"
         for pair, place in _places(found).items()
@@ -32,7 +32,7 @@ def claims(found: Found) -> str:
 
 
 def answer(found: Found) -> str:
-    """Return the same in a sentence."""
+    """Return the answer: the same figures as a sentence."""
     each = (
         f"{{{place} | {lost(found.config)}:.1f}} points at {{{place} | times fewer up:.0f}} times fewer bytes up "
         f"({place})"
@@ -43,17 +43,20 @@ def answer(found: Found) -> str:
 
 EXPERIMENT = Experiment(
     name="readme",
-    question="Which line is the right first one, in few rounds and in many, with all clients and with a few of them?",
-    # Every task and cohort has a step size of its own, which is found first.
+    question="Which line should a user try first, in short and long trainings, with all clients or a sample of them?",
+    # Every task and cohort has its own step size, which is found first.
     study=compare,
     options={
         "seeds": 3,
         "tasks": Option(",".join(TASKS), TEXT, "what is learnt", check=lambda text: names(text, TASKS)),
         "cohorts": Option(",".join(COHORTS), TEXT, "who trains in a round", check=lambda text: names(text, COHORTS)),
         "steps": Option(
-            "0.5,1,2,4", TEXT, "step sizes tried on a validation split, in multiples of the task's", check=numbers
+            "0.5,1,2,4",
+            TEXT,
+            "step sizes tried on a validation split, as multiples of the task's step size",
+            check=numbers,
         ),
-        "tune": Option(FEDAVG, OneOf(FEDAVG, "every row"), "whose step size is looked for; FedAvg's is every row's"),
+        "tune": Option(FEDAVG, OneOf(FEDAVG, "every row"), "rows whose step size is searched; all others use FedAvg's"),
         "workers": 1,
     },
     repeats=False,
@@ -64,15 +67,16 @@ EXPERIMENT = Experiment(
     minutes=15.0,
     quick=("rounds=4", "clients=2", "seeds=1", "steps=1", "tasks=digits"),
     notes=(
-        "Three lines by situation. Safe: EDEN rotates the update at random and sends one bit a coordinate, unbiased, "
-        "without memory. Both ways: the server does the same, scaled for the least squared error. Smaller: the largest "
-        "3 % of the changes in two bits a value, with error feedback; the server's 5 % in four bits. bfloat16 both "
-        "ways and QSGD are what a sceptic would name. float16 is refused as a downlink: it can overflow.\n\n"
+        "There are three lines for three situations. Safe: EDEN rotates the update at random and sends one bit per "
+        "coordinate, unbiased and without memory. Both ways: the server does the same, scaled for the smallest "
+        "squared error. Smaller: the largest 3 % of the changes in two bits per value, with error feedback; 5 % in "
+        "four bits from the server. The obvious rivals are bfloat16 both ways and QSGD. float16 is refused as a "
+        "downlink because it can overflow.\n\n"
         "All clients: each of ten holds its own mixture of the classes (Dirichlet, alpha 0.5), and all train in every "
-        "round. Sampled: each of thirty holds two pieces of the examples sorted by label, and ten train in a round; a "
-        "client that is asked in a third of the rounds delivers late what it remembers.\n\n"
+        "round. Sampled: each of thirty holds two pieces of the examples sorted by label, and ten train in a round. A "
+        "client trains in a third of the rounds, so the content of its memory arrives late.\n\n"
         "digits: 1,797 images, an MLP of 85,002 parameters, one pass in batches of 64. mnist: an MLP of 79,510, five "
-        "batches of 32. cifar10-subset: an MLP of 98,666, five batches of 32. "
-        "Without the files of the last two the embedded digits stand in, enlarged: same bytes, other accuracies."
+        "batches of 32. cifar10-subset: an MLP of 98,666, five batches of 32. Without the files of the last two, the "
+        "embedded digits are enlarged and used instead: the bytes are the same, accuracies differ."
     ),
 )

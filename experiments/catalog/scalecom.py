@@ -1,4 +1,4 @@
-"""ScaleCom: does one shared support keep the downlink short, and what does one client's choice miss?"""
+"""ScaleCom: does one shared support keep the downlink small, and what does the choice of one client miss?"""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from fedcomp.experiments.options import Option
 from fedcomp.experiments.studies.scalecom import study
 from fedcomp.rules import Int
 
-# Each twice the one before: a downlink that grows with the clients is a straight line on logarithmic axes.
+# Each number is twice the previous one. A downlink that grows with the clients is then a straight line on log axes.
 FEDERATIONS: Final = (2, 4, 8, 16, 32, 64)
 
-# At density 1 the downlink's top-k sends every coordinate that changed and no other: the union of all supports.
+# At density 1 the downlink's top-k sends exactly the coordinates that changed: the union of all supports.
 _UNION: Final = "downlink=topk downlink.density=1.0 downlink.scope=layer codec.scope=layer"
 
 EXPERIMENT = Experiment(
     name="scalecom",
-    question="Does a support that one client chooses for all keep the downlink from growing with the clients?",
+    question="If one client chooses the support for all, does the downlink stop growing with the number of clients?",
     task="digits",
     each=lambda config: f"task.partition=iid max_steps=1 evaluate_every={max(1, config.rounds)}",
     rows=lambda config: {
@@ -39,21 +39,21 @@ EXPERIMENT = Experiment(
     claims="""
         support of the mean | memory norm after all rounds, in gradients | >= 100.0 | gate: measured 151 after 2000
             rounds: what cancels in the mean is never sent
-        CLT-k | downlink grows, times | <= 1.2 | gate: derived: all but the leader get the index block, about a fifth of
-            the bytes; with 2 clients half do
-        local top-k | downlink grows, times | >= 4.0 | gate: the union of unlike supports grows with the clients;
-            CLT-k's constant is no news without this growth
+        CLT-k | downlink grows, times | <= 1.2 | gate: derived: all clients except the leader get the index block, about
+            a fifth of the bytes; with 2 clients this is half of them
+        local top-k | downlink grows, times | >= 4.0 | gate: the union of different supports grows with the clients;
+            without this growth the constant of CLT-k would show nothing
         CLT-k | largest union over k | <= 1.0 | gate: derived: one support for all
-        # Both sides: a union far below k would mean that the mean was not sent.
-        CLT-k | smallest union over k | >= 0.99 | gate: derived; a value may be zero by chance
-        local top-k | union over k with 8 clients | >= 4.0 | gate: measured 7.1 where this experiment's bounds come
-            from, with one ranking for the whole model
+        # Bounds on both sides: a union far below k would mean that the mean was not sent.
+        CLT-k | smallest union over k | >= 0.99 | gate: derived; a value can be zero by chance
+        local top-k | union over k with 8 clients | >= 4.0 | gate: measured 7.1 when the bounds were set, with one
+            ranking for the whole model
         CLT-k, rotating leader | memory norm after all rounds, in gradients | <= 15.0 | gate: measured 10.7 after 2000
             rounds (n = 300, k = 15)
     """,
     answer=(
-        "With 64 clients in place of 2 a client receives {CLT-k | downlink grows, times:.2f} times the bytes under one "
-        "shared support, and {local top-k | downlink grows, times:.1f} times where every client selects by itself."
+        "With 64 clients instead of 2 a client receives {CLT-k | downlink grows, times:.2f} times the bytes under one "
+        "shared support, and {local top-k | downlink grows, times:.1f} times when every client selects for itself."
     ),
     rounds=10,
     clients=8,
@@ -61,8 +61,8 @@ EXPERIMENT = Experiment(
     quick=("rounds=2", "clients=3", "task.hidden=16", "norm_rounds=20"),
     notes=(
         "The number of clients is part of each row; the option --clients changes nothing here. Every client makes one "
-        "step of SGD a round. Local top-k's downlink sends every coordinate that changed, values and indices, to nodes "
-        "that hold the last model; CLT-k's sends the values of the mean, and the index block to those that do not hold "
-        "it. Layers are ranked one by one, biases travel whole."
+        "step of SGD a round. The downlink of local top-k sends values and indices of every coordinate that changed "
+        "to nodes that hold the last model. The downlink of CLT-k sends the values of the mean, and the index block "
+        "to nodes that do not have it. Layers are ranked separately, and biases are sent whole."
     ),
 )

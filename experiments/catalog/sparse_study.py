@@ -1,8 +1,9 @@
-"""Design choices of sparse communication: the selection, where and from what it is made, and memory of the rest.
+"""Design choices of sparse communication: which coordinates are selected, by whom, in which part, and with memory or
+not.
 
-After Foroutan Eghlidi and Jaggi, "Sparse Communication for Training Deep Networks", arXiv:2009.09271, of which the
-abstract was read: it studies several schemes and names three key parameters. The axes here are a reading of it, not a
-quotation: the same coordinates on all clients or individual ones, the whole model or layer by layer, memory or none.
+After Foroutan Eghlidi and Jaggi, "Sparse Communication for Training Deep Networks", arXiv:2009.09271, of which only the
+abstract was read: it studies several schemes and names three key parameters. The axes here are our interpretation: the
+same coordinates on all clients or individual ones, the whole model or layer by layer, memory or none.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from fedcomp.experiments.tables import measured, of_codec
 
 EXPERIMENT = Experiment(
     name="sparse_study",
-    question="Same coordinates or individual ones, per layer or over the whole model, with memory or without?",
+    question="Should clients send the same coordinates or individual ones, per layer or over the whole model, with or "
+    "without memory?",
     task="digits",
     rows=rows,
     each=lambda config: f"max_steps=1 evaluate_every={max(1, config.rounds // 10)}",
@@ -29,8 +31,8 @@ EXPERIMENT = Experiment(
         "uplink ratio": "times fewer up",
         "downlink ratio": "times fewer down",
     },
-    caption="Means over seeds. Ratios compare real bytes of frames with dense, the downlink being what tells every "
-    "client the mean: its values alone where all clients know the support, else values and the union of all supports.",
+    caption="Means over seeds. Ratios compare real bytes of frames with dense ones. The downlink tells every client "
+    "the mean: only values if all clients know the support, otherwise values and the union of all supports.",
     options={
         "seeds": 2,
         "workers": 1,
@@ -46,40 +48,40 @@ EXPERIMENT = Experiment(
             all axes and seeds; a memory that does nothing gives 1
         random-block per layer, as published | train loss without memory over with it, least | >= 3.0 | gate: measured
             5.7 to 8.4 over seeds 0 to 2
-        # A goal that is missed where the block is shared: it moves many neighbours of one small layer at once.
+        # This goal is missed with a shared block, which moves many neighbouring weights of one small layer at once.
         random-block over the whole model | train loss without memory over with it, least | >= 1.0 | goal: missed with a
             shared block (0.3 to 3.0 over seeds 0 to 2), see the notes
         shared | coordinates that change over those one client sent, most | <= 1.0 | gate: theory: all clients send on
-            one support; of all rounds and cells
+            one support; over all rounds and cells
         individual | coordinates that change over those one client sent, least | >= 3.0 | gate: measured 4.3 to 7.9 over
             seeds 0 to 2, means over rounds; 8 if no two clients chose the same
         individual | downlink bytes over shared, least of all pairs | >= 1.2 | gate: measured 1.33 at density 0.1, where
-            a frame of the whole mean is not much longer; more at lower ones
+            a frame of the whole mean is not much longer; more at lower densities
     """,
     answer=(
         "Without memory the train loss of top-k is at least "
-        "{top-k | train loss without memory over with it, least:.1f} times that with it. Clients that send the same "
-        "coordinates receive at least {individual | downlink bytes over shared, least of all pairs:.2f} times fewer "
-        "bytes, whose changes touch "
-        "{individual | coordinates that change over those one client sent, least:.1f} times fewer of them."
+        "{top-k | train loss without memory over with it, least:.1f} times the loss with memory. Clients that send "
+        "the same coordinates receive at least {individual | downlink bytes over shared, least of all pairs:.2f} "
+        "times fewer bytes, and the changes touch "
+        "{individual | coordinates that change over those one client sent, least:.1f} times fewer coordinates."
     ),
     rounds=150,
     clients=8,
     minutes=8.0,
     quick=("rounds=2", "clients=5", "seeds=1", "task.hidden=20", "densities=0.02,0.1"),
     notes=(
-        "Eight clients, the model 64-256-10, one step of 16 images a round. 18 944 weights are compressed, the 266 "
-        "biases travel whole. Shared top-k and chunk: a leader's choice, in turn (CLT-k). Shared random supports: one "
-        "seed for all. Per layer or over the whole model: what is ranked, drawn or cut into chunks as one. Chunks "
-        "over the whole model are in the grid for completeness; they treat tensors of different scale alike and are "
-        "not what one should use.\n\n"
-        "Without memory nothing is scaled up: a random support then delivers that share of each step and no more. In "
-        "150 rounds at density 0.01 a random support visits a coordinate once or twice, so that random schemes are "
-        "behind for lack of time; at 0.001 most coordinates are never visited.\n\n"
-        "A shared random block over the whole model is unstable with memory. Where it falls into the output layer it "
-        "moves 189 of its 2560 weights, neighbours, at once by what gathered in about a hundred rounds: in two runs "
-        "of 150 rounds every jump of the loss by more than 0.1, up to 7.8, came from such a block (measured). Blocks "
-        "per layer are a tenth of that size there, and individual blocks enter the mean with an eighth of their "
+        "Eight clients train the model 64-256-10 with one step of 16 images a round. The 18 944 weights are "
+        "compressed; the 266 biases are sent whole. For shared top-k and chunk, clients take turns as the leader who "
+        "chooses (CLT-k). Shared random supports come from one seed for all. Per layer or over the whole model says "
+        "what is ranked, drawn or cut into chunks as one piece. Chunks over the whole model are in the grid for "
+        "completeness. They treat tensors of different scale alike, so do not use them.\n\n"
+        "Without memory nothing is scaled up, so a random support delivers only its fraction of each step. In 150 "
+        "rounds at density 0.01 a random support visits a coordinate once or twice, so random schemes are behind for "
+        "lack of time. At 0.001 most coordinates are never visited.\n\n"
+        "A shared random block over the whole model is unstable with memory. When it falls into the output layer, it "
+        "moves 189 neighbouring weights of 2560 at once by the sum of about a hundred rounds. In two runs of 150 "
+        "rounds every jump of the loss by more than 0.1, up to 7.8, came from such a block (measured). Blocks per "
+        "layer are a tenth of that size in this layer, and individual blocks enter the mean with an eighth of their "
         "weight."
     ),
 )

@@ -1,4 +1,4 @@
-"""Every sparsifying compressor and the standard baselines against dense averaging, on one task."""
+"""All sparsifying compressors and the standard baselines against dense averaging, on one task."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fedcomp.rules import Flag, Int, Real
 if TYPE_CHECKING:
     from fedcomp.experiments.options import Config
 
-# Wider where choices are blind, which need more rounds than choices by size, and for a filter that delays what is not
-# sent by a number of rounds, of which a short training has few.
+# The bound is wider for random choices, which need more rounds than choices by size. It is also wider for a filter that
+# delays unsent values by a number of rounds, since a short training has few rounds.
 _BOUNDS: Final = {
     "true top-k of the mean": 1.15,
     "top-k + EF": 1.15,
@@ -28,7 +28,7 @@ _BOUNDS: Final = {
     "AdaComp, bins of 50, factor 1": 1.15,
 }
 
-# A few systems as messages, over fewer rounds: they show that the simulation of the others can be trusted.
+# A few systems run over messages, for fewer rounds: they show that the simulation of the others is correct.
 _SENT: Final = {
     "dense": "identity",
     "top-k + EF": "topk feedback=true codec.density={density}",
@@ -71,27 +71,29 @@ _CLAIMS: Final = "\n".join(
 
 
 def each(config: Config) -> str:
-    """Return the settings of the rows that are sent as messages."""
+    """Return the settings of the rows that run over messages."""
     rounds = min(config.rounds, int(config.settings["check_rounds"]))
     return f"rounds={rounds} max_steps=1 evaluate_every={max(1, rounds // LOOKS)}"
 
 
 EXPERIMENT = Experiment(
     name="sparsifiers",
-    question="What does each way of sending a hundredth of an update cost, and what does it save?",
+    question="What does each way to send 1 % of an update cost, and how much does it save?",
     task="digits",
     each=each,
     rows=_SENT,
     repeats=False,
     options={
         "seeds": 3,
-        "baseline_seeds": Option(1, Int(1, 100), "the same for the baselines, the lower part of the table"),
+        "baseline_seeds": Option(1, Int(1, 100), "the same for the baselines in the lower part of the table"),
         "workers": 1,
         "task.hidden": "256",
         "lr": 0.05,
-        "batch_size": Option(16, Int(1), "examples per step; a client makes one step a round"),
-        "density": Option(0.01, Real(above=0.0, most=1.0), "share of the coordinates that schemes with a density send"),
-        "check_rounds": Option(40, Int(1), "rounds of the runs that are also made with messages"),
+        "batch_size": Option(16, Int(1), "examples per step; a client makes one step per round"),
+        "density": Option(
+            0.01, Real(above=0.0, most=1.0), "fraction of the coordinates that schemes with a density send"
+        ),
+        "check_rounds": Option(40, Int(1), "rounds of the runs that also run over messages"),
         "server_rounds": Option(25, Int(1), "rounds of the rows with an adaptive server"),
         "rule_rounds": Option(20, Int(1), "rounds of the rows with a rule other than the mean"),
         "cnn_rounds": Option(30, Int(1), "rounds of the CNN's rows"),
@@ -100,7 +102,7 @@ EXPERIMENT = Experiment(
     },
     study=study,
     claims=_CLAIMS,
-    answer="Fewer bytes sent, and train loss over that of dense averaging, on the worse of two partitions: "
+    answer="Ratio of bytes, and train loss over that of dense averaging, on the worse of two partitions: "
     + ", ".join(
         f"{row} {{{row} | {FEWER}:.0f}} times at {{{row} | {WORSE}:.2f}}"
         for row in ("top-k + EF", "CLT-k", "AdaComp, bins of 500", "STC + EF", "EF-signSGD")
@@ -121,22 +123,23 @@ EXPERIMENT = Experiment(
         "cnn_seeds=1",
     ),
     notes=(
-        "Eight clients make one step of 16 images a round; the model, 64-256-10, has 19 210 parameters. Ten biases, "
-        "which are less than a hundredth of them, travel whole in every frame; the other 19 200 are compressed.\n\n"
-        "The inputs are standardised. A step of 0.05 moves the first layer as one of 0.2 does on pixels between 0 and "
-        "1, whose mean square is 4.3 times smaller. The filter of CLT-k (beta) delays what is not sent, by a number of "
-        "rounds and not by a share of them: with label-sorted data and after 400 rounds beta 0.3 is at 1.15 times "
-        "the loss of dense averaging and beta 0.1 at 1.6 times, after 500 at 1.11 and 1.47 (measured).\n\n"
-        "Every scheme has the same step size; none diverges with it. DGC's momentum of 0.9 makes steps up to ten times "
-        "as long; it is also shown with a tenth of the step. signSGD moves every weight by a hundredth of the step "
-        "size: further than dense where clients agree, and in wrong directions where few of them know a digit. The "
-        "threshold is a tenth of the step size.\n\n"
-        "The schemes were trained without messages, by the arithmetic of client and strategy; the systems below were "
-        "run both ways and end in the same model, bit for bit. The true top k of the mean cannot be sent: nobody knows "
-        "the mean before it was sent. Its index block counts as if a leader had sent it.\n\n"
-        "The last tables are about other settings: a CNN whose clients make a pass a round with momentum, adaptive "
-        "servers, and rules that are no mean. Step sizes were chosen on a validation split of the training images. "
-        'Inside of FedAdam and FedYogi the pair keeps moments and steps to what arrived; "moments everywhere" is '
-        "Flower's own rule, which goes on moving coordinates that no client sent."
+        "Eight clients make one step of 16 images a round. The model 64-256-10 has 19 210 parameters. Ten biases, "
+        "which are below 1 % of the model, are sent whole in every frame; the other 19 200 are compressed.\n\n"
+        "The inputs are standardised. A step of 0.05 moves the first layer like a step of 0.2 on pixels between 0 and "
+        "1, whose mean square is 4.3 times smaller. The filter of CLT-k (beta) delays unsent values by a fixed number "
+        "of rounds. With label-sorted data, after 400 rounds beta 0.3 is at 1.15 times the loss of dense averaging "
+        "and beta 0.1 at 1.6 times; after 500 rounds they are at 1.11 and 1.47 (measured).\n\n"
+        "Every scheme has the same step size, and none diverges with it. DGC's momentum of 0.9 makes steps up to ten "
+        "times as long, so it is also shown with a tenth of the step size. signSGD moves every weight by a hundredth "
+        "of the step size. This is further than dense averaging where clients agree, and in wrong directions where "
+        "few clients have a digit. The threshold is a tenth of the step size.\n\n"
+        "The schemes were trained without messages, with the arithmetic of client and strategy. The systems below "
+        "were run both ways and end in the same model, bit for bit. The true top k of the mean cannot be implemented, "
+        "because no client knows the mean before sending. Its index block counts as if a leader had sent it.\n\n"
+        "The last tables cover other settings: a CNN whose clients make one pass per round with momentum, adaptive "
+        "servers, and rules other than the mean. Step sizes were chosen on a validation split of the training images. "
+        "Inside FedAdam and FedYogi the pair updates moments and weights only for coordinates that arrived; "
+        '"moments everywhere" is '
+        "Flower's own rule, which keeps moving coordinates that no client sent."
     ),
 )

@@ -1,4 +1,4 @@
-"""TopAgg at client level: the accuracy that votes cost at equal epsilon, and the bytes they save."""
+"""TopAgg at client level: how much accuracy votes cost at equal epsilon, and how many bytes they save."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _CLAIMS = [
         "without the header"
         for label in _VOTED
     ),
-    "| uplink of dense over votes, the longest | >= 18.0 | gate: derived: 32 bits a coordinate over at most "
-    "1.05 (h(0.4) + 0.4) and the header",
+    "| uplink of dense over votes, the longest | >= 18.0 | gate: derived: 32 bits a coordinate over at most 1.05 "
+    "(h(0.4) + 0.4) bits and the header",
     *(
         f"{label} | {what} that messages change | == 0 | gate: theory: the same arithmetic in the same order"
         for label in _SENT
         for what in ("bytes of the model", "bytes of frames")
     ),
     *(f"{label} | epsilon with messages less that without | == 0 | gate: theory: the same events" for label in _SENT),
-    "| closed form less draws of the integer noise | <= 0.015 | gate: theory: of the probability to pass; four "
-    "standard deviations of 20 000 draws",
+    "| closed form less draws of the integer noise | <= 0.015 | gate: theory: the probability to pass; four standard "
+    "deviations of 20 000 draws",
     *(
         f"TopAgg, epsilon {at} | accuracy less that of dense | >= 0 | goal: of this package; votes are expected to "
-        "lose at this size"
+        "lose with a model of this size"
         for at in _AT
     ),
     "TopAgg, epsilon 10 | accuracy | >= 0.8 | gate: measured on other seeds: 0.95; a step of the wrong sign or scale "
@@ -44,7 +44,8 @@ _CLAIMS = [
 
 EXPERIMENT = Experiment(
     name="topagg",
-    question="What does it cost to vote instead of averaging, at equal epsilon, and how many bytes does it save?",
+    question="How much accuracy does it cost to vote instead of averaging at equal epsilon, and how many bytes does "
+    "it save?",
     each=lambda config: f"evaluate_every={max(1, config.rounds // 10)}",
     rows=rows,
     study=study,
@@ -53,7 +54,7 @@ EXPERIMENT = Experiment(
         "task": Option("digits", OneOf("digits", "mnist"), "what is learnt; the settings were chosen on digits"),
         "task.hidden": "32",
         "task.model": Option("mlp", OneOf("mlp", "cnn"), "the model: mlp, or cnn for MNIST"),
-        "seeds": Option(3, Int(1, 100), "trainings per method and epsilon, with the seeds from --seed on"),
+        "seeds": Option(3, Int(1, 100), "trainings per method and epsilon, with seeds from --seed on"),
         "workers": 2,
         "lr": 0.5,
         "epochs": 4,
@@ -61,7 +62,7 @@ EXPERIMENT = Experiment(
         "max_steps": 0,
         "delta": 1e-3,
         "tune": Option(
-            False, Flag(), "choose clip, rates, votes and thresholds again, on other seeds, by the training loss"
+            False, Flag(), "choose clip, rates, votes and thresholds again by the training loss on other seeds"
         ),
         "tune_seeds": Option(1, Int(1, 10), "trainings per candidate when tuning"),
     },

@@ -1,1 +1,1 @@
-"""Studies: mathematics or measurements of one paper that no table of rows covers, as functions for catalogue pages."""
+"""Studies: mathematics and measurements of one paper that go beyond a table of rows, as functions for the catalogue."""

@@ -32,28 +32,28 @@ SPARSE = (ADACOMP, HARD, TOPK, KEPT)
 
 CONV, FULL = "convolutional", "fully connected"
 BIN = {CONV: "codec.conv_bin", FULL: "codec.bin"}
-"""Which setting is the length of their bins."""
+"""By kind of layer, the setting that holds the length of its bins."""
 
 PART = 10
-"""The first and the last so many-th of the rounds are compared."""
+"""The comparison is between the first and the last rounds, this fraction of all rounds each."""
 WINDOW = 5
 """Rounds over which curves are averaged."""
 JUDGED_BINS = 20
-"""Layers of fewer bins are in the tables and in no claim; the output layer, 640 weights, has two."""
+"""Claims leave out layers with fewer bins, which are only in tables. The output layer, 640 weights, has two."""
 
 
 def study(found: Found) -> Studied:
-    """Train losses, bytes of each layer, and by a run without messages what every bin sent."""
+    """Return train losses and bytes of each layer, and from a run without messages what every bin sent."""
     from fedcomp.tasks import get_task
 
     config, results, say = found.config, found.results, found.say
     task = get_task(found.experiment.task, **below(config.settings, TASK_PREFIX))
     loss = train_losses(task, results, say)
-    say("AdaComp once more without messages, to look into its frames")
+    say("AdaComp again without messages, to inspect its frames")
     seen = say.cell("bins", lambda: watch(results[ADACOMP]))
     records = layer_records(results, seen)
     kinds = {record.layer: record.kind for record in records}
-    # Under the policy of all rows but one.
+    # Under the policy of all rows except one.
     left = [t for t in Layout.of(results[DENSE].arrays).tensors if t.is_dense]
     by_layer: dict[str, Any] = {
         "layer": "layer",
@@ -77,9 +77,9 @@ def study(found: Found) -> Studied:
                 "Encoded bytes by layer",
                 by_layer,
                 records,
-                f"{', '.join(f'{name} is {kind}' for name, kind in kinds.items())}. Times fewer: four bytes "
-                "per element over the bytes of its entry, indices and values in the frames, over the whole run and "
-                "over the first and the last tenth of its rounds. Elements sent per bin: means over the same tenths. "
+                f"{', '.join(f'{name} is {kind}' for name, kind in kinds.items())}. Times fewer: four bytes per "
+                "element over the bytes of its entry (indices and values) in the frames, for the whole run and for "
+                "the first and the last tenth of its rounds. Elements sent per bin: means over the same tenths. "
                 f"{sum(t.size for t in left)} elements travel dense, those of the smallest tensors, together at most "
                 f"1 % of the model: {', '.join(t.name for t in left)}.",
             ),
@@ -90,7 +90,7 @@ def study(found: Found) -> Studied:
                 "AdaComp: cosine of residue and update",
                 records,
                 "cosine",
-                "Where the update agrees with the residue, the look-ahead lifts more over the bin's maximum.",
+                "If the update agrees with the residue, the look-ahead lifts more elements above the bin's maximum.",
             ),
         ],
         tasks=[task.record()],
@@ -98,15 +98,15 @@ def study(found: Found) -> Studied:
 
 
 def compressed_layers(result: RunResult) -> tuple[TensorSpec, ...]:
-    """Return the tensors that a row compresses at all; the smallest, the first convolution among them, travel dense."""
+    """Return the tensors that a row compresses. The smallest, such as the first convolution, travel dense."""
     return Layout.of(result.arrays, policy(result.spec.settings)).compressed
 
 
 def layer_records(results: Mapping[str, RunResult], seen: Mapping[str, Mapping[str, list[float]]]) -> Records:
     """Return a record for each layer of the model and each row that compresses it.
 
-    ``bytes`` are per reply, of each round with replies; ``per_bin`` and ``cosine``, of every round, are empty
-    for rows that were not looked into.
+    ``bytes`` are per reply, for each round with replies. ``per_bin`` and ``cosine`` cover every round, and are empty
+    for rows whose frames were not inspected.
     """
     found = []
     for layer in compressed_layers(results[DENSE]):
@@ -120,7 +120,7 @@ def layer_records(results: Mapping[str, RunResult], seen: Mapping[str, Mapping[s
                 if r.replies and layer.name in r.metrics.get("report.tensor_bytes", {})
             ]
             looked = {name: seen[name][layer.name] if label == ADACOMP else [] for name in ("per_bin", "cosine")}
-            # AdaComp takes tensors of three and more dimensions for convolutional.
+            # AdaComp treats tensors of three or more dimensions as convolutional.
             named = {"layer": layer.name, "kind": CONV if len(layer.shape) >= 3 else FULL, "size": layer.size}
             found.append(Record({**named, "row": label, "bytes": sent, **looked}))
     return Records(found)
@@ -132,7 +132,7 @@ def fewer(record: Record, size: float) -> float:
 
 
 def ends(series: Sequence[float]) -> tuple[float, float]:
-    """Return the means over the first and the last tenth of a series, NaN of an empty one."""
+    """Return the means over the first and the last tenth of a series; NaN for an empty one."""
     part = max(1, len(series) // PART)
     return mean(series[:part]), mean(series[-part:])
 
@@ -159,7 +159,7 @@ def cosine(first: NDArray[Any], second: NDArray[Any]) -> float:
 
 
 def watch(result: RunResult) -> dict[str, Any]:
-    """Run AdaComp's row without messages, and return what its frames held and how far its final model differs."""
+    """Run AdaComp's row without messages; return the contents of its frames and the difference of its final model."""
     from fedcomp.codecs import AdaComp
     from fedcomp.experiments.central import Plan, simulate
     from fedcomp.systems.pair import Pair
@@ -168,21 +168,21 @@ def watch(result: RunResult) -> dict[str, Any]:
     assert isinstance(system, Pair)
     assert isinstance(system.codec, AdaComp)
     codec, rounds = system.codec, list[dict[str, tuple[float, float]]]()
-    # No evaluations: the row has them.
+    # No evaluations, because the row has them.
     outcome = simulate(replace(plan, every=0), system, look=lambda seen: rounds.append(watched(codec, seen)))
-    # Proof that what was watched is what the row did.
+    # This proves that the watched run equals the row.
     differs = sum(int(np.count_nonzero(outcome.arrays[name] != array)) for name, array in result.arrays.items())
     names = rounds[0] if rounds else {}
     return {
         "per_bin": {name: [each[name][0] for each in rounds] for name in names},
-        # The cosine with the empty residue of the first round says nothing.
+        # In the first round the residue is empty and the cosine meaningless.
         "cosine": {name: [math.nan, *(each[name][1] for each in rounds[1:])] for name in names},
         "differs": differs,
     }
 
 
 def _over_rounds(title: str, found: Records, name: str, caption: str = "") -> Curves:
-    """Return the running means of what was seen in the layers of AdaComp's row."""
+    """Return the running means of the observations in the layers of AdaComp's row."""
     drawn = [
         Series(f"{r.layer} ({r.kind})", *running_mean(range(1, len(r[name]) + 1), r[name], WINDOW))
         for r in found.where(row=ADACOMP)
@@ -191,21 +191,21 @@ def _over_rounds(title: str, found: Records, name: str, caption: str = "") -> Cu
 
 
 def judged(config: Config, found: Records, row: str, kind: str) -> Records:
-    """Return a row's records of the layers that claims are about: of many bins, which alone show a ratio per bin."""
+    """Return a row's records of the layers in claims: those with many bins, because only these show a ratio per bin."""
     least = JUDGED_BINS * int(config.settings[BIN[kind]])
     return Records(r for r in found.where(row=row, kind=kind) if r.size >= least)
 
 
 def ratio(config: Config, found: Records, kind: str) -> float:
-    """Return how many times fewer bytes AdaComp sends of a kind of layer, the least of the layers judged."""
-    # The least of the layers, so that one good layer cannot stand for all.
+    """Return how many times fewer bytes AdaComp sends for a kind of layer: the smallest ratio of all judged layers."""
+    # The smallest ratio counts, so one good layer cannot hide the others.
     return min((fewer(r, mean(r.bytes)) for r in judged(config, found, ADACOMP, kind)), default=math.nan)
 
 
 def quantities(config: Config, found: Records) -> dict[Any, float]:
-    """Return what is claimed of layers: times fewer bytes, and what changes from the first rounds to the last."""
-    # Of the first list the least counts and of the second the most: no layer may fail to adapt, and none may change
-    # without the look-ahead.
+    """Return the quantities about layers: times fewer bytes, and the change from the first rounds to the last."""
+    # The smallest of the first list counts and the largest of the second: no layer may fail to adapt, and none may
+    # change without the look-ahead.
     change = [first / last for first, last in (ends(r.per_bin) for r in judged(config, found, ADACOMP, FULL))]
     fixed = [first / last for first, last in (ends(r.bytes) for r in judged(config, found, HARD, FULL))]
     over = "of fully connected layers, first tenth over last"

@@ -13,7 +13,7 @@ from fedcomp.experiments.tables import Found
 
 SYNCHRONOUS: Final = "synchronous"
 DEADLINES: Final[Mapping[str, float]] = {f"deadline, {share} %": share / 100 for share in (50, 70, 90)}
-"""Quantile of the clients' own past times by row: the best of them is the rival."""
+"""By row, the quantile of the clients' own past times; the best row is the rival."""
 
 DEADLINE: Final = "deadline, 70 %"
 BUFFERED: Final = "buffered"
@@ -55,15 +55,15 @@ def strategy_of(row: str, clients: int) -> Any:
         inner = Compressed(inner, TopK(density=0.05))
     busy, buffer = max(1, clients // 2), max(1, clients // 4)
     if row == SINGLE:
-        # Steps for single updates are as small as their part of a buffer.
+        # The step for a single update is as small as its part of a buffer.
         return Buffered(inner, busy, 1, max_staleness=10**6, server_lr=1.0 / buffer)
     weight = "constant" if "constant" in row else "1/sqrt"
     return Buffered(inner, busy, buffer, weight=weight)
 
 
 def paced(row: str, lr: float, seed: int, *, config: Config, tuning: bool = False) -> dict[str, Any]:
-    """Train a row on the virtual clock; ``even`` is Jain's index of the updates used of each client, 1 for all alike
-    and 1/n where one does it all."""
+    """Train a row on the virtual clock. ``even`` is Jain's index of the updates used from each client: 1 if all are
+    equal, 1/n if one client does all the work."""
     from fedcomp.experiments.paced import train
 
     own = {"batch_size": 16, "epochs": 1, "task.partition": config.settings["task.partition"]}
@@ -81,7 +81,7 @@ def deployed(rounds: int, seed: int) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {
         SYNCHRONOUS: {"kind": "pipelined", "options": {"width": 1}, "rounds": rounds},
         DEADLINE: {"kind": "pipelined", "options": {"width": 1, "quantile": DEADLINES[DEADLINE]}, "rounds": rounds},
-        # As many updates as synchronous rounds have.
+        # The same number of updates as in the synchronous rounds.
         BUFFERED: {"kind": "buffered", "options": {"concurrency": nodes, "buffer": 2}, "rounds": 2 * rounds},
     }
     return slept.deployed(rows, nodes=nodes, seed=seed, sleep=2.0, variation=1.0, work=0.0)
@@ -104,7 +104,7 @@ def study(found: Found) -> Studied:
         return mean(sum(shares[-quarter:]) for shares in groups[row].each("shares"))
 
     def bytes_to(row: str) -> float:
-        """Return the uplink bytes until the target, which flow evenly."""
+        """Return the uplink bytes until the target, assuming that bytes flow evenly."""
         return mean(
             record.uplink * min(1.0, seconds_to(record.line, target) / record.line[-1][0]) for record in groups[row]
         )
@@ -115,7 +115,7 @@ def study(found: Found) -> Studied:
     if config.settings["deployment"]:
         skipped = {}
         real = say.cell("deployment", lambda: deployed(int(config.settings["deployed_steps"]), config.seed))
-        # The loss that all three reach: the largest of their last ones.
+        # The loss that all three reach: the largest of their final losses.
         common = max(row["line"][-1][1] for row in real.values())
         for row in real.values():
             row["to"] = slept.seconds_below(row["line"], common)
@@ -145,8 +145,8 @@ def study(found: Found) -> Studied:
                     "what it does": lambda row: ROWS[row],
                 },
                 f"{config.clients} clients with log-normal paces, one second a message on average, coefficient of "
-                f"variation {config.settings['variation']:g}. Evenness is Jain's index of the updates used of each "
-                "client, 1 for all alike; a quarter of the clients would have 25 %.",
+                f"variation {config.settings['variation']:g}. Evenness is Jain's index of the updates used from each "
+                "client: 1 if all are equal. With equal clients the slowest quarter would contribute 25 %.",
             ),
             *(
                 [
@@ -161,8 +161,8 @@ def study(found: Found) -> Studied:
                             "last loss": lambda row: f"{real[row]['line'][-1][1]:.3g}",
                         },
                         real,
-                        "Four SuperNodes on loopback, least squares, clients that sleep two seconds on average, by the "
-                        "same law. The common loss is the largest of the rows' last ones.",
+                        "Four SuperNodes on loopback learn least squares; clients sleep two seconds on average, with "
+                        "the same distribution. The common loss is the largest final loss of the rows.",
                     )
                 ]
                 if real

@@ -41,11 +41,11 @@ ROWS: Final[Rows] = {
     DEFAULT: f"{_UNBIASED}0.5 {_DOWN}",
     QUARTER: f"{_UNBIASED}0.25 {_DOWN}",
     MEMORY: f"{_ROUNDED}0.1",
-    # As many bytes as the row before it has, and some more.
+    # As many bytes as the previous row, and some more.
     TOPK: "topk codec.density=0.0106 codec.values=q2",
     "EDEN, 1 bit up": "eden codec.bits=1",
 }
-"""Of every task, system and settings by label."""
+"""The rows of every task: system and settings by label."""
 
 RIVALS: Final[Rows] = {
     "top-k q4, 0.1 bits up": "topk codec.density=0.0088 codec.values=q4",
@@ -54,7 +54,7 @@ RIVALS: Final[Rows] = {
     "FedPAQ, 8 bits": "qsgd codec.levels=127",
     "FedAvg, float16 up": "topk feedback=false codec.density=1.0 codec.values=fp16",
 }
-"""Further ones of the first task."""
+"""Further rows of the first task."""
 
 _IMAGES: Final = "clients={clients} task.partition=dirichlet:0.5"
 _TEXT: Final = "clients={clients} task=tiny-shakespeare max_steps=4 task.seq_len=16 task.speakers={clients}"
@@ -66,10 +66,10 @@ TASKS: Final[Mapping[str, str]] = {
     "lstm": f"{_TEXT} lr=10 batch_size=16 task.hidden=96",
     "transformer": f"{_TEXT} lr=1 batch_size=8 task.model=transformer task.hidden=48 task.layers=2",
 }
-"""What is learnt, and how a client trains in a round, at FedAvg's best step."""
+"""By task, what is learnt and how a client trains in a round, at FedAvg's best step size."""
 
 TUNABLE: Final = {task: TASKS[task] for task in ("digits", "mnist", "cifar10-subset")}
-"""Tasks of which a part of the training examples can stand in for the test split."""
+"""Tasks for which a part of the training examples can replace the test split."""
 
 COHORTS: Final[Mapping[str, tuple[int, str]]] = {
     "5 of 50": (50, "fraction=0.1"),
@@ -77,7 +77,7 @@ COHORTS: Final[Mapping[str, tuple[int, str]]] = {
     "3 clients": (3, ""),
     "FedAdam": (0, "inner=fedadam inner.eta=0.01"),
 }
-"""Clients, 0 for the run's own, and settings, by what is said of them."""
+"""By the label of a cohort, its number of clients (0 for the run's own) and its settings."""
 
 EARLY: Final = "lost from round 5 on, in tolerances"
 LATE: Final = "lost from round 10 on, in tolerances"
@@ -89,35 +89,35 @@ WITHIN: Final = "places where the default keeps the tolerance from round {} on"
 PLACES: Final = "places"
 
 _LARGE: Final = 1_000_000
-"""Values, so that the least budget of a frame is none of their bits."""
+"""Number of values; it is large, so the minimum size of a frame does not matter."""
 
 LOOKED: Final = 8
 ENCODINGS: Final = 10
-"""Round of which an update is captured, and how many encodings of it are averaged."""
+"""The round whose update is captured, and how many encodings of it are averaged."""
 
 
 class RandomPart(Auto):
-    """EDEN of as many coordinates as keep the budget at one bit each, drawn at random, in blocks of powers of two."""
+    """EDEN with one bit for as many random coordinates as fit into the budget, in blocks of powers of two."""
 
     codec_id: ClassVar[str] = "eden-part"
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> wire.Tensor:
-        """Return the drawn values, scaled, as EDEN's."""
+        """Return EDEN's encoding of the drawn and scaled values."""
         return self.signs(values, stretch, key)
 
 
 def random_part(bits: float) -> System:
-    """Return the program of that rival."""
+    """Return the program of this rival."""
     return Pair(RandomPart(bits))
 
 
 def settings_of(task: str, clients: int) -> str:
-    """Return how a task is trained by so many clients."""
+    """Return the settings that train a task with this number of clients."""
     return TASKS[task].format(clients=clients)
 
 
 def places(config: Config) -> dict[str, str]:
-    """Return where rows are compared and the settings there: every task, and cohorts of the first."""
+    """Return the places where rows are compared, with their settings: every task, and cohorts of the first."""
     tasks = names(str(config.settings["tasks"]), TASKS)
     found = {task: settings_of(task, config.clients) for task in tasks}
     for cohort in names(str(config.settings["cohorts"]), COHORTS):
@@ -127,14 +127,14 @@ def places(config: Config) -> dict[str, str]:
 
 
 def rows(config: Config) -> Rows:
-    """Return the rows at a user's own step, ``"place: row"``."""
+    """Return the rows at a user's own step size, by ``"place: row"``."""
     found: dict[str, str] = {}
     for number, (place, settings) in enumerate(places(config).items()):
         here = dict(ROWS) if place in TASKS else {row: ROWS[row] for row in (FEDAVG, DEFAULT, QUARTER)}
         if number == 0:
             here |= RIVALS
             for bits in numbers(str(config.settings["bits"])):
-                # Of fewer bits the mean's noise is more than twice its signal, and nobody would take them.
+                # With fewer bits the noise of the mean is more than twice its signal, so such rows are useless.
                 if not Auto(bits=bits).settled(_LARGE, config.clients, returning=True).rounded:
                     here[f"Auto, {bits:g} bits up"] = f"{_UNBIASED}{bits:g}"
                 here[f"Auto with feedback, {bits:g} bits up"] = f"{_ROUNDED}{bits:g}"
@@ -143,8 +143,8 @@ def rows(config: Config) -> Rows:
 
 
 def train(spec: RunSpec, training: Training) -> dict[str, Any]:
-    """Train a row, by messages where it can be sent; ``path`` holds round, accuracy in percent and loss on the test
-    split of every evaluation. Of equal accuracies the step of less loss is taken."""
+    """Train a row, over messages if possible. ``path`` holds the round, the accuracy in percent and the loss on the
+    test split for every evaluation. Between step sizes of equal accuracy the loss decides."""
     from fedcomp.experiments.central import simulate
     from fedcomp.experiments.engines import inprocess
     from fedcomp.flower.logs import quiet
@@ -169,12 +169,12 @@ def at(group: Records, number: int, column: int) -> list[float]:
 
 
 def moments(config: Config) -> list[int]:
-    """Return the rounds that are looked at: 5, 10 and the last."""
+    """Return the rounds at which rows are compared: 5, 10 and the last."""
     return sorted({min(number, config.rounds) for number in (5, 10, config.rounds)})
 
 
 def lost(dense: Records, row: Records, rounds: Sequence[int]) -> float:
-    """Return how much a row is behind after any of some rounds at most, in half points or 0.02 of loss, whichever is
+    """Return how far a row is behind after the worst of some rounds, in half points or in 0.02 of loss, whichever is
     less."""
 
     def behind(number: int) -> float:
@@ -186,8 +186,8 @@ def lost(dense: Records, row: Records, rounds: Sequence[int]) -> float:
 
 
 def above(row: Records, rival: Records, rounds: Sequence[int]) -> float:
-    """Return by how much a row's loss is above a rival's after any of some rounds at most, less half the range over
-    seeds of the difference."""
+    """Return how far a row's loss is above a rival's after the worst of some rounds, minus half the range of the
+    difference over seeds."""
     differences = [
         [own - other for own, other in zip(at(row, number, 2), at(rival, number, 2), strict=True)] for number in rounds
     ]
@@ -196,7 +196,7 @@ def above(row: Records, rival: Records, rounds: Sequence[int]) -> float:
 
 @functools.cache
 def captured(task: str, clients: int, number: int, seed: int) -> Update:
-    """Return what the first client sends in a round of FedAvg."""
+    """Return the update of the first client in a round of FedAvg."""
     from fedcomp.experiments.central import Plan, simulate
 
     settings = parse_settings(settings_of(task, clients))
@@ -218,7 +218,7 @@ def noise(task: str, codec: str, bits: int, *, config: Config) -> dict[str, floa
 
 
 def claimed(groups: Mapping[str, Mapping[str, Records]], config: Config) -> dict[Any, Any]:
-    """Return what the rows of each place came to, by ``("place: row", quantity)`` or quantity."""
+    """Return the results of the rows in each place, by ``("place: row", quantity)`` or by quantity."""
     rounds, early = moments(config), sorted({min(number, config.rounds) for number in (5, 10)})
     made: dict[Any, Any] = {}
     for place, here in groups.items():
@@ -295,8 +295,8 @@ def _table(place: str, here: Mapping[str, Records], config: Config) -> Table:
         columns[f"after {number}, %"] = partial(after, number=number, column=1)
         columns[f"loss after {number}"] = partial(after, number=number, column=2)
     caption = (
-        "Test accuracy and loss, means of seeds ± half their range. Bits are those of payload for each of FedAvg's 32; "
-        "times fewer counts all serialised messages of the run."
+        "Test accuracy and loss are means of seeds ± half their range. Bits are payload bits per value, where FedAvg "
+        "has 32; times fewer counts all serialised messages of the run."
     )
     return table(place, columns, here, caption, optional=["step size"])
 

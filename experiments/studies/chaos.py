@@ -1,4 +1,4 @@
-"""Chaos: trainings in real deployments with injected faults, and the judge's findings."""
+"""Chaos: trainings in real deployments with injected faults, and the findings of the check."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from fedcomp.experiments.tables import Found, Studied
 
 
 def unavailable() -> str:
-    """Return in one line why faults cannot be done here; empty when they can."""
+    """Return in one line why faults cannot be injected here; empty if they can."""
     return links.unavailable() or disks.unavailable()
 
 
 def faults_of(config: Config, seed: int, *, state: bool) -> list[Fault]:
-    """Return what is done in a run; without a state folder there is no disk to fill."""
+    """Return the faults of a run. Without a state folder there is no disk to fill."""
     s = config.settings
     found = schedule(seed, config.rounds, config.clients, each=int(s["each"]), server=int(s["server"]))
     return [fault for fault in found if state or fault.kind != DISK]
 
 
 def shaken(seed: int, state: bool, config: Config) -> dict[str, Any]:
-    """Train while the faults of a seed are done."""
-    # Here, since a list of the experiments needs no Flower.
+    """Train while the faults of a seed are injected."""
+    # Imported here, because listing the experiments needs no Flower.
     from fedcomp.experiments.faulted import faulted
 
     return faulted(
@@ -43,7 +43,7 @@ def shaken(seed: int, state: bool, config: Config) -> dict[str, Any]:
 
 
 def study(found: Found) -> Studied:
-    """Run every seed with state folders, and the first without."""
+    """Run every seed with state folders, and the first seed without."""
     config = found.config
     if skipped := unavailable():
         found.say(skipped)
@@ -54,7 +54,7 @@ def study(found: Found) -> Studied:
 
 
 def studied(config: Config, found: Records, skipped: str = "") -> Studied:
-    """Return what runs came to; none of it is measured where ``skipped`` says why."""
+    """Return the results of the runs. Nothing is measured if ``skipped`` gives a reason."""
     kept, bare = found.where(state=True), found.where(state=False)
 
     def most(records: Sequence[Record], name: str) -> float:
@@ -108,10 +108,10 @@ def _tables(config: Config, found: Records) -> list[Table]:
                 "seconds": lambda r: round(r.seconds),
             },
             found,
-            "Submitted again: a server app that was killed, or a run that was over before the SuperLink was back. "
-            "Abandoned: made by a node that was killed before its state was written; nothing of it was kept or "
-            "sent. All other updates are in the model, or in the memory of their node. Noticed: the node's own log "
-            "says that its clock is wrong. What was done when is in cells.jsonl.",
+            "Submitted again: the server app was killed, or the run was over before the SuperLink was back. "
+            "Abandoned: made by a node that was killed before its state was written, so nothing was stored or sent. "
+            "All other updates are in the model or in the memory of their node. Noticed: the node's own log says that "
+            "its clock is wrong. The file cells.jsonl has the time of every fault.",
         ),
         table(
             "What is lost without a state folder",
@@ -122,7 +122,7 @@ def _tables(config: Config, found: Records) -> list[Table]:
 
 
 def rounds_of(record: Mapping[str, Any]) -> int:
-    """Return how many rounds the server's last checkpoint has, each once."""
+    """Return the number of distinct rounds in the server's last checkpoint."""
     return len({each["round"] for each in record["ended"]})
 
 

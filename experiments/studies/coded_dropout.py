@@ -1,4 +1,4 @@
-"""Clients that die inside a round: all ways to deliver updates under the same failures, against the model."""
+"""Clients that die within a round: all ways to deliver updates under the same failures, compared with the model."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ SERVER_LINK, PEER_LINK = "100kbit/10mbit@50ms", "10mbit@5ms"
 """Every device's link to the server, and to its peers."""
 
 COMPUTE: Final = 2.0
-"""Mean seconds a client trains, spread evenly by 30 % to either side."""
+"""Mean seconds of a client's training, uniform within 30 % on either side."""
 
 STAY, AWAY = 6.0, 4.0
-"""Where devices come back: mean seconds one stays, and until it is back."""
+"""For devices that come back: mean seconds that one stays, and that it is away."""
 
 CHUNK: Final = 4096
-"""Bytes that resumed uploads keep at a time."""
+"""Size of the pieces, in bytes, after which a broken upload resumes."""
 
 SLACK: Final = 0.05
-"""How far a measured fraction may lie from the model's on the same failures: it takes one size for all updates."""
+"""Allowed distance of a measured fraction from the model's on the same failures; the model assumes one size for all
+updates."""
 
-# From lives at which most devices die within one upload to lives in which hardly any does: the curves cross between.
+# From lifetimes at which most devices die within one upload to lifetimes at which hardly any does. The curves cross in
+# between.
 LIVES: Final = (8.0, 12.0, 18.0, 27.0, 40.0, 60.0, 90.0, 180.0)
 SIZES: Final = (2_000, 5_000, 12_000, 25_000, 50_000, 100_000)
 
@@ -45,16 +47,16 @@ PLAIN, RESUME, COPIES, MDS, RLNC = "plain", "resume", "replication", "MDS relay"
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way to get updates to the server.
+    """One way to deliver updates to the server.
 
     Attributes
     ----------
     system : str
-        Row of the table of systems; empty for the plain pair.
+        Row in the table of systems; empty for the plain pair.
     symbols, shards : int
         K and N; 0 for all clients.
     chunk : int
-        Bytes at a time that resumed uploads keep; 0 where none is resumed.
+        Size of the pieces after which a broken upload resumes, in bytes; 0 if uploads restart.
     """
 
     system: str = ""
@@ -64,12 +66,12 @@ class Scheme:
 
 
 def schemes(config: Config) -> dict[str, Scheme]:
-    """Return the schemes compared, by name."""
+    """Return the schemes to compare, by name."""
     k = int(config.settings["symbols"])
     return {
         PLAIN: Scheme(),
         RESUME: Scheme(chunk=CHUNK),
-        # One symbol: every shard is a whole copy, and the coded round is replication.
+        # With one symbol every shard is a whole copy, and the coded round is replication.
         COPIES: Scheme("relay-mds", 1, 2),
         MDS: Scheme("relay-mds", k),
         RLNC: Scheme("relay-rlnc", k),
@@ -77,7 +79,8 @@ def schemes(config: Config) -> dict[str, Scheme]:
 
 
 def spec_of(training: Training, scheme: str, codec: str, patience: float, **more: Any) -> RunSpec:
-    """Return the run of a scheme with the codec called ``codec``; ``patience`` is what a collection may take."""
+    """Return the run of a scheme with the codec called ``codec``. ``patience`` is the time that a collection may
+    take."""
     pair, chosen = training.spec(f"{codec}, nobody vanishes", link=SERVER_LINK), schemes(training.config)[scheme]
     if not chosen.system:
         return pair
@@ -92,16 +95,16 @@ def spec_of(training: Training, scheme: str, codec: str, patience: float, **more
 
 
 def world(config: Config, *, life: float | None = None, back: bool = False) -> World:
-    """Return the devices of ``config``; ``life`` replaces the mean lifetime, ``back`` lets devices come and go."""
+    """Return the devices of ``config``. ``life`` replaces the mean lifetime; ``back`` lets devices come and go."""
     end = float(config.settings["end"])
     stay = life or (STAY if back else float(config.settings["life"]))
     return World(
-        # By the run's seed alone, so that every scheme and codec meets the same deaths.
+        # Only the run's seed counts, so every scheme and codec has the same deaths.
         OnOff(stay, AWAY if back else math.inf, Key(config.seed, "dropout"), horizon=end),
         Compute(COMPUTE, 0.3, Key(config.seed, "compute")),
         parse_link(SERVER_LINK),
         parse_link(PEER_LINK),
-        # Shards that land after the end of the round are of no use.
+        # Shards that arrive after the end of the round are useless.
         min(float(config.settings["share_by"]), end),
         end,
     )
@@ -114,29 +117,30 @@ class Sizes:
     Attributes
     ----------
     update : int
-        One client's reply when nobody vanishes, envelope and all.
+        One client's reply when no client vanishes, with its envelope.
     down : int
-        The message it trains on.
+        The training request.
     """
 
     update: int
     down: int
 
     OVERHEAD = 120
-    """Of a shard: packet header, coefficients, parcel header and seal."""
+    """Overhead of a shard: packet header, coefficients, parcel header and seal."""
     REPLY = 1500
-    """Of a reply beside what is in it: Flower's envelope and our header."""
+    """Overhead of a reply: Flower's envelope and our header."""
 
     @classmethod
     def of(cls, result: RunResult) -> Sizes:
-        """Return the sizes of an undisturbed run: the mean over clients and rounds."""
-        # A run of no rounds has no reply to divide by.
+        """Return the sizes in an undisturbed run, as means over clients and rounds."""
+        # A run without rounds has no reply to divide by.
         replies = max(1, sum(record.replies for record in result.rounds))
         return cls(result.uplink_wire_bytes // replies, result.downlink_wire_bytes // replies)
 
     @property
     def patience(self) -> float:
-        """Seconds that a collection may take: a third longer than one update on the link, and two ways."""
+        """Return the seconds that a collection may take: a third more than the time for one update on the link, both
+        ways."""
         link = parse_link(SERVER_LINK)
         # A collection asks a relay for about one update's worth of shards, for which its link takes as long as for one
         # upload.
@@ -146,7 +150,7 @@ class Sizes:
 def predicted(
     config: Config, scheme: Scheme, sizes: Sizes, rounds: Sequence[int], there: World | None = None
 ) -> list[Fate]:
-    """Return what the model says becomes of ``rounds``."""
+    """Return the model's prediction for ``rounds``."""
     where = world(config) if there is None else there
     out = []
     for r in rounds:
@@ -154,7 +158,7 @@ def predicted(
         if not scheme.system:
             out.append(plain(found, sizes.update, chunk=scheme.chunk))
             continue
-        # Either code has the same holders and sizes; the model knows nothing else of a code.
+        # Both codes have the same holders and sizes, and the model depends on nothing else.
         plan = RelayPlan("mds", scheme.symbols, scheme.shards or config.clients, r)
         shard = -(-sizes.update // scheme.symbols) + sizes.OVERHEAD
         holders = partial(plan.holders, clients=config.clients)
@@ -164,16 +168,16 @@ def predicted(
 
 
 def study(found: Found) -> Studied:
-    """Run every scheme with both codecs under the same failures, and the model beside them."""
+    """Run every scheme with both codecs under the same failures, and compute the model's prediction."""
     config, results, used = found.config, found.results, list(schemes(found.config))
     still = results["QSGD-8, nobody vanishes"]
     sizes = {codec: Sizes.of(results[f"{codec}, nobody vanishes"]) for codec in CODECS}
     shared: dict[str, Any] = {"training": Training.of(found.experiment, config), "sizes": sizes}
-    # Twins only here: replaying a run without coding costs as much as the run.
+    # Only these runs have twins, because replaying a run without coding costs as much as the run.
     runs = found.sweep(run, {"codec": CODECS, "scheme": used}, **shared, twins=True)
     back = found.sweep(run, {"codec": CODECS[:1], "scheme": used}, "devices come back", **shared, back=True)
     hub = found.sweep(undisturbed, {"transport": ("peers", "hub")}, "nobody vanishes", **shared)
-    # The model is the same for both codes: it does not know dependent packets.
+    # The model is the same for both codes, because it ignores dependent packets.
     modelled = {"scheme": [name for name in used if name != RLNC]}
     given: dict[str, Any] = {"config": config, "sizes": sizes["QSGD-8"]}
     by_life = found.sweep(modelled_fraction, {**modelled, "life": LIVES}, "model", **given)
@@ -189,8 +193,8 @@ def study(found: Found) -> Studied:
                 by_life,
                 "life",
                 x_label="mean seconds a device stays",
-                caption=f"The model, QSGD-8, K = {k}, with either code. Devices that die soon take the shards of all "
-                "others with them: below K relays at the end nobody is decoded.",
+                caption=f"The model, QSGD-8, K = {k}, with either code. A device that dies early loses the shards "
+                "that it holds for others. With fewer than K relays at the end no update is decoded.",
             ),
             against(
                 "Where relays help: sizes",
@@ -198,7 +202,8 @@ def study(found: Found) -> Studied:
                 "size",
                 x_label="update",
                 x_bytes=True,
-                caption=f"The model, lifetimes of {life:g} s. What is sent in a moment needs no relay.",
+                caption=f"The model, lifetimes of {life:g} s. An update that takes only a moment to send needs no "
+                "relay.",
             ),
         ],
     )
@@ -220,7 +225,7 @@ def _quantities(config: Config, still: RunResult, runs: Records, back: Records, 
         **{(_name(run), uncoded): run.different for run in runs if run.different is not None},
         **{(_name(run), "fraction"): run.fraction for run in runs},
         **{(f"QSGD-8, {name}", "fraction more than by plain upload"): gain(dense, name) for name in (MDS, RLNC)},
-        # What the model expects under these very deaths, so that a seed with many early deaths moves both.
+        # The model's prediction uses the same deaths, so a seed with many early deaths moves both.
         **{f"least expected of an {name}": gain(dense, name, "model") - SLACK for name in (MDS, RLNC)},
         (_name(sparse[RLNC]), "fraction more than by plain upload"): gain(sparse, RLNC),
         "most expected with top-1 %": gain(sparse, RLNC, "model") + SLACK,
@@ -237,7 +242,7 @@ def _quantities(config: Config, still: RunResult, runs: Records, back: Records, 
             returning[RLNC] - returning[RESUME]
         ),
         ("through the server", "more bytes at its link, in updates"): ((through - direct) / update),
-        # Each of the N - 1 other holders gets 1/K of an update, which goes up to the server and down from it.
+        # Each of the N - 1 other holders gets 1/K of an update, which goes up to the server and down again.
         "least through the server": 0.8 * (2.0 * (config.clients - 1) / int(config.settings["symbols"])),
     }
 
@@ -245,14 +250,14 @@ def _quantities(config: Config, still: RunResult, runs: Records, back: Records, 
 def run(
     codec: str, scheme: str, *, training: Training, sizes: Mapping[str, Sizes], back: bool = False, twins: bool = False
 ) -> dict[str, Any]:
-    """Return the figures of one run; with ``twins`` also how far relays are from the same sum without coding."""
+    """Return the figures of one run; with ``twins`` also the distance of relays from the same sum without coding."""
     config = training.config
     chosen, size, there = schemes(config)[scheme], sizes[codec], world(config, back=back)
     life = live(spec_of(training, scheme, codec, size.patience), there, chunk=chosen.chunk)
     result = life.result
     different = None
     if twins and scheme in (MDS, RLNC):
-        # The same updates without coding, in the same order: what is decoded must be those replies, byte for byte.
+        # The same updates without coding, in the same order: decoding must give exactly those replies, byte for byte.
         different = different_bytes(result.arrays, relive(spec_of(training, PLAIN, codec, 0.0), life).arrays)
     return {
         "fraction": life.fraction,
@@ -266,8 +271,8 @@ def run(
 
 
 def undisturbed(transport: str, *, training: Training, sizes: Mapping[str, Sizes]) -> dict[str, Any]:
-    """Return the bytes of two rounds in which nobody vanishes and shards travel as ``transport`` says."""
-    # So late that no deadline is ever met: what is counted are the bytes of complete rounds.
+    """Return the bytes of two rounds in which no client vanishes and shards use ``transport``."""
+    # The deadline is so late that it never applies; the bytes of complete rounds are counted.
     still = replace(world(training.config, life=math.inf), share_by=1e6, end=1e7)
     spec = spec_of(training, RLNC, "QSGD-8", 1e6, transport=transport, share_timeout=1e6)
     result = live(replace(spec, rounds=2), still).result
@@ -278,7 +283,7 @@ def undisturbed(transport: str, *, training: Training, sizes: Mapping[str, Sizes
 def modelled_fraction(
     scheme: str, *, config: Config, sizes: Sizes, life: float | None = None, size: int | None = None
 ) -> dict[str, float]:
-    """Return the model's fraction, of another lifetime or size of an update."""
+    """Return the model's fraction for another lifetime or update size."""
     found = sizes if size is None else replace(sizes, update=size)
     rounds = range(1, int(config.settings["model_rounds"]) + 1)
     fates = predicted(config, schemes(config)[scheme], found, rounds, world(config, life=life))
@@ -290,7 +295,7 @@ def _wire(result: RunResult) -> dict[str, int]:
 
 
 def per_update(run: Mapping[str, Any], link: str = "up") -> float:
-    """Return the bytes on a link, by default to the server, per update in the sum; NaN where none is."""
+    """Return the bytes on a link, by default to the server, per update in the sum; NaN if there is no update."""
     return run[link] / run["included"] if run["included"] else math.nan
 
 
@@ -318,12 +323,13 @@ def _main(config: Config, sizes: Mapping[str, Sizes], runs: Records, back: Recor
         "Whose update is in the sum",
         columns,
         [*runs, *(Record({**run, "back": ", devices come back"}) for run in back)],
-        f"{config.clients} clients, {config.rounds} rounds; an update weighs {weights}. Fraction: of all clients of "
-        "all rounds, those whose update is in the sum. The model's is computed from sizes and lifetimes alone, for the "
-        "same failures. Seconds are simulated, means over the rounds. Bytes are those of serialised messages with "
-        "their envelopes, and parcels, of all clients and a round; counted, not computed. Devices that come back stay "
-        f"{STAY:g} s in the mean and are away for {AWAY:g} s: an upload that broke off restarts, with resume after the "
-        f"last whole {CHUNK} bytes. The model does not ask a relay again that was silent; the server does, at the end.",
+        f"{config.clients} clients, {config.rounds} rounds; an update weighs {weights}. Fraction: the part of all "
+        "clients in all rounds whose update is in the sum. The model computes it from sizes and lifetimes only, for "
+        "the same failures. Seconds are simulated, as means over the rounds. Bytes are counted, not computed: "
+        "serialised messages with their envelopes, and parcels, of all clients in a round. Devices that come back "
+        f"stay {STAY:g} s on average and are away for {AWAY:g} s. A broken upload restarts; with resume it continues "
+        f"after the last whole {CHUNK} bytes. The model does not ask a silent relay again; the server does so at the "
+        "end.",
     )
 
 
@@ -333,7 +339,7 @@ def _hub(still: RunResult, hub: Records) -> Table:
 
     names = {"peers": "RLNC relay, between clients", "hub": "RLNC relay, through the server"}
     replies = max(1, sum(record.replies for record in still.rounds))
-    # Plain uploads know no peers; the ledger of such a run has no link between clients.
+    # Plain uploads use no peers, so the ledger of such a run has no link between clients.
     uploads = {"name": "plain upload", "included": replies, **_wire(still), "peer": 0}
     links = {"to the server": "up", "from the server": "down", "between clients": "peer"}
     return table(
@@ -343,5 +349,6 @@ def _hub(still: RunResult, hub: Records) -> Table:
             **{heading: kilo(link) for heading, link in links.items()},
         },
         [uploads, *({"name": names[run.transport], **run, "included": max(1, run.included)} for run in hub)],
-        "kB per update in the sum. Through the server every shard crosses its link twice before it is collected.",
+        "kB per update in the sum. With transport through the server, every shard crosses its link twice before it is "
+        "collected.",
     )

@@ -1,7 +1,7 @@
 """Coded training: traffic of encoding matrices, decoding probabilities, and coded against uncoded descent.
 
 The reconstruction of Lin et al. 2019 (arXiv:1910.10283, of which only the abstract was read) in
-:mod:`fedcomp.coding.datacode`. No figure for traffic is given without the decode probability beside it.
+:mod:`fedcomp.coding.datacode`. Every figure for traffic comes with the probability of decoding.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ SCHEMES: Final[Mapping[str, tuple[str, float]]] = {
     BINARY: ("binary", 1.0),
     GAUSSIAN: ("gaussian", 1.0),
     BALANCED: ("balanced", 1.0),
-    # The rival at equal traffic: half as many parities, all of them dense.
+    # The rival with equal traffic: half as many parities, all of them dense.
     HALF: ("mds", 0.5),
     COPIES: ("replication", 1.0),
-    # What is lost without any redundancy: every device has to answer.
+    # The loss without any redundancy: every device has to answer.
     NONE: ("mds", 0.0),
 }
-"""Label: the code, and its parities as a share of the setting's."""
+"""By label, the code and its parities as a fraction of the setting."""
 
 SPARSE: Final = (BINARY, GAUSSIAN, BALANCED)
-"""Codes whose traffic is drawn, and whose decode probabilities have no formula here."""
+"""Codes whose traffic is random and whose decoding probabilities have no formula here."""
 
 
 def partitions(config: Config) -> int:
@@ -62,7 +62,7 @@ def partitions(config: Config) -> int:
 
 
 def plan_of(config: Config, label: str, seed: int) -> DataPlan:
-    """Return a scheme's plan as a row draws it."""
+    """Return the plan that a row draws for a scheme."""
     code, share = SCHEMES[label]
     k, density = partitions(config), float(config.settings["density"])
     # Half of an odd number of parities is rounded down.
@@ -70,7 +70,8 @@ def plan_of(config: Config, label: str, seed: int) -> DataPlan:
 
 
 def rows(config: Config) -> Rows:
-    """Uncoded averaging of full-batch steps; every code once; the SVM with one of them. Nothing is lost here."""
+    """Return the rows: uncoded averaging of full-batch steps, every code once, and the SVM with one of them. No message
+    is lost here."""
     k, r = partitions(config), int(config.settings["parities"])
 
     def coded(code: str, parities: int) -> str:
@@ -80,7 +81,7 @@ def rows(config: Config) -> Rows:
     return {
         # A batch larger than any partition makes each local step full-batch: FedAvg is then gradient descent.
         UNCODED: f"fedavg clients={k} batch_size=100000",
-        # Without parities there is no transfer to measure: that case is computed without a row.
+        # Without parities there is no transfer to measure, so this case needs no row.
         **{label: coded(code, int(share * r)) for label, (code, share) in SCHEMES.items() if label != NONE},
         SVM: f"{coded('balanced', r)} task.model=svm",
     }
@@ -88,7 +89,7 @@ def rows(config: Config) -> Rows:
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """Partitions, test rows and initial model of one linear task; constant columns included except in ``x``."""
+    """Partitions, test rows and initial model of one linear task, with constant columns except in ``x``."""
 
     x: list[Doubles]
     y: list[Doubles]
@@ -100,7 +101,7 @@ class LinearProblem:
 
     @classmethod
     def of(cls, config: Config, model: str) -> LinearProblem:
-        """Return the problem the rows have, with float64 data."""
+        """Return the problem of the rows with float64 data."""
         from fedcomp.tasks import get_task
         from fedcomp.tasks.arrays import to_arrays
         from fedcomp.tasks.linear import linear_rows
@@ -109,7 +110,7 @@ class LinearProblem:
         task = get_task("digits-zero", model=model, l2=l2)
         k = partitions(config)
         parts = [linear_rows(task, task.client(j, k)) for j in range(k)]
-        # The rows' own initial model, in float64: the coded rows compute in it.
+        # The initial model of the rows in float64, in which the coded rows compute.
         start = np.concatenate([a.astype(np.float64).ravel() for a in to_arrays(task.model(config.seed)).values()])
         return cls(
             [x for x, _ in parts],
@@ -140,12 +141,12 @@ class LinearProblem:
         return w
 
     def off(self, result: RunResult, steps: int) -> float:
-        """Return the largest distance of a run's model from that of as many uncoded steps."""
+        """Return the largest distance of a run's model from the model after the same number of uncoded steps."""
         w = np.concatenate([array.astype(np.float64).ravel() for array in result.arrays.values()])
         return float(np.abs(w - self.uncoded(steps)).max())
 
     def accuracy(self, w: Doubles) -> float:
-        """Return the share of test rows on the right side."""
+        """Return the fraction of test rows on the right side."""
         x, y = self.test
         return float(np.mean((_with_bias(x) @ w > 0) == (y > 0)))
 
@@ -157,15 +158,15 @@ def _with_bias(x: Doubles) -> Doubles:
 def descend(problem: LinearProblem, plan: DataPlan, loss: float, steps: int, seed: int) -> dict[str, Any]:
     """Descend on coded data while every device is away in an iteration with probability ``loss``.
 
-    Uncoded descent goes beside it and pauses where the coded one has to. Returns how many iterations decoded, the
-    largest difference between the two models, and the accuracy at the end.
+    Uncoded descent runs in parallel and pauses when the coded one has to. Returns the number of decoded iterations, the
+    largest difference between the two models, and the final accuracy.
     """
-    # Coded rows need partitions of one length: shorter ones are padded with zeros, which add nothing to a gradient.
+    # Coded rows need partitions of equal length. Shorter ones are padded with zeros, which add nothing to a gradient.
     rows_ = max(map(len, problem.y))
     features = len(problem.start) - 1
     stored = [{j: problem.x[j] for j in plan.wants(i)} for i in range(plan.devices)]
     coded = [encode_rows(row, own, rows_, features) for row, own in zip(plan.matrix, stored, strict=True)]
-    # Not by model: logistic regression and SVM meet the same losses.
+    # The model is not in the key: logistic regression and SVM have the same losses.
     stream = SplitMix64(derive("coded training", plan.code, plan.devices, int(1000 * loss), seed))
     w = oracle = problem.start
     decoded, worst = 0, 0.0
@@ -174,7 +175,7 @@ def descend(problem: LinearProblem, plan: DataPlan, loss: float, steps: int, see
         step = CodedStep(plan, problem.y, problem.loss)
         try:
             step.decode({i: coded[i] @ w for i in alive})
-        # Both models pause: the oracle is not asked to beat a round that nobody could compute.
+        # Both models pause, because no method could compute this round.
         except NotDecodable:
             continue
         assigned = step.assign(alive)
@@ -188,9 +189,9 @@ def descend(problem: LinearProblem, plan: DataPlan, loss: float, steps: int, see
 
 
 def probability(plan: DataPlan, loss: float, draw: Any = None, **options: Any) -> float:
-    """Return P(an iteration decodes): exact where there is a formula, else simulated, of this very plan or of those
+    """Return P(an iteration decodes): exact if there is a formula, otherwise simulated, for this plan or for the plans
     that ``draw`` makes."""
-    # Without losses it is no question of chance, but one of this matrix.
+    # Without losses the result is not random; it depends on this matrix only.
     if not loss:
         return float(plan.subset(range(plan.devices)).decodes_all)
     if plan.code in ("mds", "replication"):
@@ -200,25 +201,26 @@ def probability(plan: DataPlan, loss: float, draw: Any = None, **options: Any) -
 
 
 def setup_bytes(plan: DataPlan, problem: LinearProblem) -> int:
-    """Return what the owners hand over: every transfer as the parcel it travels in."""
-    # As a sealed post in a parcel; the size does not depend on who gets it.
+    """Return the parcels of all transfers from the owners."""
+    # A sealed message in a parcel; its size does not depend on the receiver.
     letters = [Letter(0, PARTITION, pack_partition(x, j, bytes(8))) for j, x in enumerate(problem.x)]
     parcels = [len(letter.to_bytes()) + OVERHEAD + HEADER_BYTES for letter in letters]
     return sum(parcels[j] for j, _ in plan.transfers)
 
 
 def facts(label: str, *, config: Config) -> dict[str, Any]:
-    """Return what does not depend on training: traffic of the plan that is run and of many, tolerance, chances."""
+    """Return the results that do not depend on training: traffic of the plan and of many draws, tolerance,
+    probabilities."""
     problem, plan, settings = LinearProblem.of(config, "logistic"), plan_of(config, label, config.seed), config.settings
     # An MDS code has no zero coefficient: its traffic is the same for every draw.
     dense = setup_bytes(plan_of(config, MDS, config.seed), problem)
     seeds = [derive("draw", config.seed, i) for i in range(int(settings["draws"]))] if label in SPARSE else []
     ratios = [setup_bytes(plan_of(config, label, seed), problem) / dense for seed in seeds]
     bytes_ = setup_bytes(plan, problem)
-    # Of an MDS code every k devices decode; trying all sets of a large one would take minutes.
+    # With an MDS code any k devices decode; trying all sets of a large code would take minutes.
     any_losses = plan.devices - plan.partitions if plan.code == "mds" else guaranteed_losses(plan)
     draw = partial(data_plan, plan.code, plan.devices, plan.partitions, density=float(settings["density"]))
-    # One draw of losses per matrix: of several the matrix would be the same, and the trials not independent.
+    # One draw of losses per matrix; with several draws the trials would share a matrix and not be independent.
     options = {"trials": int(settings["trials"]), "seed": config.seed, "per_draw": 1}
     return {
         "bytes": bytes_,
@@ -226,21 +228,22 @@ def facts(label: str, *, config: Config) -> dict[str, Any]:
         "mean": statistics.fmean(ratios) if ratios else bytes_ / dense,
         "spread": statistics.stdev(ratios) if ratios else 0.0,
         "any_losses": any_losses,
-        # To survive s losses of any devices each partition must reach s others: k s transfers at least.
+        # To survive any s losses each partition must reach s other devices: at least k s transfers.
         "over_bound": len(plan.transfers) / (plan.partitions * any_losses) if any_losses else None,
         "average": {f"{q:g}": probability(plan, q, draw, **options) for q in LOSS_RATES},
     }
 
 
 def train(label: str, model: str, loss: float, *, config: Config) -> dict[str, Any]:
-    """Descend on coded data under losses, and compare how often that decoded with the probability of this matrix."""
+    """Descend on coded data under losses, and compare the fraction of decoded iterations with the probability of this
+    matrix."""
     plan, trials = plan_of(config, label, config.seed), int(config.settings["trials"])
     found = descend(LinearProblem.of(config, model), plan, loss, config.rounds, config.seed)
     chance = probability(plan, loss, trials=trials, seed=derive("plan", config.seed))
     rate, rounds = found["decoded"] / max(1, config.rounds), max(1, config.rounds)
-    # A simulated probability has an error of its own; one of 0 or 1 is not known to be exactly that.
+    # A simulated probability has its own error, and one of 0 or 1 may not be exact.
     usual = (chance * trials + 0.5) / (trials + 1) if label in SPARSE and loss else chance
-    # Of the share that decoded and, for a simulated probability, of that one as well.
+    # The error of the decoded fraction and, for a simulated probability, of that too.
     sigma = math.sqrt(usual * (1 - usual) * (1 / rounds + 1 / trials))
     return {**found, "off": abs(rate - chance) - 4 * sigma}
 
@@ -255,14 +258,14 @@ def faulty(loss: float, *, training: Training) -> dict[str, Any]:
 
     config = training.config
     rounds = int(config.settings["faulty_rounds"])
-    # Through the server, and evaluated once.
+    # Through the server, with one evaluation.
     spec = replace(training.spec(BALANCED, rounds=rounds, transport="hub", evaluate_every=rounds), engine="inprocess")
-    # Half of the losses happen on the way there, half on the way back.
+    # Half of the losses happen on the way to the device, half on the way back.
     kinds: dict[Any, float] = {"silent": loss / 2, "lost_reply": loss / 2}
     faults = RandomFaults(Key(config.seed, "losses"), kinds, message_types=["query.coded_phase"])
     with InProcessGrid(app, config.clients, seed=config.seed, fault=faults) as grid:
         result = serve(spec, grid)
-    # A round that is skipped leaves the model as it was, and counts no example.
+    # A skipped round leaves the model unchanged and counts no example.
     moved = sum(record.metrics["linear.examples"] > 0 for record in result.rounds[1:])
     return {
         "rounds": rounds,
@@ -273,19 +276,20 @@ def faulty(loss: float, *, training: Training) -> dict[str, Any]:
 
 
 def over_messages(config: Config, label: str, result: RunResult) -> dict[str, float]:
-    """Return what a coded row came to: ``peer``, bytes on the peer links; ``off``, their distance from the plan's
+    """Return the results of a coded row: ``peer``, bytes on the peer links; ``off``, their distance from the plan's
     parcels; ``worst``, the largest distance of the model from uncoded descent."""
     problem = LinearProblem.of(config, "svm" if label == SVM else "logistic")
-    # The row of the SVM is the balanced code with another loss: same seed, same matrix.
+    # The row of the SVM is the balanced code with another loss function, the same seed and the same matrix.
     plan = plan_of(config, BALANCED if label == SVM else label, config.seed)
     peer = result.ledger.total("wire", link="peer")
-    # Nothing is lost in a row, so that no round was skipped.
+    # Nothing is lost in a row, so no round was skipped.
     worst = problem.off(result, result.final.round)
     return {"peer": peer, "off": abs(peer - setup_bytes(plan, problem)), "worst": worst}
 
 
 def study(found: Found) -> Studied:
-    """Traffic beside decode probability, training under losses beside uncoded training, bytes per iteration."""
+    """Compare traffic with decoding probability and training under losses with uncoded training; count bytes per
+    iteration."""
     config, results = found.config, found.results
     models = ("logistic", "svm")
     schemes = found.sweep(facts, {"label": list(SCHEMES)}, "facts", config=config)
@@ -328,7 +332,7 @@ def study(found: Found) -> Studied:
                 for run in lossy
             },
             "decoded minus computed probability, beyond four standard deviations": max(trained.each("off")),
-            # A code that need not survive a single loss has no bound to be compared with.
+            # A code that need not survive any loss has no bound for a comparison.
             "transfers over k times the losses any of which are survived": min(
                 record.over_bound for record in schemes if record.over_bound is not None
             ),
@@ -353,15 +357,16 @@ def study(found: Found) -> Studied:
                 },
                 schemes,
                 f"k = {k} partitions, r = {r} parities. Bytes are those of the parcels between devices, once. Any "
-                "losses: the largest number of devices that may be lost whichever they are, of the matrix that was "
-                "run. P(decodes): each device lost with that probability, averaged over the draw of the matrix.",
+                "losses: the largest number of devices that may be lost, whichever they are, for the matrix in this "
+                "run. P(decodes): each device is lost with the given probability; averaged over the draw of the "
+                "matrix.",
             ),
             table(
                 "Messages lost in both phases",
                 {"loss per message": "loss", "rounds": "rounds", "moved": "moved", "retries of phase 2": "retries"},
                 lossy,
-                "Balanced code, at most seven retries in a round. A device that answered the first phase may be silent "
-                "in the second; others make up for it.",
+                "Balanced code, at most seven retries in a round. A device that answered in the first phase may be "
+                "silent in the second, and others replace it.",
             ),
             table(
                 "One iteration over messages",
@@ -374,7 +379,7 @@ def study(found: Found) -> Studied:
                 },
                 results.values(),
                 "Payload of the last round, all devices. Vectors of the coded rows are float64; FedAvg's are float32, "
-                "as the model is. Partitions go from device to device, once.",
+                "as the model is. Partitions go from device to device once.",
             ),
         ],
         figures=[
@@ -387,7 +392,7 @@ def study(found: Found) -> Studied:
                 x_label="probability that a device is lost",
                 y_label="P(decodes)",
                 caption="Averaged over the draw of the matrix. Binary, Gaussian and balanced have half the set-up "
-                "traffic of MDS on average, as has MDS with half the parities.",
+                "traffic of MDS on average, and so does MDS with half the parities.",
             )
         ],
     )

@@ -15,7 +15,7 @@ from fedcomp.experiments.relayed import beside
 from fedcomp.experiments.tables import Found, Studied
 
 if TYPE_CHECKING:
-    # Listing the experiments needs no torch: it is imported when one is run.
+    # Listing the experiments needs no torch, so it is imported when one runs.
     from fedcomp.experiments.convex import Convex
 
 TASK: Final = "digits-five"
@@ -28,17 +28,17 @@ NORM_SIGN: Final = "COLD, 1 bit and a scale"
 LEAD: Final = "LEAD, 2 bits"
 FLOAT32: Final = "NIDS in float32"
 RHO: Final = 0.97
-"""What the geometric scale shrinks by per iteration."""
+"""Factor by which the geometric scale shrinks in each iteration."""
 
 FLOOR_STEPS: Final = (1.0, 0.3, 0.1, 0.03, 0.01)
-"""Step sizes of methods that stop at a floor, in 1/L; the same for all of them."""
+"""Step sizes of all methods that stop at a floor, in 1/L."""
 
 SMALLER: Final = (0.003, 0.001)
-"""Step sizes at which only the fixed point is computed: to come near it takes longer than a run."""
+"""Step sizes for which only the fixed point is computed, because reaching it takes longer than a run."""
 
 Runs = dict[str, tuple[dict[str, Any], int]]
-"""By name: the algorithm, with its step size in 1/L and a geometric scale's first value in the gradients' size times
-the step; and how many iterations it gets."""
+"""By name: the algorithm and its number of iterations. The step size is in 1/L; the first value of a geometric scale is
+in units of the gradients' size times the step."""
 
 
 def _top(density: float) -> dict[str, Any]:
@@ -49,8 +49,8 @@ _GEOMETRIC: Final = {"name": "dyna-cold", "lr": 1.0, "scale": "geometric", "s0":
 _ZOOM: Final = {"name": "dyna-cold", "lr": 1.0, "scale": "zoom"}
 _DITHERED: Final = {"compressor": {"id": "dithering", "bits": 2}}
 
-# Most get as many iterations as bring them near 1e-9, where the line that is fitted ends; gradient tracking, the
-# slowest by far, hardly more than it takes to the tolerance.
+# Most methods get enough iterations to come near 1e-9, where the fitted line ends. Gradient tracking is the slowest by
+# far and gets hardly more than it needs for the tolerance.
 ARRIVING: Final[Runs] = {
     NIDS: ({"name": "nids", "lr": 1.0}, 620),
     GEOMETRIC: (_GEOMETRIC, 660),
@@ -64,7 +64,7 @@ ARRIVING: Final[Runs] = {
 }
 """Methods that reach the optimum."""
 
-# A larger consensus step diverges (measured); with this one consensus decides the rate.
+# A larger consensus step diverges (measured). With this one consensus limits the rate.
 STRONG: Final[Runs] = {
     "COLD, top-10 %, γ = 0.01": ({"name": "cold", "lr": 1.0, "gamma": 0.01, **_top(0.1)}, 1000),
     "COLD, mean magnitude times sign, γ = 0.003": (
@@ -88,22 +88,22 @@ def _floor(label: str, step: float) -> str:
 FLOORS: Final[Runs] = {
     _floor(label, s): ({**own, "lr": s}, 1200) for label, own in INEXACT.items() for s in FLOOR_STEPS
 }
-"""Methods whose fixed point is not the optimum, each with the same steps and as many iterations."""
+"""Methods whose fixed point is not the optimum, all with the same step sizes and numbers of iterations."""
 
 SCHEDULES: Final[Runs] = {
-    # Faster than any method can converge here (NIDS: 0.967): these must be noticed.
+    # Faster than any method can converge here (NIDS: 0.967), so these schedules must be noticed.
     "geometric, ρ = 0.90": ({**_GEOMETRIC, "rho": 0.90}, 400),
     "geometric, ρ = 0.95": ({**_GEOMETRIC, "rho": 0.95}, 400),
     "geometric, ρ = 0.99": ({**_GEOMETRIC, "rho": 0.99}, 1000),
     "geometric, s0 / 100": ({**_GEOMETRIC, "s0": 0.01}, 400),
     "geometric, s0 · 1000": ({**_GEOMETRIC, "s0": 1000.0}, 700),
     "geometric, nothing tolerated": ({**_GEOMETRIC, "tolerance": 1.0}, 400),
-    # Six orders of magnitude: a zoom has to find its scale whatever it begins with.
+    # Six orders of magnitude: a zoom has to find its scale from any start.
     "zoom, s0 = 0.001": ({**_ZOOM, "s0": 1e-3}, 700),
     "zoom, s0 = 1000": ({**_ZOOM, "s0": 1e3}, 900),
     "zoom, ρ = 0.8, γ = 0.5": ({**_ZOOM, "rho": 0.8, "gamma": 0.5}, 400),
 }
-"""Dyna-COLD with other scales than the right one."""
+"""Dyna-COLD with wrong first scales."""
 
 FAILING: Final = ("geometric, ρ = 0.90", "geometric, ρ = 0.95", "geometric, s0 / 100")
 """Schedules that must be noticed."""
@@ -112,7 +112,7 @@ RUNS: Final[Runs] = {**ARRIVING, **STRONG, **FLOORS, **SCHEDULES}
 
 
 def fixed_points(problem: Convex, config: Config) -> dict[str, float]:
-    """Return how far the fixed points of D-PSGD and CHOCO are from the optimum, by the names of their rows."""
+    """Return the distance of the fixed points of D-PSGD and CHOCO from the optimum, by row."""
     from fedcomp.experiments.convex import fixed_point
     from fedcomp.gossip.topology import topology_of
 
@@ -122,7 +122,8 @@ def fixed_points(problem: Convex, config: Config) -> dict[str, float]:
     # CHOCO mixes after the gradient step, D-PSGD before it: their fixed points differ.
     for label, last in (("D-PSGD", False), ("CHOCO, top-20 %", True)):
         gamma, x = float(INEXACT[label].get("gamma", 1.0)), None
-        # From small steps to large ones, each from the fixed point before: Newton's method then begins near its root.
+        # From small steps to large ones, each starting at the previous fixed point, so Newton's method starts near its
+        # root.
         for s in sorted((*FLOOR_STEPS, *SMALLER)):
             x = fixed_point(problem, weights, s / problem.smoothness, gamma=gamma, mixes_last=last, start=x)
             found[_floor(label, s)] = problem.distance(x)
@@ -135,10 +136,10 @@ def course(run: str, *, config: Config, problem: Convex) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``errors``, ``bits`` and ``payload_bits`` per directed edge after every iteration, the start first; ``first``,
+        ``errors``, ``bits`` and ``payload_bits`` per directed edge, at the start and after every iteration; ``first``,
         the iterations to the tolerance, or None; ``rate`` and ``r2`` of the line through the logarithms of the errors
-        from 1e-1 to 1e-9; ``conserved``, the largest invariant at the end; ``stopped``, why it ended early, and
-        whether it was ``saturated``; ``message``, mean bytes of a message's body.
+        from 1e-1 to 1e-9; ``conserved``, the largest invariant at the end; ``stopped``, the reason for an early end;
+        ``saturated``, whether the scale was too small; ``message``, mean bytes of a message's body.
     """
     import numpy as np
 
@@ -147,14 +148,14 @@ def course(run: str, *, config: Config, problem: Convex) -> dict[str, Any]:
     from fedcomp.gossip.topology import topology_of
 
     single = run == FLOAT32
-    # One NIDS in float32 gives the bytes of a message with 32 bits to a number; it is not trained to the optimum, which
-    # float32 does not reach.
+    # One run of NIDS in float32 gives the bytes of a message with 32 bits per number. It is not trained to the optimum,
+    # which float32 cannot reach.
     algorithm, iterations = RUNS[NIDS if single else run]
     zero, step = np.zeros(problem.layout.size), 1.0 / problem.smoothness
     own = {**algorithm, "lr": algorithm["lr"] * step}
     if own.get("scale") == "geometric":
-        # A fixed schedule has to begin above the first innovations, which are of the size of the gradients times the
-        # step; the zoom finds its own.
+        # A fixed schedule has to start above the first innovations, which have the size of the gradients times the
+        # step. The zoom finds its own scale.
         own["s0"] *= float(np.abs(problem.gradients(zero)).max()) / problem.smoothness
     curve = error_curve(
         problem,
@@ -162,7 +163,7 @@ def course(run: str, *, config: Config, problem: Convex) -> dict[str, Any]:
         topology_of(str(config.settings["topology"]), config.clients, config.seed),
         2 if single else min(iterations, int(config.settings["most"])),
         seed=config.seed,
-        # From zero, where the largest gradient entry is known before the run: the first scale is stated in it.
+        # At zero the largest gradient entry is known before the run; the first scale is given in this unit.
         start=zero.astype("float32" if single else "float64"),
     )
     rate, r2 = curve.fit()
@@ -179,7 +180,7 @@ def course(run: str, *, config: Config, problem: Convex) -> dict[str, Any]:
 
 
 def study(found: Found) -> Studied:
-    """Run everything on the convex problem, and compare the rows with the same runs in one process."""
+    """Run all methods on the convex problem, and compare the rows with the same runs in one process."""
     from fedcomp.experiments.convex import Convex
     from fedcomp.tasks import get_task
 
@@ -194,13 +195,12 @@ def study(found: Found) -> Studied:
     }
     relayed, differ = beside(
         found,
-        "Whole messages are what the star moves, Flower's own fields included: for messages this small they are nearly "
-        "all.",
+        "Whole messages include Flower's own fields, which are nearly everything for messages this small.",
     )
-    # Generous to the baseline: float32 would stop near 1e-6, and NIDS' messages here have 64 bits to a number.
+    # This favours the baseline: float32 would stop near 1e-6, and NIDS' messages here have 64 bits per number.
     bits = 8.0 * float(courses[FLOAT32].message) * _first(courses[NIDS])
     tolerance, per_byte = float(config.settings["tolerance"]), Energy.of(config.settings).per_byte
-    # A header has 8 bytes, and an iteration one message for each edge.
+    # A header has 8 bytes, and every edge carries one message per iteration.
     header = 64.0 * _first(courses[NIDS])
     arrival: dict[str, Any] = {
         "row": "run",
@@ -216,7 +216,7 @@ def study(found: Found) -> Studied:
     }
 
     def settling(one: Record) -> float:
-        # Whether a floor is reached cannot be seen from one error: the last tenth of the run must not change it.
+        # One error does not show whether the floor is reached: the last tenth of the run must not change it.
         done = len(one.errors) - 1
         return float(one.errors[-1] / one.errors[done - done // 10])
 
@@ -238,23 +238,23 @@ def study(found: Found) -> Studied:
                 arrival,
                 [courses[name] for name in (*ARRIVING, *STRONG)],
                 f"Deterministic gradients, {config.clients} nodes, float64. Bits per directed edge until the error "
-                "stays below the tolerance, digests included; times fewer: against NIDS with 32 bits to a number, "
-                "although its messages here have 64. Rate and R² of the line through the logarithms of the errors from "
-                f"1e-1 to 1e-9. Empty: not reached within the run. The last {len(STRONG)} rows are strong compression: "
-                "the error falls, but consensus is slower by far than the descent.",
+                "stays below the tolerance, with digests. Times fewer: compared with NIDS at 32 bits per number, "
+                "although its messages here have 64. Rate and R² belong to the line through the logarithms of the "
+                f"errors from 1e-1 to 1e-9. Empty: not reached within the run. The last {len(STRONG)} rows have "
+                "strong compression: the error falls, but consensus is far slower than the descent.",
                 optional=("joules per edge",),
             ),
             table(
                 "How runs end",
                 ends,
                 [(name, courses.get(name)) for name in (*RUNS, *(_floor("D-PSGD", s) for s in SMALLER))],
-                "With a constant step D-PSGD and what inherits its iteration stop away from the optimum when nodes "
-                "hold unlike data: the smaller the step the lower the floor, without an end, and the later it is "
-                "reached. Where the error is that of a tenth of the run earlier, the floor is reached. Fixed point: "
-                "where the iteration rests, computed by Newton's method; empty: none was computed, or it is the "
-                "optimum. A geometric scale that falls faster than the algorithm converges, or begins too low, is "
-                "noticed and ends the run; one that begins too high arrives late. An innovation of up to twice its "
-                "scale is tolerated, and single nodes that pass it end nothing.",
+                "When nodes hold non-IID data, D-PSGD with a constant step, and methods built on it, stop away from "
+                "the optimum. A smaller step has a lower floor and reaches it later. The floor is reached if the "
+                "error equals that of a tenth of the run earlier. Fixed point: where the iteration rests, computed by "
+                "Newton's method; empty if none was computed or if it is the optimum. A geometric scale that falls "
+                "faster than the algorithm converges, or starts too low, is noticed and ends the run. One that starts "
+                "too high arrives late. An innovation of up to twice its scale is tolerated, and single nodes above "
+                "this do not end a run.",
             ),
             relayed,
         ],
@@ -268,17 +268,17 @@ def _first(one: Record) -> float:
 
 
 def _sent(one: Record, *, headers: bool) -> float:
-    """Return the bits per directed edge until the tolerance was reached; NaN when it was not."""
+    """Return the bits per directed edge until the tolerance was reached; NaN if it was not."""
     return math.nan if one.first is None else float((one.bits if headers else one.payload_bits)[one.first])
 
 
 def _slowdown(courses: Mapping[str, Record], one: Record) -> float:
-    # NaN where NIDS did not arrive: without a baseline no ratio passes a claim.
+    # NaN if NIDS did not reach the optimum: without a baseline no ratio passes a claim.
     return _first(one) / (_first(courses[NIDS]) or math.nan)
 
 
 def quantities(courses: Mapping[str, Record], fixed: Mapping[str, float], bits: float) -> dict[Any, float]:
-    """Return what is claimed; ``bits`` are the payload bits per edge of NIDS, 32 to a number."""
+    """Return the quantities of the claims. ``bits`` are the payload bits per edge of NIDS at 32 bits per number."""
     out: dict[Any, float] = {}
     for name in (GEOMETRIC, ZOOM):
         out[name, "iterations, times NIDS'"] = _slowdown(courses, courses[name])
@@ -288,7 +288,7 @@ def quantities(courses: Mapping[str, Record], fixed: Mapping[str, float], bits: 
         out[kind, "lowest error of all step sizes after 1200 iterations"] = lowest
     zooms = [_first(courses[name]) for name in (ZOOM, "zoom, s0 = 0.001", "zoom, s0 = 1000")]
     ends = courses[_floor("D-PSGD", 0.1)].errors[-1] / fixed[_floor("D-PSGD", 0.1)]
-    # Over 3, the ratio of the two steps: 1 if the floor is proportional to the step.
+    # Divided by 3, the ratio of the two steps: 1 if the floor is proportional to the step.
     falls = fixed[_floor("D-PSGD", 0.003)] / fixed[_floor("D-PSGD", 0.001)] / 3.0
     # BEER and gradient tracking have no duals; what they conserve is another sum.
     conserving = (NIDS, GEOMETRIC, ZOOM, TOP20, TWO_BITS, NORM_SIGN, LEAD)
@@ -296,7 +296,7 @@ def quantities(courses: Mapping[str, Record], fixed: Mapping[str, float], bits: 
         **out,
         ("D-PSGD", "fixed point per step size, at 0.003/L over that at 0.001/L, off 1 by"): abs(falls - 1.0),
         ("D-PSGD", "error at the end over that of the fixed point at 0.1/L, off 1 by"): abs(ends - 1.0),
-        # The least, by way of largest(): it returns NaN if a method gave no line, where min() might pass over it.
+        # The minimum, computed with largest(), which returns NaN if a method gave no line; min() might skip it.
         "error over iterations is a straight line: least R² of methods that arrive": -largest(
             -float(courses[name].r2) for name in ARRIVING if name != NORM_SIGN
         ),

@@ -9,7 +9,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.experiments.spec import Scalar, parse_settings
 
 REFERENCES: Final[Mapping[str, str]] = {"records": "fedavg", "gossip": "dpsgd"}
-"""By kind of system: what the others are compared with where nothing else is asked for."""
+"""By kind of system, the default reference and a description."""
 
 KINDS: Final[Mapping[str, str]] = {
     "records": "trains on each client's records and averages at the server",
@@ -21,18 +21,18 @@ KINDS: Final[Mapping[str, str]] = {
 
 
 def named(entry: str) -> tuple[str, dict[str, Scalar]]:
-    """Return the name at the beginning of ``"name key=value ..."``, and the settings behind it."""
+    """Return the name at the start of ``"name key=value ..."`` and the settings after it."""
     name, _, settings = entry.strip().partition(" ")
     return name, parse_settings(settings)
 
 
 def entries_of(text: str) -> list[str]:
-    """Return what commas separate."""
+    """Return the texts that commas separate."""
     return [" ".join(entry.split()) for entry in text.split(",") if entry.strip()]
 
 
 def kind_of(name: str) -> str:
-    """Return which kind of system ``name`` is, a key of :data:`KINDS`; only systems of one kind can be compared."""
+    """Return the kind of system ``name``, a key of :data:`KINDS`. Only systems of the same kind can be compared."""
     from fedcomp.experiments.systems import get_system
 
     needs = get_system(name).needs
@@ -40,7 +40,7 @@ def kind_of(name: str) -> str:
 
 
 def check_systems(text: str) -> None:
-    """Raise :class:`ConfigError` when there is no system in a text, or when two are of different kinds."""
+    """Raise :class:`ConfigError` if a text names no system, or if two are of different kinds."""
     names = [named(entry)[0] for entry in entries_of(text)]
     if not names:
         raise ConfigError("name at least one system, for instance systems=topk,qsgd")
@@ -51,13 +51,13 @@ def check_systems(text: str) -> None:
                 f"{first!r} {KINDS[kind_of(first)]}, and {name!r} {KINDS[kind_of(name)]}: their rounds and bytes are "
                 "not the same things; compare each with systems of its own kind"
             )
-    # One name alone was compared with nothing so far: this refuses it if it is unknown.
+    # A single name has not been checked so far; this refuses it if it is unknown.
     kind_of(first)
 
 
 def check_task(text: str) -> None:
-    """Raise :class:`ConfigError` when a text does not name a task and its options."""
-    from fedcomp.tasks import get_task  # brings torch
+    """Raise :class:`ConfigError` if a text does not name a task and its options."""
+    from fedcomp.tasks import get_task  # imports torch
 
     name, options = named(text)
     get_task(name, **options)

@@ -1,4 +1,4 @@
-"""Every codec on four models, each with its own setting and step size, at equal uplink bytes."""
+"""Every codec on four models at equal uplink bytes, each with its own setting and step size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedcomp.experiments.spec import format_settings
 from fedcomp.experiments.tables import TUNING_SEED, Found
 
 if TYPE_CHECKING:
-    # Listing the experiments needs no torch: it is imported when one is run.
+    # Listing the experiments needs no torch, so it is imported when one runs.
     from fedcomp.experiments.central import Plan
     from fedcomp.layout import Update
     from fedcomp.program import System
@@ -34,14 +34,14 @@ TOPK: Final = "top-k, q8 + EF"
 BLOCKS: Final = "levels per block + EF"
 POWER: Final = "PowerSGD"
 RIVALS: Final = (FEDAVG, HALF, TOPK, BLOCKS)
-"""What a sceptic would use instead of anything else: drawn in every figure."""
+"""The obvious rivals, drawn in every figure."""
 
 BUDGETS: Final = ("1/100", "1/24", "1/13", "1/7")
-"""Uplink bytes as fractions of FedAvg's, ascending. A hundredth; one, two and four bits per weight, beside which
-biases that travel whole have room."""
+"""Uplink bytes as fractions of FedAvg's, in ascending order: one per cent, and one, two and four bits per weight with
+room for biases that are sent whole."""
 
 DEFAULT_BUDGETS: Final = BUDGETS[:2]
-"""Those of a run that is not ``full``."""
+"""The budgets of a run that is not ``full``."""
 
 OVER: Final = "largest uplink over its budget"
 DIFFER: Final = "bytes that differ with messages and without, all models"
@@ -49,31 +49,31 @@ LEAST: Final = f"least test loss at {DEFAULT_BUDGETS[1]} over FedAvg's, with mom
 POWERS_LOSS: Final = f"test loss of {POWER} at {DEFAULT_BUDGETS[1]} over that of {TOPK}"
 
 OWN: Final = "its own"
-"""The budget of a row that no budget is large enough for: it has what its cheapest setting takes."""
+"""The budget label of a row for which no budget is large enough; it runs with its cheapest setting."""
 
 POWERS: Final = (-1, 0, 1)
 REACH: Final = 3
-"""Step sizes are 3^k times the model's usual one: for these k, and beyond them, to ±REACH, as long as the best is at an
-end of those tried."""
+"""Step sizes are 3^k times the model's usual one for these k. While the best is at an end, further k up to ±REACH are
+tried."""
 
 LAST: Final = 5
-"""Rounds over which losses and accuracies are the mean: a single one is a matter of its last batches."""
+"""Losses and accuracies are means over this number of rounds, since a single round depends on its last batches."""
 
 LOOKED: Final = 6
 SENDERS: Final = 2
-"""Settings and times are measured on so many rounds of FedAvg, spread over a training, an even number, since PowerSGD's
-sides take turns; and on the updates of so many clients."""
+"""Numbers of FedAvg rounds, spread over a training, and of clients whose updates measure settings and times. The number
+of rounds is even because PowerSGD's sides alternate."""
 
 REPETITIONS: Final = 3
 
 CHECKED: Final = ("fedavg", "topk", "power-sgd")
 CHECK_ROUNDS: Final = 3
-"""Systems that are also run with messages, on every model, and for how long."""
+"""Systems that also run over messages on every model, and the number of rounds."""
 
 
 class Trained(NamedTuple):
-    """A model and how clients train it: its task, the usual step size (the middle of the grid), examples of a step, and
-    steps of a client in a round."""
+    """A model and how clients train it: its task, the usual step size (the middle of the grid), the examples per step,
+    and the steps of a client per round."""
 
     task: str
     options: Mapping[str, Any]
@@ -93,9 +93,9 @@ MODELS: Final[Mapping[str, Trained]] = {
 
 
 class Contender(NamedTuple):
-    """A codec and its knob: from a setting and the clients' step size to the codec's configuration; what the knob can
-    be set to, in ascending order of bytes; and whether a frame's length follows from the setting, up to what indices
-    and entropy coding take, or from the data, which change during a training."""
+    """A codec and the setting that controls its size: a function from the setting and the clients' step size to the
+    codec's configuration; the possible settings, in ascending order of bytes; and whether the length of a frame follows
+    from the setting (up to indices and entropy coding) or from the data, which change during a training."""
 
     codec: Callable[[Any, float], dict[str, Any]]
     settings: Sequence[Any] = ("",)
@@ -103,13 +103,14 @@ class Contender(NamedTuple):
 
 
 def _geometric(first: float, last: float, ratio: float) -> tuple[float, ...]:
-    """Powers of ``ratio`` times ``first``, to three digits, and ``last``."""
+    """Return powers of ``ratio`` times ``first``, to three digits, and ``last``."""
     powers = itertools.takewhile(lambda value: value < last, (first * ratio**i for i in itertools.count()))
     return (*(float(f"{value:.3g}") for value in powers), last)
 
 
 DENSITIES: Final = _geometric(1e-4, 1.0, 1.05)
-# Of values in two bits and fewer all take fewer bytes than these with their positions: other rows send all.
+# With two bits or fewer per value, sending all values takes fewer bytes than these with their positions; other rows do
+# that.
 HALVES: Final = tuple(density for density in DENSITIES if density <= 0.4)
 RANKS: Final = tuple(range(1, 65))
 LEVELS: Final = (1, 2, 3, 4, 5, 7, 10, 15, 22, 31, 44, 63, 90, 127)
@@ -128,8 +129,8 @@ def _row(
     steady: bool = True,
     **options: Any,
 ) -> Contender:
-    """A codec with a parameter to set and others that are fixed, with error feedback if ``memory``: not around unbiased
-    codecs, and those with a memory of their own."""
+    """Return a codec with one free parameter and other fixed ones. ``memory`` adds error feedback; unbiased codecs and
+    those with their own memory have none."""
 
     def codec(setting: Any, lr: float) -> dict[str, Any]:
         own = {"id": codec_id, **({knob: setting} if knob else {}), **options}
@@ -149,10 +150,11 @@ _DENSITY: Final = ("density", DENSITIES)
 
 ROWS: Final[Mapping[str, Contender]] = {
     FEDAVG: _row("identity", memory=False),
-    # Nothing is left out and remembered: the clients' momentum alone, which is the server's.
+    # Nothing is left out, so only the clients' momentum acts, which equals server momentum.
     MOMENTUM: _row("feedback", codec={"id": "identity"}, momentum=0.9, memory=False),
     HALF: _row("randomk", density=1.0, values="fp16", memory=False),
-    # All coordinates in levels of the largest of every 256, down to signs with one magnitude: "random" of all is all.
+    # All coordinates in levels of the largest of every 256, down to signs with one magnitude; "random" with density 1
+    # selects all.
     BLOCKS: _row("randomk", "values", ("sign", "q2", "q4", "q8"), density=1.0, scope="layer"),
     TOPK: _row("topk", *_DENSITY, values="q8"),
     "top-k + EF": _row("topk", *_DENSITY, values="float32"),
@@ -161,7 +163,7 @@ ROWS: Final[Mapping[str, Contender]] = {
     "random block + EF": _row("randomblock", *_DENSITY, values="q8"),
     "chunk top-1 + EF": _row("chunk", *_DENSITY, values="q8"),
     "chunk top-k + EF": _row("chunk-topk", *_DENSITY, values="q8"),
-    # A level is in units of the update, which are the step size's.
+    # A level is in units of the update, which scale with the step size.
     "threshold + EF": Contender(
         lambda level, lr: _memory({"id": "threshold", "level": level * lr, "values": "q8"}),
         _geometric(1e-4, 10.0, 1.1)[::-1],
@@ -169,7 +171,7 @@ ROWS: Final[Mapping[str, Contender]] = {
     ),
     "SIDCo + EF": _row("sidco", *_DENSITY, values="q8", steady=False),
     "key regions + EF": Contender(
-        # The ratio of the two densities is the codec's own.
+        # The ratio of the two densities is the codec's default.
         lambda d, lr: _memory({"id": "keyregion", "key_density": d, "sparse_density": d / 20, "values": "q8"}),
         DENSITIES,
         steady=False,
@@ -187,7 +189,7 @@ ROWS: Final[Mapping[str, Contender]] = {
     "STC + EF": _row("stc", "density", HALVES, rest="q8"),
     "EF-signSGD": _row("scaledsign"),
     "norm-scaled signs + EF": _row("normsign"),
-    # Every weight moves by this much in every round: the clients' step size itself would be far too long.
+    # Every weight moves by this much in every round; the clients' step size itself would be far too large.
     "signSGD, majority vote": Contender(lambda s, lr: {"id": "signsgd", "step": 0.01 * lr}),
     "TernGrad": _row("terngrad", memory=False),
     "natural compression": _row("natural", memory=False),
@@ -205,28 +207,28 @@ ROWS: Final[Mapping[str, Contender]] = {
     POWER: _row("power-sgd", "rank", RANKS, memory=False),
     "PowerSGD, two exchanges": _row("power-sgd", "rank", RANKS, form="two-exchange", memory=False),
 }
-"""The table's rows by label, in order. A codec that is added to the package gets one here."""
+"""The rows of the table by label, in order. A new codec of the package needs a row here."""
 
 ELSEWHERE: Final[Mapping[str, str]] = {
-    "chain": "puts clipping or noise before another codec and sends what that one sends",
-    "topagg": "votes that only a private strategy turns into a step, see the experiment 'topagg'",
-    "gradiveq": "samples dense rounds: with four of 24 no cycle gets below a sixth of FedAvg's bytes, more than any "
-    "budget; see the experiment 'gradiveq'",
-    "lgc": "trains its autoencoder on hundreds of rounds before it sends latents: 24 rounds are over by then; see the "
-    "experiment 'lgc'",
-    "factors": "for one batch a round, of which few outer products are all there is; the changes of whole epochs it "
-    "reduces as 'low-rank' does, with more iterations",
-    "modular": "the integers of fixed point, with room for sums of them on the way: the same updates in more bits",
-    "projection": "its error is that of random-k with as many values, (n - 1)/m against n/k - 1, for many times the "
-    "computing; it is for what few numbers can be measured, see the experiment 'forward'",
-    "replay": "a downlink of 'projection', whose frames it repeats",
-    "bounded": "clips and rounds what a private sum adds up, see the experiment 'topagg'",
+    "chain": "adds clipping or noise before another codec and sends the frames of that codec",
+    "topagg": "sends votes, which only a private strategy can turn into a step; see the experiment 'topagg'",
+    "gradiveq": "samples dense rounds: with four of 24, a cycle takes at least a sixth of FedAvg's bytes, more than "
+    "any budget; see the experiment 'gradiveq'",
+    "lgc": "trains its autoencoder for hundreds of rounds before it sends latents, and these runs have 24 rounds; see "
+    "the experiment 'lgc'",
+    "factors": "is for one batch a round, whose gradient consists of few outer products; it reduces the changes of "
+    "whole epochs as 'low-rank' does, with more iterations",
+    "modular": "sends fixed-point integers with room for sums on the way: the same updates in more bits",
+    "projection": "has the error of random-k with the same number of values, (n - 1)/m against n/k - 1, for many "
+    "times the computing; it is for updates of which only few numbers can be measured, see the experiment 'forward'",
+    "replay": "is a downlink of 'projection' and repeats its frames",
+    "bounded": "clips and rounds the updates of a private sum; see the experiment 'topagg'",
 }
-"""Registered codecs without a row, and why."""
+"""Registered codecs without a row, and the reason."""
 
 
 def models_of(text: str) -> tuple[str, ...]:
-    """Return the models that a text names, separated by commas; raise :class:`ConfigError` where there is none."""
+    """Return the models in a comma-separated text; raise :class:`ConfigError` if there is none."""
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     for name in names:
         if name not in MODELS:
@@ -236,7 +238,7 @@ def models_of(text: str) -> tuple[str, ...]:
 
 @functools.cache
 def task_of(model: str, *, tuning: bool = False) -> Task:
-    """Return a model's task; with a part of its training examples in place of the test split if ``tuning``."""
+    """Return a model's task. If ``tuning``, a part of the training examples replaces the test split."""
     from fedcomp.tasks import get_task
 
     task = get_task(MODELS[model].task, **MODELS[model].options)
@@ -244,7 +246,8 @@ def task_of(model: str, *, tuning: bool = False) -> Task:
 
 
 def plan_of(model: str, lr: float, seed: int, config: Config, *, tuning: bool = False) -> Plan:
-    """Return the training of a model with a step size; on the validation split, with other draws, if ``tuning``."""
+    """Return the training of a model with a step size. If ``tuning``, it uses the validation split and other random
+    draws."""
     from fedcomp.experiments.central import Plan
 
     task, drawn = task_of(model, tuning=tuning), seed + tuning * TUNING_SEED
@@ -253,7 +256,7 @@ def plan_of(model: str, lr: float, seed: int, config: Config, *, tuning: bool = 
 
 
 def system_for(row: str, setting: Any, lr: float) -> System:
-    """Return what a row's clients send, and how."""
+    """Return the system and settings of a row."""
     from fedcomp.codecs import get_codec
     from fedcomp.experiments.central import program_of
 
@@ -263,10 +266,10 @@ def system_for(row: str, setting: Any, lr: float) -> System:
 def train(
     model: str, row: str, budget: str, setting: Any, lr: float, seed: int, *, config: Config, tuning: bool = False
 ) -> dict[str, Any]:
-    """Train one cell and return loss and accuracy on the test split, on the validation split if ``tuning``, and bytes.
+    """Train one cell; return bytes, and loss and accuracy on the test split, or on the validation split if ``tuning``.
 
-    Both are means over the last rounds; the loss is infinite when the training diverged. ``budget`` names the cell and
-    decides nothing. Bytes are of a client in a round.
+    Loss and accuracy are means over the last rounds; the loss is infinite if the training diverged. ``budget`` only
+    names the cell. Bytes are per client and round.
     """
     from fedcomp.experiments.central import simulate
     from fedcomp.flower.logs import quiet
@@ -278,13 +281,13 @@ def train(
     sent = {"uplink": out.uplink / parts, "downlink": out.downlink / parts}
     if out.diverged is not None:
         return {"loss": math.inf, "accuracy": math.nan, **sent}
-    # Without the initial model, which is a point, too.
+    # Without the initial model, which is also a point.
     last = out.points[1:][-LAST:]
     return {"loss": mean(p.loss for p in last), "accuracy": mean(p.accuracy for p in last), **sent}
 
 
 def tune(model: str, row: str, budget: str, setting: Any, *, config: Config) -> dict[str, Any]:
-    """Choose a cell's step size by the loss on the validation split, and say what was tried."""
+    """Choose a cell's step size by the loss on the validation split; also return the step sizes that were tried."""
     losses: dict[int, float] = {}
 
     def at(power: int) -> float:
@@ -295,7 +298,7 @@ def tune(model: str, row: str, budget: str, setting: Any, *, config: Config) -> 
         return losses[power]
 
     best = min(POWERS, key=at)
-    # An end that does best is no optimum: the next one is tried, under the same rule for all rows.
+    # If the best is at an end, the next one is tried; the rule is the same for all rows.
     while best in (min(losses), max(losses)) and abs(best) < REACH:
         at(best + (1 if best == max(losses) else -1))
         best = min(losses, key=at)
@@ -310,12 +313,12 @@ def step_size(model: str, power: int) -> float:
 
 @functools.cache
 def captured(model: str, clients: int, rounds: int, seed: int) -> list[list[Update]]:
-    """Return what some clients send in some rounds of FedAvg, which trains on what tuning trains on."""
+    """Return the updates of some clients in some rounds of FedAvg on the data of tuning."""
     from fedcomp.codecs import Identity
     from fedcomp.experiments.central import Plan, Seen, simulate
     from fedcomp.systems.pair import Pair
 
-    # The middles of equal parts of the training; one that is shorter than they are many has rounds that count twice.
+    # The middles of equal parts of the training. In a very short training some rounds count twice.
     looked = [1 + (2 * part + 1) * rounds // (2 * LOOKED) for part in range(LOOKED)]
     found: dict[int, list[Update]] = {}
 
@@ -330,7 +333,7 @@ def captured(model: str, clients: int, rounds: int, seed: int) -> list[list[Upda
 
 
 def exchanged(system: System, rounds: Sequence[Sequence[Update]], seed: int) -> tuple[int, float]:
-    """Return bytes of the uplink and processor time of a system whose clients send these updates, round by round."""
+    """Return uplink bytes and processor time of a system whose clients send these updates, for each round."""
     from fedcomp.experiments.central import Sending
 
     sending = Sending(system, rounds[0][0].layout, len(rounds[0]), seed + TUNING_SEED)
@@ -342,9 +345,9 @@ def exchanged(system: System, rounds: Sequence[Sequence[Update]], seed: int) -> 
 
 
 def fit(model: str, row: str, *, config: Config) -> dict[str, Any]:
-    """Find a row's settings by the bytes of frames: for every budget the largest that keeps it, None where none does.
+    """Find a row's settings by the bytes of frames: for every budget the largest that fits, or None.
 
-    ``least`` is its cheapest setting. Beside every setting stand its bytes as a share of FedAvg's.
+    ``least`` is the cheapest setting. Every setting comes with its bytes as a fraction of FedAvg's.
     """
     rounds, lr = captured(model, config.clients, config.rounds, config.seed), MODELS[model].lr
     settings = ROWS[row].settings
@@ -362,11 +365,11 @@ def fit(model: str, row: str, *, config: Config) -> dict[str, Any]:
 
 
 def cost(model: str, row: str, budget: str, setting: Any, *, config: Config) -> dict[str, Any]:
-    """Return the processor time of encoding, decoding and adding up, in multiples of FedAvg's."""
+    """Return the processor time of encoding, decoding and adding, in multiples of FedAvg's."""
     rounds, lr = captured(model, config.clients, config.rounds, config.seed), MODELS[model].lr
     ratios = []
     for repetition in range(-1, REPETITIONS):
-        # In turn, so that load that comes and goes meets both.
+        # Alternating, so varying load affects both.
         pair = system_for(row, setting, lr), system_for(FEDAVG, "", lr)
         own, dense = (exchanged(system, rounds, config.seed)[1] for system in pair)
         if repetition >= 0:  # the first one warms caches
@@ -375,7 +378,7 @@ def cost(model: str, row: str, budget: str, setting: Any, *, config: Config) -> 
 
 
 def rows(config: Config) -> Rows:
-    """Return some systems on every model that are run with messages as well, for a few rounds."""
+    """Return the systems that also run over messages, on every model, for a few rounds."""
     rounds, found = min(CHECK_ROUNDS, config.rounds), {}
     for system, model in product(CHECKED, models_of(str(config.settings["models"]))):
         task, options, lr, batch_size, steps = MODELS[model]
@@ -388,8 +391,8 @@ def rows(config: Config) -> Rows:
 def cells(fits: Iterable[Record], budgets: Sequence[str]) -> list[dict[str, Any]]:
     """Return the cells of the table: each row at every budget for which it has a setting of its own.
 
-    A setting stands at the smallest budget that it keeps. A row that keeps none of ``budgets`` is trained at the
-    smallest of all that it does keep, or else with its cheapest setting, so that no row is without a cell.
+    A setting is listed at the smallest budget into which it fits. A row that fits none of ``budgets`` is trained at the
+    smallest of all budgets that it fits, or otherwise with its cheapest setting. So every row has a cell.
     """
     made: list[dict[str, Any]] = []
     for found in fits:
@@ -406,7 +409,7 @@ def cells(fits: Iterable[Record], budgets: Sequence[str]) -> list[dict[str, Any]
 
 
 def front(places: Iterable[Record], by: str) -> list[Record]:
-    """Return those that no other beats in both loss and ``by``, in ascending order of ``by``."""
+    """Return the cells that no other beats in both loss and ``by``, in ascending order of ``by``."""
     found: list[Record] = []
     for place in sorted(filter(_converged, places), key=lambda p: (p[by], p.loss)):
         if not found or place.loss < found[-1].loss:
@@ -419,7 +422,7 @@ def _converged(place: Record) -> bool:
 
 
 def study(found: Found) -> Studied:
-    """Find settings by bytes and step sizes on a validation split, train every cell, and compare."""
+    """Find settings by bytes and step sizes on a validation split, then train every cell and compare."""
     from fedcomp.experiments.central import beside
 
     config, sweep = found.config, functools.partial(found.sweep, config=found.config)
@@ -430,9 +433,9 @@ def study(found: Found) -> Studied:
     tuned = sweep(tune, made, "tuning")
     asked = [{**c, "lr": t.lr, "seed": s} for c, t in zip(made, tuned, strict=True) for s in repetitions(config)]
     groups: dict[Any, Records] = sweep(train, asked).groups("model", "row", "budget")
-    # One after the other: what runs beside a measurement takes its caches.
+    # One after the other, because a parallel process would use the caches of a measurement.
     costs = Sweep(cost, made, "time", {"config": config})(found.say)
-    checked, compared = beside(found.results, "For a few rounds: through Flower, on the engine chosen.")
+    checked, compared = beside(found.results, "These rows run through Flower on the chosen engine, for a few rounds.")
     differ = {system: [each for label, each in compared.items() if label.startswith(system)] for system in CHECKED}
     repeated = next(c for c in asked if c["row"] == TOPK)
     again = found.say.cell("a training again", lambda: train(**repeated, config=config))
@@ -463,8 +466,8 @@ def study(found: Found) -> Studied:
                 "Settings that keep a budget",
                 fitted,
                 fits,
-                "The largest setting within each budget and what it takes of FedAvg's uplink bytes; least: what the "
-                "cheapest one takes. A setting is trained at the smallest budget that it keeps.",
+                "The largest setting within each budget, and its uplink bytes as a fraction of FedAvg's; least: the "
+                "fraction of the cheapest setting. A setting is trained at the smallest budget into which it fits.",
             ),
             checked,
         ],
@@ -486,9 +489,9 @@ def _at(places: Iterable[Record], row: str, budget: str) -> Record | None:
 
 
 def _least(places: Iterable[Record], budget: str) -> list[Record]:
-    """Return what keeps a budget, the least loss first."""
+    """Return the cells within a budget, sorted by loss."""
     limit = float(Fraction(budget))
-    # What indices take changes during a training: a cell that was fitted to a budget belongs to it.
+    # The size of indices changes during a training, so a cell belongs to the budget for which it was fitted.
     kept = (p for p in filter(_converged, places) if p.budget == budget or p.share <= limit)
     return sorted(kept, key=lambda p: p.loss)
 
@@ -515,9 +518,9 @@ def _table(model: str, places: Sequence[Record]) -> Table:
         columns,
         places,
         f"Means over the last {LAST} rounds and all seeds, ± half the range over seeds; a cell without a loss "
-        "diverged. Uplink: bytes of frames per client and round. Downlink: of the frames that would carry the mean to "
-        "a client. Time: processor time of encoding, decoding and adding up, in multiples of FedAvg's. Pareto set: "
-        "no other cell has less of both, loss and bytes, or loss and time.",
+        "diverged. Uplink: bytes of frames per client and round. Downlink: bytes of the frames that would carry the "
+        "mean to a client. Time: processor time of encoding, decoding and adding, in multiples of FedAvg's. Pareto "
+        "set: no other cell has both less loss and fewer bytes (or less time).",
     )
 
 
@@ -540,8 +543,8 @@ def _best(by_model: Mapping[str, Sequence[Record]], budgets: Sequence[str]) -> T
         "Least test loss within a budget",
         ("model, budget", FEDAVG, MOMENTUM, TOPK, "least loss", "by", "second", "third"),
         rows,
-        "Means over seeds. The least of many is lower than it will be again: differences below the ± of the tables "
-        "below decide nothing.",
+        "Means over seeds. The lowest of many values is partly luck, so differences below the ± in the tables below "
+        "mean nothing.",
     )
 
 
@@ -564,14 +567,15 @@ def _figures(model: str, places: Sequence[Record]) -> list[Curves]:
                 [Series(row, [p[by] for p in line], [p.loss for p in line]) for row, line in lines],
                 log_x=True,
                 x_bytes=by == "uplink",
-                caption="One point per budget. Rows in the Pareto set, and simple rivals; all rows are in the table.",
+                caption="One point per budget. The figure has rows in the Pareto set and simple rivals; the table has "
+                "all rows.",
             )
         )
     return made
 
 
 def _of_all(by_model: Mapping[str, Sequence[Record]]) -> dict[Any, float]:
-    """Return what is claimed of all models together."""
+    """Return the quantities about all models together."""
     every = [p for places in by_model.values() for p in places]
     # A training that diverged in its first round sent nothing.
     fitted = [p for p in every if p.budget != OWN and math.isfinite(p.share)]
@@ -597,12 +601,12 @@ def _of_all(by_model: Mapping[str, Sequence[Record]]) -> dict[Any, float]:
 
 
 def _of_models(by_model: Mapping[str, Sequence[Record]]) -> dict[Any, float]:
-    """Return what is claimed of each model."""
+    """Return the quantities about each model."""
     some, found = DEFAULT_BUDGETS[1], {}
     for model, places in by_model.items():
         rival, power = _at(places, TOPK, some), _at(places, POWER, some)
         best = _least(places, some)
-        # Some rows have momentum: beside FedAvg without it they would only show what that is worth.
+        # Some rows have momentum. Compared with FedAvg without momentum, they would only show its effect.
         dense = [place.loss for row in (FEDAVG, MOMENTUM) if (place := _at(places, row, OWN)) is not None]
         found[model, LEAST] = best[0].loss / min(dense) if best else math.nan
         if power is not None and rival is not None:

@@ -28,7 +28,7 @@ UNBALANCED: Final = "unbalanced"
 DIGRAPH: Final = "digraph"
 UNDIRECTED: Final = ("ring", "torus", "complete")
 
-# Too large diverges, too small only slows; each is a compromise found for 8 nodes and messages of a tenth.
+# Too large a step diverges, too small a step is only slow. Each was tuned for 8 nodes and messages of a tenth.
 GAMMAS: Final[Mapping[str, float]] = {
     "directed-ring": 0.1,
     "exponential": 0.15,
@@ -50,13 +50,14 @@ Cell = tuple[str, str, int]
 """System, graph, nodes."""
 
 Runs = dict[Cell, dict[str, Any]]
-"""``algorithm`` and ``rounds``; the ``side`` of matrices, and ``every`` and ``late`` of an average, where not usual."""
+"""``algorithm`` and ``rounds``, and where they differ from the defaults, the ``side`` of matrices and ``every`` and
+``late`` of an average."""
 
 
 def graph_of(name: str, n: int, config: Config) -> Topology:
-    """Return a graph of the experiment; raises :class:`TopologyError` for a torus that n does not fill."""
-    # A ring with shortcuts from every second and every third node: out-degrees differ, so that push-sum's weights leave
-    # 1 and dividing by them matters.
+    """Return a graph of the experiment. Raises :class:`TopologyError` for a torus that n nodes cannot fill."""
+    # A ring with shortcuts from every second and every third node. Out-degrees differ, so push-sum's weights leave 1
+    # and dividing by them matters.
     if name == UNBALANCED:
         edges = {(i, (i + 1) % n) for i in range(n)}
         edges |= {(i, (i + 2) % n) for i in range(0, n, 2)} | {(i, (i + 3) % n) for i in range(0, n, 3)}
@@ -68,7 +69,7 @@ def possible(names: Sequence[str], n: int, config: Config) -> list[str]:
     """Return the graphs that n nodes can form."""
     found = []
     for name in names:
-        # A torus needs a number of nodes that is no prime: it is left out, and everything else must be possible.
+        # A torus is impossible for a prime number of nodes and is left out then; all others must be possible.
         try:
             graph_of(name, n, config)
         except TopologyError:
@@ -80,16 +81,16 @@ def possible(names: Sequence[str], n: int, config: Config) -> list[str]:
 
 
 def _values(config: Config, nodes: int, size: int) -> NDArray[np.float64]:
-    # By number of nodes and nothing else: every algorithm and graph of n nodes begins with the same vectors.
+    # Only the number of nodes is in the key: every algorithm and graph of n nodes starts with the same vectors.
     return Key(config.seed, "consensus", nodes).generator().standard_normal((nodes, size))
 
 
 def run(row: str, graph: str, nodes: int, *, config: Config, runs: Runs) -> dict[str, Any]:
-    """Average vectors, or matrices of ``side`` rows where the run has one."""
+    """Average vectors, or matrices of ``side`` rows if the run has a side."""
     made = dict(runs[row, graph, nodes])
     algorithm, rounds, side = made.pop("algorithm"), made.pop("rounds"), made.pop("side", 0)
-    # Matrices keep their shape for PowerGossip; a vector is one flat tensor. Nothing stays dense: a message is meant to
-    # be short.
+    # Matrices keep their shape for PowerGossip; a vector is one flat tensor. Nothing stays dense, because messages
+    # should be small.
     shape = {"m": np.zeros((side, side))}
     layout = Layout.of(shape, GossipPolicy(dense_below=0)) if side else Layout.flat(int(config.settings["size"]))
     values = _values(config, nodes, layout.size)
@@ -100,17 +101,18 @@ def vary(kind: str, graph: str, gamma: float, *, config: Config) -> dict[str, An
     """Return the last error of a variant of compressed push-sum."""
     n, rounds = config.clients, int(config.settings["variant_rounds"])
     made = graph_of(graph, n, config)
-    # A graph that never repeats needs a matrix for each round.
+    # A graph that never repeats needs one matrix per round.
     known = [made.mixing_matrix(t, symmetric=False) for t in range(made.period or rounds)]
     values = _values(config, n, int(config.settings["size"]))
     return {"last": averaged(kind, known, values, int(config.settings["k"]), gamma, rounds)[-1]}
 
 
 def foretell(graph: str, nodes: int, *, config: Config) -> dict[str, Any]:
-    """Return a graph's rate by its matrices, the rounds that show it, and the errors that their products give."""
+    """Return a graph's rate by its matrices, the rounds needed to see it, and the errors from products of the
+    matrices."""
     made, symmetric = graph_of(graph, nodes, config), graph in UNDIRECTED
     rate = made.mixing_rate(symmetric)
-    # As many rounds as bring the error to the floor, and a fifth more; beyond it there is rounding to fit a line to.
+    # A fifth more rounds than bring the error to the floor; later rounds would only fit a line to rounding errors.
     needed = 1.2 * math.log(FLOOR) / math.log(rate) if 0.0 < rate < 1.0 else 0.0
     rounds = max(12, min(int(config.settings["dense_rounds"]), math.ceil(needed)))
     values = _values(config, nodes, int(config.settings["size"]))
@@ -119,7 +121,7 @@ def foretell(graph: str, nodes: int, *, config: Config) -> dict[str, Any]:
 
 def by_matrices(graph: Topology, values: NDArray[np.float64], rounds: int, symmetric: bool) -> list[float]:
     """Return the relative errors of uncompressed averaging after 0, 1, ... rounds, from the products of matrices."""
-    # With weights also where W needs none: they then stay 1, and the division changes nothing.
+    # Weights are always used. Where W needs none they stay 1, and the division changes nothing.
     mean, x, w = values.mean(axis=0), values, np.ones(graph.n)
     errors = []
     for t in range(rounds + 1):
@@ -130,13 +132,13 @@ def by_matrices(graph: Topology, values: NDArray[np.float64], rounds: int, symme
 
 
 def compressed_runs(config: Config) -> Runs:
-    """Return what is compressed; half as long on graphs that come to rounding in half the time."""
+    """Return the compressed runs, half as long on graphs that reach rounding error in half the time."""
     n, density = config.clients, int(config.settings["k"]) / int(config.settings["size"])
     out: Runs = {}
 
     def scaled(gamma: float) -> float:
-        # With the square root of the density, as the automatic rule of Sparse-Push: a guess away from a tenth, at which
-        # the steps were tried. Above 1 a node would overshoot its neighbours.
+        # Proportional to the square root of the density, as in the automatic rule of Sparse-Push. This is a guess for
+        # densities other than a tenth, at which the steps were tuned. Above 1 a node would overshoot its neighbours.
         return min(1.0, gamma * math.sqrt(density / 0.1))
 
     def add(label: str, graph: str, name: str, nodes: int = n, **options: Any) -> None:
@@ -155,7 +157,7 @@ def compressed_runs(config: Config) -> Runs:
     for graph in ("directed-ring", "exponential", "one-peer", DIGRAPH):
         add("coordinate push", graph, "coordinate-push", density=density)
     top = {"id": "topk", "density": density}
-    # Tried on the ring of 8, the best of three or four.
+    # The best of three or four values on the ring of 8.
     for label, gamma, compressor in (
         ("CHOCO, top-k", scaled(0.2), top),
         ("CHOCO, top-2k", scaled(0.4), {**top, "density": min(1.0, 2.0 * density)}),
@@ -173,18 +175,18 @@ def compressed_runs(config: Config) -> Runs:
 
 
 def matrix_runs(config: Config) -> Runs:
-    """Return runs on matrices over the ring: PowerGossip, and CHOCO with messages about as long."""
+    """Return runs on matrices over the ring: PowerGossip, and CHOCO with messages of about the same size."""
     side = int(config.settings["matrix"])
-    # float32 on the wire, as CHOCO's messages have it: the comparison is by bytes. 4 bytes a value against 4 and an
-    # index of about 1.
+    # float32 on the wire, as in CHOCO's messages, because bytes are compared: 4 bytes per value against 4 and an index
+    # of about 1.
     power = {"name": "power-gossip", "values": "float32"}
     choco = {"name": "choco", "compressor": {"id": "topk", "density": max(1, round(side * 4 / 5)) / side**2}}
     long: dict[str, Any] = {"rounds": config.rounds, "side": side}
-    # Their rates are all that is asked of them, and with a look after every round these are points enough for a line.
+    # Only their rates are needed, and with an error after every round there are enough points for a line.
     short = {"rounds": min(config.rounds, 40), "side": side, "every": 1, "late": 0.5}
     made: dict[str, dict[str, Any]] = {
         **{f"PowerGossip, rank {r}": {"algorithm": {**power, "rank": r}, **long} for r in (1, 2)},
-        # PowerGossip has no step to tune, so that CHOCO is shown below, at and beyond its best one.
+        # PowerGossip has no step to tune, so CHOCO is shown below, at and beyond its best step.
         **{f"CHOCO, same bytes, gamma {g:g}": {"algorithm": {**choco, "gamma": g}, **long} for g in (0.02, 0.1, 0.4)},
         "PowerGossip, full rank": {"algorithm": {"name": "power-gossip", "rank": side}, **short},
         "D-PSGD on matrices": {"algorithm": {"name": "dpsgd"}, **short},
@@ -193,7 +195,7 @@ def matrix_runs(config: Config) -> Runs:
 
 
 def short_runs(config: Config) -> Runs:
-    """Return short runs with a consensus step that works and with one that does not."""
+    """Return short runs with a consensus step that works and one that does not."""
     rounds, density = int(config.settings["sweep_rounds"]), int(config.settings["k"]) / int(config.settings["size"])
     return {
         (f"{SPARSE_PUSH}, short, gamma {gamma:g}", "exponential", config.clients): {
@@ -205,12 +207,12 @@ def short_runs(config: Config) -> Runs:
 
 
 def study(found: Found) -> Studied:
-    """Average everything, beside what matrices and theory say.
+    """Run all averages, and compare them with matrices and theory.
 
     Raises
     ------
     ConfigError
-        When there are too few nodes for the graphs, or a message would hold more than all elements.
+        If there are too few nodes for the graphs, or a message would hold more elements than the vector.
     """
     config, n = found.config, found.config.clients
     per_byte = Energy.of(config.settings).per_byte
@@ -225,7 +227,7 @@ def study(found: Found) -> Studied:
         ("D-PSGD" if each.graph in UNDIRECTED else "SGP", each.graph, each.nodes): each
         for each in found.sweep(foretell, [{"graph": g, "nodes": m} for g, m in graphs], "theory", config=config)
     }
-    # As many rounds as theory says and a look after each: a fast graph has few points before rounding.
+    # As many rounds as theory predicts, with an error after each, because a fast graph has few points before rounding.
     dense: Runs = {
         cell: {"algorithm": {"name": cell[0].lower().replace("-", "")}, "rounds": each.rounds, "every": 1, "late": 0.5}
         for cell, each in theory.items()
@@ -234,7 +236,7 @@ def study(found: Found) -> Studied:
     cells = [dict(zip(("row", "graph", "nodes"), cell, strict=True)) for cell in runs]
     tracks = dict(zip(runs, found.sweep(run, cells, config=config, runs=runs), strict=True))
     for cell, each in theory.items():
-        # A line through the few points before exact averaging means nothing.
+        # A line through the few points before exact averaging is meaningless.
         if each.rate == 0.0 and tracks[cell].last <= FLOOR:
             tracks[cell] = Record({**tracks[cell], "rate": 0.0})
     axes = {"kind": COMPRESSED, "graph": VARIANT_GRAPHS, "gamma": VARIANT_GAMMAS}
@@ -255,7 +257,7 @@ def study(found: Found) -> Studied:
         ),
         "least w": lambda cell: tracks[cell].least,
     }
-    # One of DeepSqueeze's runs is enough in the figure; all of them are in the table.
+    # The figure has one of DeepSqueeze's runs; the table has all.
     squeezes = [cell for cell in runs if cell[0].startswith(SQUEEZE)]
     ring = [c for c in runs if c[1:] == ("ring", n) and "side" not in runs[c] and c not in squeezes[1:]]
     return Studied(
@@ -265,13 +267,13 @@ def study(found: Found) -> Studied:
                 "Vectors, and matrices on the ring",
                 columns,
                 tracks,
-                "Error: distance of all models from the mean of the first ones, relative to what it was. Rate: factor "
-                "per round, fitted; 0 is exact averaging in finitely many rounds. By matrices: second eigenvalue, on "
-                "the random digraph the second Lyapunov exponent. Where R² is small the error does not fall along a "
-                "line: it has stopped. Digits: decimal digits of error removed per kB a node sends. Bytes are those of "
-                "real messages, header, share and digests included; values travel as float32, but for coordinate push "
-                "and what is not compressed, which send float64. w are push-sum's weights at the end. The last rows "
-                "before the short ones are random matrices, which no low rank describes.",
+                "Error: distance of all models from the mean of the first ones, relative to its start. Rate: the "
+                "fitted factor per round; 0 is exact averaging in finitely many rounds. By matrices: the second "
+                "eigenvalue, or on the random digraph the second Lyapunov exponent. A small R² means that the error "
+                "has stopped falling. Digits: decimal digits of error removed per kB that a node sends. Bytes are "
+                "those of real messages with header, share and digests. Values are sent as float32, except that "
+                "coordinate push and uncompressed messages send float64. w are push-sum's weights at the end. The "
+                "last rows before the short ones are random matrices, which have no low rank.",
                 optional=("joules per digit",),
             ),
             table(
@@ -282,8 +284,8 @@ def study(found: Found) -> Studied:
                     **{f"gamma {gamma:g}": partial(_last_at, gamma) for gamma in VARIANT_GAMMAS},
                 },
                 variants.groups("kind", "graph").values(),
-                "Last relative errors, computed on matrices. Without estimates a smaller gamma stops later and lower. "
-                "On a graph that changes w and x never settle, z does; a gap is divergence.",
+                "Last relative errors, computed on matrices. Without estimates a smaller gamma stops later and at a "
+                "lower error. On a changing graph w and x never settle, but z does. An empty cell means divergence.",
             ),
         ],
         figures=[
@@ -307,22 +309,24 @@ def _last_at(gamma: float, row: Records) -> float:
 
 
 def off(rate: float, expected: float) -> float:
-    """Return the relative difference of two rates' logarithms, which are what rounds are proportional to."""
-    # NaN fails every claim: a rate that is no rate must not pass as equal.
+    """Return the relative difference of two rates' logarithms, to which the number of rounds is inversely
+    proportional."""
+    # NaN fails every claim, so an undefined rate cannot pass as equal.
     return abs(math.log(rate) / math.log(expected) - 1.0) if 0.0 < rate < math.inf else math.nan
 
 
 def quantities(
     tracks: Mapping[Cell, Record], theory: Mapping[Cell, Record], variants: Records, n: int
 ) -> dict[Any, float]:
-    """Return what theory says of dense rounds, what is conserved in all, and what converges under compression."""
+    """Return the quantities of the claims: theory for dense rounds, conservation in all, and convergence under
+    compression."""
     out: dict[Any, float] = {}
     for (label, graph, nodes), track in tracks.items():
         if nodes == n:
             out[f"{label}, {graph}", "rate"], out[f"{label}, {graph}", "last error"] = track.rate, track.last
     for words, nodes in (("", n), (", twice the nodes", 2 * n)):
-        # A complete graph averages in its first round, powers of two in log2 n of the one-peer graph; all later errors
-        # are rounding.
+        # A complete graph averages in its first round, and the one-peer graph with a power of two nodes in log2 n
+        # rounds. All later errors are rounding.
         out[f"complete{words}, dense: error after one round"] = tracks["D-PSGD", "complete", nodes].errors[1]
         if not nodes & (nodes - 1):
             log = int(math.log2(nodes))
@@ -334,14 +338,14 @@ def quantities(
     ):
         differences = [value for cell, value in apart.items() if (cell[1] == DIGRAPH) == random]
         out[f"dense: relative difference of {name}"] = largest(differences)
-    # Of a run that diverged nothing but its errors is known, and short ones are there for their errors.
+    # Of a run that diverged only the errors are known, and short runs serve only for their errors.
     ended = [track for cell, track in tracks.items() if math.isfinite(track.last) and "short" not in cell[0]]
     for kind in COMPRESSED:
         for graph in VARIANT_GRAPHS:
             last, best = (min(variants.where(kind=each, graph=graph).each("last")) for each in (kind, COMPRESSED[-1]))
             out[f"push-sum, {kind}", f"last error, {graph}"] = last
-            # A smaller step stops lower, so that an error by itself depends on the grid; its ratio to the right one
-            # does not.
+            # A smaller step stops lower, so an error alone depends on the grid of steps; its ratio to the correct
+            # variant does not.
             out[f"push-sum, {kind}", f"last error, times that of {COMPRESSED[-1]}, {graph}"] = last / best
     full, plain = (tracks[label, "ring", n].rate for label in ("PowerGossip, full rank", "D-PSGD on matrices"))
     squeezed = [track.last for cell, track in tracks.items() if cell[0].startswith(SQUEEZE)]
@@ -351,7 +355,7 @@ def quantities(
             abs(error / known - 1.0)
             for cell, each in theory.items()
             for error, known in zip(tracks[cell].errors, each.errors, strict=True)
-            # Rounding is about 1e-16: of a smaller error it would be a visible part of the 1e-6 that is claimed.
+            # Rounding is about 1e-16. For a smaller error it would be a visible part of the claimed 1e-6.
             if known > 1e-9
         ),
         "sums over all nodes: largest change of a coordinate in any run": largest(track.moved for track in ended),

@@ -39,16 +39,17 @@ PAGE: Final[Mapping[str, Any]] = {
     "rounds": 500,
     "clients": WORKERS,
 }
-"""What pages of such trainings have in common; rounds are steps."""
+"""Options that these experiments share; a round is a step."""
 
 NOTES: Final = (
     "Four workers train a network of three convolutions, 16, 32 and 64 filters, on the digits enlarged to 12 x 12, "
-    "with momentum .9; the mean gradient takes a step, and each row has a step size of its own. Training runs without "
-    "messages, with real frames. The test split has 359 images: one image makes .28 points."
+    "with momentum .9; every step goes along the mean gradient, and each row has its own step size. Training runs "
+    "without messages but with real frames. The test split has 359 images, so one image is worth .28 points."
 )
 
 Gradient = dict[str, NDArray[np.float32]]
-"""By tensor: "conv1" to "conv3" of shape (F, D, 3, 3), "linear", and the biases as "conv1.bias" and so on."""
+"""The shapes by tensor: "conv1" to "conv3" of shape (F, D, 3, 3), "linear", and the biases as "conv1.bias" and so
+on."""
 
 
 def _network(seed: int) -> Any:
@@ -77,16 +78,16 @@ NAMES: Final = {"0": "conv1", "2": "conv2", "5": "conv3", "9": "linear"}
 
 
 class Descent:
-    """The training, step by step: every worker's gradient, then a step along a mean that the caller made of them.
+    """The training, step by step: every worker's gradient, then a step along a mean that the caller computed.
 
     Parameters
     ----------
     seed : int
-        Of the initial weights, the batches and the split.
+        Seed of the initial weights, the batches and the split.
     rate : float
         Step size.
     held_out : {"nothing", "test", "validation"}
-        What is kept for :meth:`accuracy`: a fifth of the digits, or a fifth of those that are not in the test split.
+        Data held out for :meth:`accuracy`: a fifth of the digits, or a fifth of those that are not in the test split.
     """
 
     def __init__(self, seed: int = 0, *, rate: float = RATE, held_out: str = "nothing") -> None:
@@ -98,7 +99,7 @@ class Descent:
         images = torch.tensor(digits.images / 16.0, dtype=torch.float32)[:, None]
         images = functional.interpolate(images, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
         labels = torch.tensor(digits.target)
-        # The test split is the same for all seeds: no row may meet it in its tuning.
+        # The test split is the same for all seeds, so no row can see it during tuning.
         order = torch.from_numpy(Key(0, "convolution gradients/test").generator().permutation(len(labels)))
         fifth = len(labels) // 5
         parts: dict[str, tuple[Any, Any]] = {
@@ -124,7 +125,7 @@ class Descent:
         return {name: p.detach().numpy() for name, p in self._weights.items()}
 
     def workers(self) -> list[Gradient]:
-        """Return every worker's gradient on a batch of its own; notes their mean loss in :attr:`losses`."""
+        """Return every worker's gradient on its own batch, and add their mean loss to :attr:`losses`."""
         import torch
         from torch.nn import functional
 
@@ -148,7 +149,7 @@ class Descent:
                 weights -= self._rate * self._velocity[name]
 
     def accuracy(self) -> float:
-        """Return the percentage of the held-out digits that the model knows."""
+        """Return the accuracy on the held-out digits, in per cent."""
         import torch
 
         images, labels = self._held
@@ -162,7 +163,7 @@ def mean_of(workers: Sequence[Gradient]) -> Gradient:
 
 
 def gradients(seed: int, steps: int) -> Iterator[tuple[int, list[Gradient]]]:
-    """Yield the number of each step of a training, from 1 on, and every worker's gradient there."""
+    """Yield the number of each step of a training, from 1, and every worker's gradient in it."""
     descent = Descent(seed)
     for number in range(1, steps + 1):
         workers = descent.workers()
@@ -176,28 +177,29 @@ def train(
     layout_of: Callable[[Gradient], Layout],
     sent: Callable[[Local, Cost], int] = lambda local, cost: cost.uplink,
 ) -> tuple[dict[str, Any], Sending]:
-    """Train with what arrives of the workers' gradients when a system of the page's ``rivals`` sends them.
+    """Train with the gradients that arrive when a system of the experiment's ``rivals`` sends them.
 
     Parameters
     ----------
     layout_of : callable
-        From the model's tensors to the layout of those that are sent; the others travel as they are, uncounted.
+        From the model's tensors to the layout of those that the system sends; the others are sent uncompressed and not
+        counted.
     sent : callable
-        From the driver after a step and the step's cost to the bytes that went up.
+        From the driver after a step and the step's cost to the uplink bytes.
 
     Returns
     -------
     dict, Sending
-        Of :meth:`~fedcomp.experiments.tables.Training.run` what is measured; ``dense``, bytes of the gradients as
-        float32, and ``last``, those that went up in the last step. The driver of the last step.
+        The measurements of :meth:`~fedcomp.experiments.tables.Training.run`, with ``dense``, bytes of the gradients as
+        float32, and ``last``, uplink bytes of the last step; and the driver of the last step.
     """
-    # This brings Flower.
+    # This imports Flower.
     from fedcomp.experiments.central import Sending
 
     tuning = bool(spec.settings["task.validation"])
     descent = Descent(spec.seed, rate=float(spec.settings["lr"]), held_out="validation" if tuning else "test")
     layout = layout_of(descent.weights)
-    # Codecs draw alike in all trainings that are compared when a step size is chosen.
+    # While a step size is chosen, codecs use the same random draws in all trainings.
     sending = Sending(rival(spec, training), layout, WORKERS, training.config.seed if tuning else spec.seed)
     every, points, uplink, diverged = max(1, spec.rounds // EVALUATIONS), [], [0], None
     for number in range(1, spec.rounds + 1):
@@ -216,7 +218,7 @@ def train(
     return {
         "points": points,
         "score": score,
-        # Of equal accuracies, which a few hundred images often give, the one with the smaller loss.
+        # Between equal accuracies, which are frequent with a few hundred images, the smaller loss decides.
         "tie": -loss,
         "loss": loss,
         "diverged": diverged,

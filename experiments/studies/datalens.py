@@ -1,4 +1,4 @@
-"""DataLens: cost and accuracy with the settings of its authors' code (read), and the results of a run's rows."""
+"""DataLens: cost and accuracy with the settings of the authors' code (read), and the results of a run's rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 DELTA: Final = 1e-5
 NOISELESS: Final = math.inf
-"""An epsilon: no noise is added."""
+"""The epsilon of rows without noise."""
 
 FULL: Final[Mapping[str, Any]] = {
     "images": 15,
@@ -54,12 +54,13 @@ FULL: Final[Mapping[str, Any]] = {
     "task.classifier_momentum": 0.0,
     "task.classifier_batch": 512,
 }
-"""The published settings for MNIST that do not depend on epsilon; widths of the networks are ours."""
+"""The published settings for MNIST that do not depend on epsilon; the widths of the networks are ours."""
 
 
 class PublishedSettings(NamedTuple):
-    """One command of the authors' published code (read): what epsilon it stops at, teachers, k, sigma, beta, images a
-    step (B; where the data's size is not given, the teachers' share of it, assumed), pixels times channels."""
+    """One command of the authors' published code (read): the epsilon at which it stops, teachers, k, sigma, beta,
+    images per step (B; if the size of the data is not given, the teachers' share of it, assumed), pixels times
+    channels."""
 
     name: str
     epsilon: float
@@ -72,25 +73,28 @@ class PublishedSettings(NamedTuple):
 
     @property
     def passes(self) -> tuple[float, float, float]:
-        """Probabilities that pure noise passes (either sign), that a unanimous vote passes rightly, and wrongly."""
+        """Return the probabilities that pure noise passes (either sign), and that a unanimous vote passes with the
+        right or the wrong sign."""
         limit = self.beta * self.teachers
         return sum(pass_probability(0.0, self.sigma, limit)), *pass_probability(self.teachers, self.sigma, limit)
 
     @property
     def z(self) -> float:
-        """Noise multiplier: the code charges 2 k alpha / sigma^2 a release, which is a sensitivity of 2 sqrt(k)."""
+        """Return the noise multiplier: the code charges 2 k alpha / sigma^2 a release, which means a sensitivity of 2
+        sqrt(k)."""
         return self.sigma / (2.0 * math.sqrt(self.k))
 
     def events(self, steps: int) -> list[Event]:
-        """Return what ``steps`` steps cost: one release for each image."""
+        """Return the events of ``steps`` steps: one release for each image."""
         return [Event("gaussian", self.z, releases=steps * self.images)]
 
     def steps(self) -> int:
-        """Return the largest number of steps that the code's own rule allows."""
+        """Return the largest number of steps that the rule in the code allows."""
         return bisect_right(range(1, 10_000), self.epsilon, key=lambda n: classical_epsilon(self.events(n), DELTA))
 
     def exact(self, moved: float = 1.0) -> float:
-        """Return the exact epsilon after all steps, of who moves a sum ``moved`` times as far as was paid for."""
+        """Return the exact epsilon after all steps for a record that moves a sum by ``moved`` times the assumed
+        sensitivity."""
         return gaussian_epsilon(moved * math.sqrt(self.steps() * self.images) / self.z, DELTA)
 
 
@@ -104,7 +108,7 @@ PUBLISHED: Final = (
     PublishedSettings("CelebA-Gender", 10.0, 6000, 500, 700.0, 0.12, 27, 12288),
     PublishedSettings("CelebA-Hair", 10.0, 4000, 500, 700.0, 0.25, 30, 12288),
 )
-"""From the commands in the authors' repository (read)."""
+"""The commands in the authors' repository (read)."""
 
 
 def budgets(config: Config) -> tuple[float, ...]:
@@ -113,7 +117,7 @@ def budgets(config: Config) -> tuple[float, ...]:
 
 
 def named(epsilon: float) -> str:
-    """Return what rows with this epsilon are called."""
+    """Return the label of rows with this epsilon."""
     return "no noise" if epsilon == NOISELESS else f"epsilon {epsilon:g}"
 
 
@@ -123,21 +127,23 @@ def labels(config: Config, epsilon: float) -> list[str]:
 
 
 def variations(config: Config) -> tuple[str, str, str]:
-    """Return the first row at the largest epsilon, the one that sends images, and the one that half the budget ends."""
+    """Return the first row at the largest epsilon, the row that sends images, and the row that ends at half the
+    budget."""
     most = budgets(config)[0]
     first = labels(config, most)[0]
     return first, f"{first}, images down", f"{first}, budget {most / 2:g}"
 
 
 def rows(config: Config) -> Rows:
-    """One row without noise and one per epsilon, for each seed; one that sends images; one that ends early."""
+    """Return the rows: for each seed one without noise and one per epsilon; one that sends images; one that ends
+    early."""
     out = {}
     for epsilon in (NOISELESS, *budgets(config)):
         settings = settings_of(config, epsilon)
         for run, label in enumerate(labels(config, epsilon)):
             out[label] = f"datalens seed={config.seed + run} {format_settings(settings)}"
-    # One variation at a time, of the first run at the largest epsilon, where most is learnt: anything else would differ
-    # in more than what goes down or where it ends.
+    # Each varies the first run at the largest epsilon, which learns most, in one respect: the content of the downlink,
+    # or the end.
     first, images, stopped = variations(config)
     most = budgets(config)[0]
     early = format_settings({**settings_of(config, most), "budget": most / 2})
@@ -145,12 +151,13 @@ def rows(config: Config) -> Rows:
 
 
 def settings_of(config: Config, epsilon: float) -> dict[str, Any]:
-    """Return the settings of a row: as much noise as the budget needs for all of its rounds, or the published ones."""
+    """Return the settings of a row: the noise that the budget needs for all of its rounds, or the published
+    settings."""
     said = config.settings
-    # Experiments must repeat. The statement says so in capitals, and what it costs is that of real noise.
+    # Experiments must be repeatable. The statement says so in capitals, and the cost equals that of real noise.
     own: dict[str, Any] = {"insecure_deterministic": True, "delta": DELTA, "teachers": said["teachers"]}
     if said["full"]:
-        # Without noise there is no published setting: the first one, without its noise.
+        # There is no published setting without noise, so this is the first one without its noise.
         wanted = PUBLISHED[0].epsilon if epsilon == NOISELESS else epsilon
         found = next((p for p in PUBLISHED if p.name == "MNIST" and p.epsilon == wanted), None)
         if found is None:
@@ -159,31 +166,33 @@ def settings_of(config: Config, epsilon: float) -> dict[str, Any]:
             )
         rounds = found.steps() if config.rounds else 0
         own |= {**FULL, "task": "mnist-generator", "k": found.k, "beta": found.beta, "rounds": rounds}
-        # The published evaluation is the largest part of a row: before the first step, and after the last.
+        # The published evaluation dominates the time of a row, so it runs only before the first step and after the
+        # last.
         own |= {"evaluate_every": max(1, rounds), "noise_multiplier": found.z}
     else:
         own |= {name: said[name] for name in ("k", "images", "beta", "generator_lr", "teacher_lr")}
-        # The population is all records: delta has to be below one over it.
+        # The population is all records, and delta has to be below one over it.
         own |= {"task.records": said["records"], "population": said["records"]}
         own |= {"task.discriminator": said["discriminator"], "evaluate_every": max(1, config.rounds // 4)}
-        # Every generated image is a release: a teacher votes on each of them.
+        # Every generated image is a release, because teachers vote on each.
         own["noise_multiplier"] = _noise(epsilon, max(1, config.rounds) * int(said["images"]))
     return own | ({"noise_multiplier": 0.0} if epsilon == NOISELESS else {"budget": epsilon})
 
 
 @cache
 def _noise(epsilon: float, releases: int) -> float:
-    # Found by bisection, up to the last bits; a budget is kept to all of them.
+    # The noise comes from bisection and is accurate up to the last bits, but a budget is exact.
     return 0.0 if epsilon == NOISELESS else noise_multiplier_for(epsilon, DELTA, releases=releases) * (1.0 + 1e-9)
 
 
 def study(found: Found) -> Studied:
-    """What was learnt, what was spent and sent; the published settings; who holds which record; pictures."""
+    """Measure accuracy, privacy cost and bytes; compute the published settings and which teacher has which record; draw
+    pictures."""
     config, results, say = found.config, found.results, found.say
     first, images, stopped = variations(config)
     first_spec = results[first].spec
     sent = Records([sent_by(results[first]), sent_by(results[images])])
-    # As data: a resumed run shows what was computed then.
+    # Stored as data, so a resumed run shows the earlier computation.
     costs = Records(map(Record, say.cell("published", published)))
     sizes = Records(map(Record, say.cell("packed", packed)))
     twice, never = say.cell("held", lambda: held(first_spec))
@@ -191,7 +200,7 @@ def study(found: Found) -> Studied:
     dealt = shared_records(wrapping_deal(np.repeat(np.arange(10), MNIST_CLASSES), 4000, 15), sum(MNIST_CLASSES))
     records = len(_task(first_spec).train_split)
     doubled = [p.exact(moved=2.0) for p in PUBLISHED if p.name == "MNIST"]
-    # The lowest seed, not the mean: a claim on a mean could hide a seed that learnt nothing.
+    # The lowest seed, because a claim on the mean could hide a seed that learnt nothing.
     lowest = {e: min(results[label].accuracy for label in labels(config, e)) for e in budgets(config)}
     quantities: dict[Any, float] = {
         **spending(results, results[stopped]),
@@ -214,24 +223,24 @@ def study(found: Found) -> Studied:
                 "Bytes of one step and one client",
                 _columns(sent),
                 sent,
-                f"Payload of a client with {config.settings['teachers']} teachers. Votes of all of them are in one "
-                "frame, which is padded to a length that follows from the settings alone.",
+                f"Payload of a client with {config.settings['teachers']} teachers. Their votes are in one frame, "
+                "which is padded to a length that depends only on the settings.",
             ),
             table(
                 "Votes on one image, in bytes",
                 _columns(sizes),
                 sizes,
-                "Measured on 15 images of random directions, per image. The bound is log2 C(d, k) + k bits: a support "
-                "and signs of which nothing is known.",
+                "Measured on 15 images of random directions, per image. The bound is log2 C(d, k) + k bits: any "
+                "support and any signs.",
             ),
             table(
                 "What the published settings cost and show",
                 _columns(costs),
                 costs,
-                f"Epsilon at delta {DELTA:g} after as many steps as their rule allows, for the exchange of one teacher "
-                "(sensitivity 2 sqrt(k)) and one release for each image; images a step are assumed for CelebA. Then "
-                "probabilities for one pixel, closed form: without a vote it passes by noise alone, with either sign; "
-                "all votes means that every teacher votes for it, with the same sign.",
+                f"Epsilon at delta {DELTA:g} after the number of steps that their rule allows, for the exchange of "
+                "one teacher (sensitivity 2 sqrt(k)) and one release for each image. Images per step are assumed for "
+                "CelebA. Next, probabilities for one pixel in closed form: without a vote it passes only by noise, "
+                "with either sign; with all votes every teacher votes for it with the same sign.",
             ),
             Table(
                 "Records with two teachers",
@@ -240,8 +249,9 @@ def study(found: Found) -> Studied:
                     ["published: class by class in turn, MNIST", sum(MNIST_CLASSES), *dealt, *doubled],
                     ["here: a keyed hash of each record, this run", records, twice, never, None, None],
                 ],
-                "The last two columns: exact epsilon of a record in two teachers' hands, which moves a sum by "
-                "4 sqrt(k) where 2 sqrt(k) were paid for, at the published settings for MNIST of budget 1 and 10.",
+                "The last two columns have the exact epsilon of a record that two teachers hold, at the published "
+                "settings for MNIST with budgets 1 and 10. Such a record moves a sum by 4 sqrt(k), while the "
+                "accounting assumes 2 sqrt(k).",
             ),
         ],
         figures=pictures.figures,
@@ -249,16 +259,18 @@ def study(found: Found) -> Studied:
 
 
 def _columns(records: Records) -> dict[str, Any]:
-    """Return all fields as columns but those that are for claims."""
+    """Return all fields as columns, except those for claims."""
     return {name: name for name in records[0] if name not in ("beyond", "over", "budget")}
 
 
 def spending(results: Mapping[str, RunResult], stopped: RunResult) -> dict[str, float]:
-    """Return by how much budgets are crossed, images are not paid for, and a row ends elsewhere than its budget."""
+    """Return how far budgets are exceeded, how many images are not in the ledger, and how far a row ends from its
+    budget."""
     private = [result for result in results.values() if result.spec.settings["noise_multiplier"]]
     said = stopped.spec.settings
     z, images = float(said["noise_multiplier"]), int(said["images"])
-    # Deviation of the integer noise in votes: z times 2 sqrt(k), by which an exchanged record may move their sum.
+    # Standard deviation of the integer noise in votes: z times 2 sqrt(k), the distance by which an exchanged record may
+    # move the sum.
     grid_sigma = 2.0 * z * math.sqrt(float(said["k"]))
     allowed = releases_for(float(said["budget"]), DELTA, z, grid_sigma=grid_sigma) // images
     return {
@@ -268,7 +280,7 @@ def spending(results: Mapping[str, RunResult], stopped: RunResult) -> dict[str, 
         "releases in the ledger that are not one for each generated image, any row": largest(
             abs(float(r.notes["privacy"]["releases"]) - int(r.spec.settings["images"]) * r.final.round) for r in private
         ),
-        # At few rounds the run may end before its budget does.
+        # With few rounds the run may end before its budget is used.
         "steps of the row that ends early, less those its budget allows": (
             stopped.final.round - min(allowed, stopped.spec.rounds)
         ),
@@ -276,11 +288,11 @@ def spending(results: Mapping[str, RunResult], stopped: RunResult) -> dict[str, 
 
 
 def sent_by(result: RunResult) -> Record:
-    """Return bytes of one step and one client; None where no step was made."""
+    """Return the bytes of one step and one client; None if no step was made."""
     said, messages = result.spec.settings, result.spec.clients * result.final.round
     task = _task(result.spec)
     votes, k = int(said["teachers"]) * int(said["images"]), int(said["k"])
-    # Padded to the longest frame, whose length follows from public numbers: a byte more or less would say something
+    # Padded to the longest frame, whose length follows from public numbers. Any other length would reveal something
     # about votes.
     length = longest_rows(votes, task.pixels, k) + FILLED
     return Record(
@@ -329,11 +341,11 @@ def _task(spec: RunSpec) -> GeneratorTask:
 
 
 def held(spec: RunSpec) -> tuple[int, int]:
-    """Return how many records of a row two teachers hold, and how many none."""
+    """Return how many records of a row are held by two teachers, and how many by none."""
     from fedcomp.tasks.gan import Adam
 
     task, count = _task(spec), int(spec.settings["teachers"])
-    # Counted at the teachers and not derived from the rule that assigns them, which is what is to be checked.
+    # Counted at the teachers, since the assignment rule itself is under test.
     holders = np.zeros(len(task.train_split), np.int64)
     for partition in range(spec.clients):
         own = task.ensemble(partition, spec.clients, count, Adam(), batch=1, key=Key(spec.seed, "datalens")).teachers
@@ -357,7 +369,7 @@ def packed() -> list[dict[str, Any]]:
 
 
 def published() -> list[dict[str, Any]]:
-    """Return epsilons of the published settings, and what their sums show of one pixel."""
+    """Return epsilons of the published settings, and the probabilities of their sums for one pixel."""
     found = []
     for p in PUBLISHED:
         events = p.events(p.steps())
@@ -383,7 +395,7 @@ def published() -> list[dict[str, Any]]:
 
 
 def drawn(found: Found) -> list[Pictures]:
-    """Return records, and what the generators of the first seed make."""
+    """Return pictures of records and of the generators of the first seed."""
     from fedcomp.tasks.arrays import load_arrays
 
     first = found.results[variations(found.config)[0]].spec
@@ -397,7 +409,7 @@ def drawn(found: Found) -> list[Pictures]:
         label = labels(found.config, epsilon)[0]
         model = task.model(first.seed)
         load_arrays(model, found.results[label].arrays)
-        caption = "Every image is public noise and a label, through the generator after its last step."
-        # One key for all rows: the same noise and labels through every generator.
+        caption = "Every image comes from public noise and a label, through the generator after its last step."
+        # One key for all rows, so every generator gets the same noise and labels.
         out.append(Pictures.of(f"Generated: {label}", task.samples(model, columns, Key(4, "pictures")), names, caption))
     return out

@@ -1,4 +1,4 @@
-"""A generator of MNIST trained on noisy votes, against other uses of the same epsilon."""
+"""A generator of MNIST trained on noisy votes, compared with other methods at the same epsilon."""
 
 from __future__ import annotations
 
@@ -30,21 +30,20 @@ METHODS: Final[Mapping[str, str]] = {
     MEANS: "dp-sgd",
     DIRECT: "dp-fedavg",
 }
-"""What is compared, and what :class:`fedcomp.experiments.generator_training.Training` calls it."""
+"""By label, the name of the method in :class:`fedcomp.experiments.generator_training.Training`."""
 
 TARGETS: Final = (1.0, 10.0, math.inf)
-"""Epsilons. Without noise the settings are those of the one before: there is nothing to weigh them against."""
+"""The epsilons. Rows without noise have the settings of the previous epsilon."""
 
 DELTA: Final = 1e-5
 
-# No reported training has this seed: the choice must not be made on the draws that are shown.
+# No reported training has this seed, because the choice must not use the reported draws.
 TUNING_SEED: Final = 1000
 
 REPORTED: Final[Mapping[float, float]] = {1.0: 0.7123, 10.0: 0.8066}
 """Accuracy on MNIST that the paper reports for DataLens (recalled, not checked)."""
 
-# Few or many steps, some or all pixels: each has four candidates, as every other row, so that none wins by being tried
-# more often.
+# Few or many steps, some or all pixels. Every row has four candidates, so none wins by being tried more often.
 _VOTES: Final = (
     "lr=0.02 steps=20 k=200 beta=0.0",
     "lr=0.02 steps=20 k=784 beta=0.2",
@@ -56,17 +55,17 @@ GRIDS: Final[Mapping[str, tuple[str, ...]]] = {
     TOPAGG: tuple(f"{votes} stochastic=1" for votes in _VOTES),
     PLAIN: tuple(f"{votes} stochastic=0" for votes in _VOTES),
     DP_SGD: tuple(
-        # Releases and steps of the generator are apart: what was released once may be trained on at no cost.
+        # Releases and steps of the generator are separate: training on released values costs no privacy.
         f"lr=0.01 steps=60 releases={releases} teacher_lr={rate} clip=1.0"
         for releases in (20, 60)
         for rate in (1.0, 4.0)
     ),
-    # A discriminator that takes no step (teacher_lr 0) stays at zero, where its gradient is the class means: the clip
-    # is all there is to choose.
+    # A discriminator without steps (teacher_lr 0) stays at zero, where its gradient is the class means. Only the clip
+    # norm can be chosen.
     MEANS: tuple(f"lr=0.01 steps=60 releases=1 teacher_lr=0.0 clip={clip}" for clip in (0.5, 1.0, 2.0, 4.0)),
     DIRECT: tuple(f"lr=1.0 local=3 releases={releases} clip={clip}" for releases in (15, 40) for clip in (1.0, 3.0)),
 }
-"""What ``--set tune=true`` tries: as many settings for every row and epsilon."""
+"""The settings that ``--set tune=true`` tries; their number is the same for every row and epsilon."""
 
 CHOSEN: Final[Mapping[str, tuple[int, int]]] = {
     TOPAGG: (2, 2),
@@ -75,24 +74,24 @@ CHOSEN: Final[Mapping[str, tuple[int, int]]] = {
     MEANS: (2, 3),
     DIRECT: (2, 3),
 }
-"""What it found: places in :data:`GRIDS` for epsilon 1 and 10."""
+"""The result of the tuning: indices into :data:`GRIDS` for epsilon 1 and 10."""
 
 
 def label(method: str, target: float) -> str:
-    """Return what a training is called in tables and claims."""
+    """Return the label of a training in tables and claims."""
     return f"{method}, {'no noise' if target == math.inf else f'epsilon {target:g}'}"
 
 
 def train(
     method: str, target: float, given: str, seed: int, *, config: Config, validation: bool = False
 ) -> dict[str, Any]:
-    """Train with some settings; on a part of the training records, judged on the rest, if ``validation``."""
+    """Train with some settings. If ``validation``, train on a part of the training records and evaluate on the rest."""
     said, options = config.settings, dict(parse_settings(given))
     steps = min(config.rounds, int(options.pop("steps", config.rounds)))
     if METHODS[method] == "votes":
         options["teacher_lr"] = float(said["teacher_lr"])
     evaluation = {
-        # A choice between settings needs no exact accuracy: fewer images and passes keep the tuning short.
+        # The choice of settings needs no exact accuracy, so fewer images and passes keep the tuning short.
         "synthetic": 1500 if validation else int(said["synthetic"]),
         "classifier_epochs": 4 if validation else int(said["classifier_epochs"]),
         "classifier_lr": 0.05,
@@ -108,13 +107,13 @@ def train(
         delta=DELTA,
         evaluation=evaluation,
         validation=validation,
-        # Of the first seed only: a sheet for each row and epsilon fills the report already.
+        # Only the first seed, because one image sheet for each row and epsilon already fills the report.
         pictures=seed == config.seed and not validation,
     ).run()
 
 
 def study(found: Found) -> Studied:
-    """Train everything, seed by seed, and choose before what is to be chosen."""
+    """Choose settings if asked, then train everything seed by seed."""
     config, task = found.config, task_of(found.config.clients, {})
     # Infinity takes the settings of the last finite epsilon.
     chosen = {(m, t): GRIDS[m][CHOSEN[m][min(i, 1)]] for m in METHODS for i, t in enumerate(TARGETS)}
@@ -138,7 +137,7 @@ def study(found: Found) -> Studied:
         }
         caption = f"On one in {HELD} training images, with {PROXY} times fewer clients and as many times less noise."
         tables = [table("What was tried", columns, tried, caption)]
-    # Seed by seed: an interrupted run has all rows of its first seeds, and these can be compared.
+    # Seed by seed, so an interrupted run has all rows of its first seeds, which can be compared.
     cells = [
         {"method": method, "target": target, "given": chosen[method, target], "seed": seed}
         for seed in repetitions(config)
@@ -147,7 +146,7 @@ def study(found: Found) -> Studied:
     ]
     groups = found.sweep(train, cells, config=config).groups("method", "target")
     outcomes: Outcomes = {at: groups[at] for at in chosen}
-    # Said in the table's title: an accuracy on a substitute must not be read as one on MNIST.
+    # In the title of the table, so an accuracy on substitute data is not taken for one on MNIST.
     data = "MNIST" if not task.data.substitute else f"NOT MNIST ({task.data.note})"
     noisy = {at: runs for at, runs in outcomes.items() if at[1] != math.inf}
     shown: dict[str, Any] = {
@@ -164,9 +163,9 @@ def study(found: Found) -> Studied:
         "How much of a sum is left in its noise",
         shown,
         noisy.values(),
-        "Sigma in votes, or in the units of what is clipped. Signal over noise: root mean square over the coordinates "
-        "of a sum, over that of its noise. Right signs: of the coordinates that were used, those whose noisy sum has "
-        "the sign of the sum; at 50 there is no information. Means over the releases.",
+        "Sigma is in votes, or in the units of the clipped vectors. Signal over noise: root mean square over the "
+        "coordinates of a sum, divided by that of its noise. Right signs: the part of the used coordinates whose "
+        "noisy sum has the sign of the sum; 50 means no information. Means over the releases.",
     )
     return Studied(
         quantities(outcomes),
@@ -193,15 +192,15 @@ def _accuracy_table(outcomes: Outcomes, data: str) -> Table:
         ("row", "epsilon 1", "± at 1", "epsilon 10", "± at 10", "no noise", "± without"),
         [[method, *cells(method)] for method in METHODS] + [["the paper's DataLens (recalled)", *paper]],
         f"Means over {len(outcomes[TOPAGG, 1.0])} seed(s), ± half the range. Accuracy of a convolutional network "
-        "trained on generated images alone, after its last epoch; in the row of the classifier, its own. The paper's "
-        "figures come from convolutional teachers and generator, the best of 600 epochs on 100 000 images, and a "
-        "looser accountant. A network that names one class for all images it learnt from is trained again with half "
-        f"the step size, which happened in {'; '.join(again) or 'no row'}.",
+        "trained only on generated images, after its last epoch; in the row of the classifier, the accuracy of the "
+        "classifier. The paper's figures come from convolutional teachers and generator, the best of 600 epochs on "
+        "100 000 images, and a looser accountant. A network that predicts one class for all of its training "
+        f"images is trained again with half the step size. This happened in {'; '.join(again) or 'no row'}.",
     )
 
 
 def _sheets(config: Config, task: Any, outcomes: Outcomes) -> list[Pictures]:
-    """Return generated images of the first seed, and records next to them."""
+    """Return records and generated images of the first seed."""
     columns, names = 8, [str(c) for c in range(task.classes)]
     split = task.train_split
     real = np.stack([split.x[np.flatnonzero(split.y == c)[:columns]] for c in range(task.classes)])
@@ -215,7 +214,7 @@ def _sheets(config: Config, task: Any, outcomes: Outcomes) -> list[Pictures]:
 
 
 def quantities(outcomes: Outcomes) -> dict[Any, float]:
-    """Return whether every epsilon is kept and every image paid for, and what is learnt, as accuracies."""
+    """Return the quantities of the claims: epsilon used, images in the ledger, and accuracies."""
     noisy = [run for (_, target), runs in outcomes.items() if target != math.inf for run in runs]
     accuracy = {at: mean(runs.each("accuracy")) for at, runs in outcomes.items()}
     return {

@@ -1,4 +1,4 @@
-"""Factors against one batch of all examples: deviation, bytes, arrival time at the server, and rank."""
+"""Factors compared with one batch of all examples: deviation, bytes, arrival time at the server, and rank."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ LAYERS: Final = ("layers.0.weight", "layers.1.weight", "layers.2.weight")
 WRONG: Final = ("dAD, even", "dAD, sum")
 
 WIDTH: Final = 10
-"""Rounds over which the ranks of the curves are means: single batches differ."""
+"""Ranks in curves are means over this number of rounds, because single batches differ."""
 
 LINKS: Final = {"1 Gbit/s, 0.1 ms": (1e9, 1e-4), "50 Mbit/s, 10 ms": (5e7, 1e-2), "5 Mbit/s, 50 ms": (5e6, 5e-2)}
-"""Bits a second up, and seconds of a message in one direction, by name."""
+"""Uplink bits per second and seconds of a message in one direction, by name."""
 
 THETA: Final = 0.1
-"""Part of the largest singular value above which one counts for the effective rank that is shown."""
+"""Singular values above this fraction of the largest count for the effective rank in figures."""
 
 
 def exactness(found: Found) -> Studied:
-    """Compare with one batch of all examples, count the numbers of frames, price exchanges, and look at ranks."""
+    """Compare with one batch of all examples, count the numbers in frames, time the exchanges, and compute ranks."""
     config, say = found.config, found.say
     rounds = int(config.settings["pooled_rounds"])
     equal = say.cell("one batch of all examples", lambda: equalities(rounds, config.seed))
@@ -51,7 +51,7 @@ def exactness(found: Found) -> Studied:
             "784-256-128-10, 32 rows: times fewer numbers, edAD": held["whole"] / held["edad"],
             **{fall(layer): mean(line[-tenth:]) / mean(line[:tenth]) for layer, line in fading.items()},
         },
-        skipped={fall(layer): "the layer is so small that it travels whole" for layer in LAYERS if layer not in fading},
+        skipped={fall(layer): "the layer is so small that it is sent whole" for layer in LAYERS if layer not in fading},
         tables=[
             table(
                 "Against one batch of all examples",
@@ -59,7 +59,7 @@ def exactness(found: Found) -> Studied:
                 equal,
                 f"Largest relative difference of a tensor after {rounds} rounds of plain SGD with real frames, of "
                 "three clients with 19, 4 and 11 examples. Even: the plain mean of the clients' mean gradients. Sum: "
-                "their sum, as in published code (read). edAD is for chains of layers.",
+                "their sum, as in published code (read). edAD works on chains of layers only.",
             ),
             table(
                 "Averaging during back-propagation: milliseconds until all factors are at the server",
@@ -71,8 +71,8 @@ def exactness(found: Found) -> Studied:
                 },
                 prices().items(),
                 "dAD of 784-256-128-10 with 32 rows, by the timing model. A Flower client answers when its work is "
-                "done: that is the middle column. The last one is what a client could do that answers several "
-                "questions at a time; work is small here, and a round trip is not.",
+                "done, as in the middle column. The last column is for a client that could answer several requests at "
+                "a time. Computing is short here, compared with a round trip.",
             ),
         ],
         figures=[
@@ -109,7 +109,7 @@ def ranks(found: Found) -> dict[str, Any]:
 
 
 def equalities(rounds: int, seed: int) -> dict[str, dict[str, float]]:
-    """Return by model and row how far a training in rounds is from one batch of all examples, relative."""
+    """Return by model and row the relative distance of a training in rounds from one batch of all examples."""
     from fedcomp.codecs import Factors
     from fedcomp.experiments.studies import pooled
     from fedcomp.factors.capture import chain_of
@@ -133,7 +133,7 @@ def equalities(rounds: int, seed: int) -> dict[str, dict[str, float]]:
 
 
 def lengths(seed: int) -> dict[str, int]:
-    """Return how many numbers the frames of one step of 784-256-128-10 with a batch of 32 hold, by mode."""
+    """Return, by mode, how many numbers the frames of one step of 784-256-128-10 with a batch of 32 hold."""
     import numpy as np
     import torch
 
@@ -163,7 +163,7 @@ def lengths(seed: int) -> dict[str, int]:
 
 
 def layer_by_layer(rounds: int, seed: int) -> float:
-    """Return how far a training with an exchange for each layer is from one with one exchange, relative."""
+    """Return the relative distance of a training with an exchange for each layer from one with a single exchange."""
     from fedcomp.codecs import Factors
     from fedcomp.experiments.studies import pooled
 
@@ -174,12 +174,12 @@ def layer_by_layer(rounds: int, seed: int) -> float:
 
 def prices() -> dict[str, list[float]]:
     """Return by link the milliseconds until the server has all factors of 784-256-128-10: in one exchange, with one for
-    each layer, and with one for each layer that leaves while the others are still computed."""
+    each layer, and with one for each layer that is sent while the others are still being computed."""
     from fedcomp.timing.pipeline import layered
 
     sides = [(10, 128), (128, 256), (256, 784)]
     nbytes = [4.0 * ROWS_OF_A_BATCH * (out + into) for out, into in sides]
-    # Two products of matrices for each layer, by a processor of ten thousand million multiplications a second.
+    # Two matrix products for each layer, on a processor with ten thousand million multiplications a second.
     work = [2.0 * ROWS_OF_A_BATCH * out * into / 1e10 for out, into in sides]
     found = {}
     for link, (bits, latency) in LINKS.items():

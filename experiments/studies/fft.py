@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from fedcomp.program import System
 
 BUDGETS: Final = (0.05, 0.1, 0.3)
-"""Real numbers that may be sent, as a fraction of all."""
+"""Budgets: the fraction of real numbers that may be sent."""
 
 STEPS: Final = (10, 100, 300, 690)
-"""Steps of the training whose gradients are looked at."""
+"""Steps of the training whose gradients are measured."""
 
 LAYERS: Final = ("conv2", "conv3")
 NOISE: Final = ("normal noise", "t(3) noise")
@@ -36,15 +36,15 @@ ORDERED: Final = "DCT, H,W,D,F"
 
 
 def rising(density: float, order: str, rounds: int) -> System:
-    """Return the program of waves of which more are sent in the second half of so many rounds."""
+    """Return the program that sends more waves in the second half of the given number of rounds."""
     half, late = 1 + rounds // 2, 1 + 3 * rounds // 4
-    # A run too short for both stages has the last alone.
+    # A run too short for both stages has only the last.
     stages = ((half, 0.5), (late, 1.0)) if late > half else ((late, 1.0),)
     return of_codec("fft", density=density, order=order, schedule=stages)
 
 
 def cosines(density: float, values: str, feedback: bool = False) -> System:
-    """Return the program of top-k of cosines, in the order that suits it: chunks cut waves along all filters."""
+    """Return the program of top-k of cosines, in the axis order that suits it: chunks cut waves along all filters."""
     topk = {"id": "topk", "density": density, "scope": "layer", "values": values}
     return of_codec("domain", feedback, transform={"id": "dct", "chunk": 1024}, codec=topk)
 
@@ -98,25 +98,26 @@ def few_waves(found: Found) -> Studied:
                 "Squared error over energy at so many real numbers",
                 by_signal,
                 [(name, budget) for names in of.values() for name in names for budget in BUDGETS],
-                "Mean gradients of four workers at a step of training, of conv2, (32, 16, 3, 3), and conv3, "
-                "(64, 32, 3, 3); noise of the shape of conv2. Means over seeds. Complex bins: real and imaginary part "
-                "count as two numbers.",
+                "Mean gradients of four workers at a step of training, of conv2, (32, 16, 3, 3), and conv3, (64, 32, "
+                "3, 3); noise of the shape of conv2. Means over seeds. In complex bins, real and imaginary part count "
+                "as two numbers.",
             ),
             table(
                 "Squared error over energy of 8-bit values, a worker's whole gradient as one vector",
                 by_form,
                 whole,
-                "Range floats and uniform codes have one range for all values, q8 a scale for every 256, which takes "
-                "an eighth of a bit per value.",
+                "Range floats and uniform codes have one range for all values. q8 has a scale for every 256 values, "
+                "which takes an eighth of a bit per value.",
             ),
         ],
     )
 
 
 def complex_bins(values: NDArray[np.float32], density: float) -> NDArray[np.float32]:
-    """Return what arrives when the largest complex bins are sent as published, real and imaginary part of each.
+    """Return the decoded values when the largest complex bins are sent as published, with real and imaginary part.
 
-    A bin counts as two numbers, and is selected by its magnitude, without the weight 2 of all but the first and last.
+    A bin counts as two numbers and is selected by its magnitude. The weight 2 of all bins except the first and last is
+    ignored.
     """
     bins = np.fft.rfft(values.astype(np.float64))
     kept = np.argsort(-np.abs(bins), kind="stable")[: max(1, math.ceil(density * values.size / 2))]
@@ -126,7 +127,7 @@ def complex_bins(values: NDArray[np.float32], density: float) -> NDArray[np.floa
 
 
 def errors(values: NDArray[np.float32], density: float) -> dict[str, float]:
-    """Return the squared error over the energy of ``values``, a convolution's of shape (F, D, H, W), by method."""
+    """Return by method the squared error over the energy of ``values``, a convolution of shape (F, D, H, W)."""
     from fedcomp.codecs import DCT, DFT, Domain, TopK
     from fedcomp.layout import Layout, SmallDense, Update
     from fedcomp.rng import Key
@@ -160,7 +161,7 @@ def rounding(values: NDArray[np.float32]) -> dict[str, float]:
     forms: dict[str, wire.Values] = {
         "range": wire.RangeFloat.quantise(values, 8, 4),
         "uniform": wire.Uniform.quantise(values, 8),
-        # Not one scale for all, but one for every 256 values.
+        # One scale for every 256 values.
         "q8": wire.QsgdLevels.nearest(values, 127, 256),
     }
     return {name: float(np.square(form.decode() - x).sum() / (x @ x)) for name, form in forms.items()}
@@ -176,9 +177,9 @@ def noise(name: str, seed: int) -> NDArray[np.float32]:
 
 
 def signals(seed: int, *, last: int) -> dict[str, Any]:
-    """Return the errors of all methods on the gradients of a training and on noise, and those of 8-bit forms.
+    """Return the errors of all methods on the gradients of a training and on noise, and the errors of 8-bit forms.
 
-    Of a training that is cut short after ``last`` steps the last one stands for the later ones.
+    If a training ends after ``last`` steps, its last gradient replaces the later ones.
     """
     from fedcomp.experiments.studies.convolutions import gradients, mean_of
 

@@ -1,4 +1,4 @@
-"""Sensors and nodes that send only new information: latency, bytes, false alarms, and rounds between nodes."""
+"""Sensors and nodes that send only new information: latency, bytes, false alarms, and rounds of nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RADIO: Final = "Wi-Fi, another antenna"
 SWAPPED: Final = "digits, labels swapped"
 
 WITHIN: Final = (WINDOW + 2 * TICK) // TICK
-"""Ticks in which strong drift has to be found: a window, and two ticks in a row."""
+"""Ticks within which strong drift must be found: the time to fill a window, and two consecutive ticks."""
 
 WINDOWS: Final = (25, 50, 100, 200)
 EVERY: Final = "every round"
@@ -43,7 +43,7 @@ def sensors(scheduler: str, drift: str, seed: int, *, ticks: int) -> dict[str, A
 
 
 def alarms(window: int, seed: int, *, ticks: int, level: float) -> dict[str, Any]:
-    """Count what is above thresholds without drift."""
+    """Count windows above the thresholds without drift."""
     from fedcomp.experiments.drifting import quiet
 
     return quiet(window, seed, ticks=ticks, level=level)
@@ -59,18 +59,18 @@ def federated(row: str, seed: int, *, rounds: int) -> dict[str, Any]:
 
 
 def latency(records: Records) -> float:
-    """Return the median latency; infinite where most runs did not find the drift."""
+    """Return the median latency; infinite if most runs did not find the drift."""
     found = [float("inf") if value is None else value for value in records.each("latency")]
     return float(np.median(found))
 
 
 def shown(value: float) -> Any:
-    """Return a latency for a table."""
+    """Return a latency as text for a table."""
     return round(value, 1) if value < float("inf") else "not found"
 
 
 def study(found: Found) -> Studied:
-    """Run sensors by all schedulers, count false alarms, and run rounds between nodes."""
+    """Run sensors with all schedulers, count false alarms, and run rounds between nodes."""
     from fedcomp.experiments.drifting_rounds import ROWS
     from fedcomp.tasks import get_task
 
@@ -81,7 +81,7 @@ def study(found: Found) -> Studied:
         {"scheduler": scheduler, "drift": drift, "seed": seed}
         for drift in DATA
         for scheduler in SCHEDULERS
-        # Where confidence is blind, what matters is who sees it.
+        # If confidence cannot detect the drift, the question is what can.
         if drift != SWAPPED or scheduler in (SLOW, OURS, MEANS, LOSS)
         for seed in seeds
     ]
@@ -167,10 +167,9 @@ def study(found: Found) -> Studied:
                     "not adapted, %": lambda key: round(mean(groups[key].each("unadapted")), 1),
                 },
                 [key for key in groups if key[0] == drift],
-                f"{ticks} ticks of {TICK} inferences, windows of {WINDOW}; bytes are those of the link, messages "
-                "whole. "
-                "After the drift: accuracy of whatever model is deployed, mean over the ticks from its begin on. Not "
-                "adapted: that of the first model.",
+                f"{ticks} ticks of {TICK} inferences, windows of {WINDOW}; bytes are those of whole messages on the "
+                "link. After the drift: accuracy of the deployed model, as the mean over the ticks since its start. "
+                "Not adapted: accuracy of the first model.",
             )
             for drift in DATA
         ]
@@ -201,8 +200,8 @@ def study(found: Found) -> Studied:
                     "sensor links, KB": lambda row: round(mean(rows[row].each("sensor_bytes")) / 1e3),
                 },
                 rows,
-                "Four nodes, top-k 10 % with feedback; whole messages as a deployment has them, of which an empty one "
-                "is 0.55 KB. Accuracy of the model of the rounds on what the sensors meet.",
+                "Four nodes, top-k 10 % with feedback. Messages are whole, as in a deployment; an empty one has 0.55 "
+                "KB. Accuracy is that of the federated model on the data that the sensors see.",
             ),
             table(
                 "What the rows do",

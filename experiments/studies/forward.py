@@ -1,4 +1,4 @@
-"""Forward gradients against rivals at equal bytes, and six gradient estimators of one model on MNIST."""
+"""Forward gradients compared with rivals at equal bytes, and six gradient estimators for one model on MNIST."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ WEIGHTS: Final = "weights, one direction for all"
 TENSOR_WEIGHTS: Final = "weights, one for each tensor"
 LOCAL_EXACT: Final = "local losses, back-propagation"
 ESTIMATES: Final = (EXACT, WEIGHTS, TENSOR_WEIGHTS, MATCHES, LOCAL_EXACT, LOCAL)
-"""Estimates of the gradient by which one model is trained, without messages."""
+"""Estimates of the gradient that train one model without messages."""
 
 MNIST: Final = "mnist"
 PASSES: Final = 18
-"""Forward passes of a step, of every estimate."""
+"""Forward passes per step, the same for every estimate."""
 
 UP: Final = 2
 BOTH: Final = 3
-"""Columns of a training's points: bytes up, and both ways."""
+"""Columns of a training's points: bytes up, and bytes both ways."""
 
 
 def train(spec: RunSpec, training: Training) -> dict[str, Any]:
-    """Train a row through Flower's messages; half as long where step sizes are compared."""
+    """Train a row through Flower's messages, half as long when step sizes are compared."""
     halved = max(1, spec.rounds // 2) if spec.settings["task.validation"] else spec.rounds
     return by_messages(replace(spec, rounds=halved), training)
 
 
 def equal_bytes(found: Found, rivals: Sequence[str]) -> Studied:
-    """Compare accuracies in as many bytes as 32 directions send, up and both ways, and estimates on MNIST."""
+    """Compare accuracies within the bytes that 32 directions send, up and both ways, and estimates on MNIST."""
     most = {UP: found.mean(OURS, "uplink"), BOTH: found.mean(OURS, "uplink") + found.mean(OURS, "downlink")}
     names = {UP: "uplink bytes", BOTH: "bytes both ways"}
     quantities: dict[Any, float] = {}
@@ -74,23 +74,23 @@ def equal_bytes(found: Found, rivals: Sequence[str]) -> Studied:
                 "Estimates of the gradient on MNIST",
                 rows,
                 images,
-                f"{found.config.settings['mnist_steps']} steps of 128 images, one model, no messages; every estimate "
-                f"takes about {PASSES} forward passes a step, and a step size chosen in the same way. Perturbed "
-                "activities and local losses are options of a client's own training: their estimate cannot be made of "
-                "scalars on a server." + ("" if served else f" Not MNIST: {absent}."),
+                f"{found.config.settings['mnist_steps']} steps of 128 images, one model, no messages. Every estimate "
+                f"takes about {PASSES} forward passes a step, and its step size is chosen in the same way. Perturbed "
+                "activities and local losses are options of a client's own training, because a server cannot build "
+                "their estimate from scalars." + ("" if served else f" Not MNIST: {absent}."),
             )
         ],
     )
 
 
 def reached(line: Sequence[Sequence[float]], column: int, most: float) -> float:
-    """Return the accuracy of the last round within a budget of bytes, the mean of up to five before it."""
+    """Return the accuracy within a budget of bytes: the mean of up to five rounds that end with the last within it."""
     within = [point[1] for point in line if point[column] <= most]
     return mean(within[-5:]) if within else 0.0
 
 
 def _mnist(found: Found) -> dict[str, Records]:
-    """Return the trainings by estimate, each at the step size that did best on a validation split."""
+    """Return the trainings by estimate, each at the best step size on a validation split."""
     config, say, processes = found.config, found.say, found.workers
     steps, width = int(config.settings["mnist_steps"]), int(config.settings["mnist_hidden"])
     grid = [0.03, 0.1, 0.3, 1.0, 10.0, 30.0, 100.0]
@@ -104,9 +104,9 @@ def _mnist(found: Found) -> dict[str, Records]:
 
 
 def network(inputs: int, width: int, *, local: bool, key: Key) -> nn.Module:
-    """Return two fully connected blocks and heads: one at the end, or one on each block.
+    """Return two fully connected blocks, with one head at the end or one on each block.
 
-    With a head on each block nothing comes back from a block to the one before: each learns by its own head's loss.
+    With a head on each block, no gradient passes between blocks; each block learns from the loss of its own head.
     """
     import torch
     from torch import Tensor, nn
@@ -125,7 +125,7 @@ def network(inputs: int, width: int, *, local: bool, key: Key) -> nn.Module:
                     layer.bias.zero_()
 
         def forward(self, x: Tensor) -> list[Tensor]:
-            """Return the outputs of all heads; the last one's are the model's."""
+            """Return the outputs of all heads; the last head gives the model's output."""
             out, x = [], x.flatten(1)
             for place, block in enumerate(self.blocks):
                 x = torch.relu(block(x.detach() if local else x))
@@ -137,7 +137,7 @@ def network(inputs: int, width: int, *, local: bool, key: Key) -> nn.Module:
 
 
 def estimate(row: str, lr: float, seed: int, *, steps: int, tuning: bool, width: int) -> dict[str, Any]:
-    """Train one model on MNIST by an estimate of the gradient, on the driver in memory; return its accuracy."""
+    """Train one model on MNIST with an estimate of the gradient, on the in-memory driver; return its accuracy."""
     import numpy as np
     import torch
     from torch import Tensor, nn
@@ -163,7 +163,7 @@ def estimate(row: str, lr: float, seed: int, *, steps: int, tuning: bool, width:
     batches = data.batches(batch_size=128, key=key.at(purpose="batches"), epochs=None, max_steps=steps)
 
     def losses(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        """Return the loss of each example: the sum over the heads."""
+        """Return the loss of each example, summed over the heads."""
         return torch.stack([nn.functional.cross_entropy(found, y, reduction="none") for found in model(x)]).sum(0)
 
     def along_weights(x: Tensor, y: Tensor, signs: Key) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Skewed neighbour sampling: how many feature rows of other owners a GCN needs, and the cost of using fewer."""
+"""Skewed neighbour sampling: how many feature rows of other owners a GCN needs, and what using fewer costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedcomp.experiments.studies.graph_runs import SYSTEM, after, outcome, train
 from fedcomp.experiments.tables import Found, Studied
 
 if TYPE_CHECKING:
-    # Listing the experiments needs no torch: it is imported when one is run.
+    # Listing the experiments needs no torch, so it is imported when one runs.
     from fedcomp.graphs.settings import SamplerSettings
     from fedcomp.tasks.graph import GraphTask
 
@@ -27,7 +27,7 @@ PARTITIONS: Final = (CUT, RANDOM)
 FULL, LOCAL, UNSKEWED, EIGHT = "all neighbours", "local only", "s = 1, unskewed", "s = 8"
 SKEWED, MEASURED, WORST = "skewed, D = 1.5", "measured norms, D = 1.5", "worst case, D = 1.5"
 BOUNDARY, UNIFORM = "boundary sampling, as many rows", "uniform sampling, as many rows"
-"""The rivals of skew at equal cost: fewer of the boundary, or fewer nodes at the input layer, with nothing favoured."""
+"""The rivals of skew at equal cost: fewer boundary nodes, or fewer nodes at the input layer, without preference."""
 UPDATES: Final = "rows as auto, updates as qsgd"
 RENORMALISED: Final = "LADIES, rows renormalised"
 
@@ -44,7 +44,7 @@ COMPARED: Final[Mapping[str, Own]] = {
     MEASURED: {"mode": "measured", **_SKEWED},
     LOCAL: {"sampler": "local"},
 }
-"""The rules of the rows, which the claims are about."""
+"""The rules of the rows; claims are about these."""
 
 RULES: Final[Mapping[str, Own]] = {
     **COMPARED,
@@ -65,8 +65,8 @@ FAMILIES: Final[Mapping[str, Own]] = {
 }
 """Other samplers and the other estimator."""
 
-# About thirty rows of the digits (64 numbers of four bytes, an id and a length): far fewer than a client meets on
-# random parts, so that rows have to be evicted. Only the LRU cache has a limit; "all" keeps every row.
+# Room for about thirty rows of the digits (64 numbers of four bytes, an id and a length). A client uses far more on
+# random parts, so rows have to be evicted. Only the LRU cache has a limit; "all" keeps every row.
 CACHES: Final[Mapping[str, Own]] = {
     f"{label}, cache {cache}": {**RULES[label], "cache": cache, **limit}
     for cache, limit in (("lru", {"cache_bytes": 8192}), ("all", {}))
@@ -78,8 +78,8 @@ SHORT: Final[Mapping[str, Mapping[str, Own]]] = {
     RANDOM: {
         **RULES,
         **CACHES,
-        # One sampler with other bytes: rows and updates shorter, or evaluation on the clients. Only where many rows
-        # travel: between parts with few cut edges nearly all bytes are those of models.
+        # The same sampler with other bytes: shorter rows and updates, or evaluation on the clients. Only if many rows
+        # are sent, because between parts with few cut edges nearly all bytes are those of models.
         **{
             f"rows as {codec}": {**_FIXED, "row_codec": codec}
             for codec in ("dense-f32", "dense-f16", "int8", "csr", "auto")
@@ -88,7 +88,7 @@ SHORT: Final[Mapping[str, Mapping[str, Own]]] = {
         "evaluated on the clients": {**_FIXED, "fraction_evaluate": 1.0},
     },
 }
-"""What is compared among itself, by short trainings of the first seed."""
+"""Rules that are compared with each other, in short trainings of the first seed."""
 
 CROSSING: Final[Mapping[str, Own]] = {
     UNSKEWED: _FIXED,
@@ -96,48 +96,47 @@ CROSSING: Final[Mapping[str, Own]] = {
     SKEWED: _SKEWED,
     LOCAL: RULES[LOCAL],
 }
-"""What is compared where labels depend on remote neighbours."""
+"""Rules that are compared when labels depend on remote neighbours."""
 
-# One layer there: a label depends on the colours of direct neighbours and on nothing further away.
+# One layer, because a label depends only on the colours of direct neighbours.
 CROSS_SIZE: Final[Own] = {"n": "200", "layers": 1}
 CROSS_BATCH: Final = 64
 
 TUNING_SEED: Final = 1000
-"""Batch, layer sizes, step size and number of rounds were chosen on seeds from here on: none of them is reported."""
+"""Batch, layer sizes, step size and number of rounds were chosen on seeds from here on, which are not reported."""
 
 _ADAM: Final[Own] = {"inner": "fedadam", "inner.tau": 1e-8, "codec": "identity", "lr": 1.0}
-"""The server's Adam, as Flower's FedAdam has it; its tau is Adam's epsilon. FedAdam makes float64 of a float32 model;
+"""The server's Adam, as in Flower's FedAdam, whose tau is Adam's epsilon. FedAdam turns a float32 model into float64;
 inside the drop-in pair, with the codec that changes nothing, the model keeps its type."""
 
 
 def name(where: str, label: str) -> str:
-    """Return what the runs of a rule on a partition are called."""
+    """Return the label of a rule's runs on a partition."""
     return f"{where}: {label}"
 
 
 def short(where: str, label: str) -> str:
-    """Return what a short training is called."""
+    """Return the label of a short training."""
     return f"short, {name(where, label)}"
 
 
 def _graph(config: Config, where: str) -> dict[str, Any]:
     cut = {"cut": "random" if where == RANDOM else str(config.settings["cut"])}
-    # What makes the graph of digits; those of files are as they are.
+    # Settings of the graph of digits; graphs from files have none.
     return cut | ({"k": int(config.settings["k"])} if config.settings["task"] == "digits-graph" else {})
 
 
 def spec(config: Config, where: str, called: str, own: Own, rounds: int = 0) -> RunSpec:
-    """Return one run on a partition, or on the cross-partition graph for as long as that is trained; with the first
-    seed."""
+    """Return one run with the first seed on a partition, or on the cross-partition graph with its number of rounds."""
     if where == CROSS:
         early, rounds = cross_rounds(config)
-        # The graph of the first seed; every further seed is trained on one drawn from that seed.
+        # The graph of the first seed; for every other seed a graph is drawn from that seed.
         graph = {"parts": config.clients, "graph_seed": config.seed}
-        # An evaluation has to fall on both of the rounds after which the rules are compared.
+        # Both rounds after which the rules are compared need an evaluation.
         given = {"inner.eta": 0.1, **CROSS_SIZE, "batch_size": CROSS_BATCH, "evaluate_every": math.gcd(early, rounds)}
     else:
         graph = _graph(config, where)
-        # Rounded up: at most ten evaluations, however many rounds there are.
+        # Rounded up, so there are at most ten evaluations for any number of rounds.
         given = {"inner.eta": 0.01, "evaluate_every": max(1, -(-rounds // 10))}
     task, taken = (CROSS, ()) if where == CROSS else (str(config.settings["task"]), ("n", "batch_size", "task.hidden"))
     fixed: dict[str, Any] = {**_ADAM, **given, **{f"task.{key}": value for key, value in graph.items()}, **own}
@@ -146,18 +145,18 @@ def spec(config: Config, where: str, called: str, own: Own, rounds: int = 0) -> 
 
 
 def cross_rounds(config: Config) -> tuple[int, int]:
-    """Return after how many rounds rules are compared on the cross-partition graph: early, and at the end."""
+    """Return the rounds after which rules are compared on the cross-partition graph: early, and at the end."""
     early = int(config.settings["cross_rounds"])
     return early, max(early, int(config.settings["cross_long"]))
 
 
 def rows(config: Config) -> Mapping[str, str]:
-    """Return the comparison that the claims are about, with the first seed; it also runs on other engines.
+    """Return the rows of the claims with the first seed, which also run on other engines.
 
     Raises
     ------
     ConfigError
-        With one client, before anything is trained.
+        With one client; raised before any training.
     """
     if config.clients < 2:
         raise ConfigError(
@@ -168,7 +167,7 @@ def rows(config: Config) -> Mapping[str, str]:
 
 
 def trainings(config: Config, equal: Mapping[str, Mapping[str, Own]]) -> dict[str, tuple[RunSpec, range]]:
-    """Return every training by its name, with its seeds; the rows are among them."""
+    """Return every training by name, with its seeds; this includes the rows."""
     seeds, few = repetitions(config), min(config.rounds, int(config.settings["short_rounds"]))
     long = {CUT: {**COMPARED, **equal[CUT]}, CROSS: {**CROSSING, **equal[CROSS]}}
     made = [
@@ -185,7 +184,7 @@ def trainings(config: Config, equal: Mapping[str, Mapping[str, Own]]) -> dict[st
 
 
 def study(found: Found) -> Studied:
-    """Train on both partitions and the cross-partition graph; measure variances and biases without training."""
+    """Train on both partitions and on the cross-partition graph; measure variances and biases without training."""
     from fedcomp.tasks import get_task
 
     config, say = found.config, found.say
@@ -194,10 +193,10 @@ def study(found: Found) -> Studied:
         for where in PARTITIONS
     }
     say("samplers that fetch as many rows, by plans")
-    # Before the trainings, whose rivals are made of the q and n that are found here, and without looking at a label.
+    # Before the trainings, because their rivals use the q and n found here; no label is used.
     equal = rivals(config, say.cell("equal rows", partial(_equal_rows, config, graphs[CUT])))
     wanted = trainings(config, equal)
-    # The first seed of a comparison is a row, and trained already.
+    # The first seed of a comparison is a row and already trained.
     known = {(label, result.spec.seed): Record(outcome(result)) for label, result in found.results.items()}
     cells = [{"label": label, "seed": seed} for label, (_, seeds) in wanted.items() for seed in seeds]
     waiting = [cell for cell in cells if (cell["label"], cell["seed"]) not in known]
@@ -209,7 +208,7 @@ def study(found: Found) -> Studied:
     say("biases: means of many draws")
     biases = say.cell("biases", partial(_biases, config, graphs[RANDOM]))
     for graph in graphs.values():
-        # Its record has the partitions it was asked for.
+        # The record of the task has the requested partitions.
         graph.shared(config.clients)
     longs = [label for label in groups if label.startswith(CUT)]
     return Studied(
@@ -218,8 +217,8 @@ def study(found: Found) -> Studied:
         figures=[
             curves(
                 f"Accuracy against bytes of features, parts with {CUT}",
-                # Local training fetches nothing and has no place on an axis of bytes; nor has an evaluation before the
-                # first byte on one that is logarithmic.
+                # Local training fetches nothing, so it cannot appear on an axis of bytes. On a logarithmic axis neither
+                # can an evaluation before the first byte.
                 [(label, [p for p in _points(groups[label]) if p[0] > 0]) for label in longs],
                 lambda line: [sent for sent, _ in line[1]],
                 lambda line: [right for _, right in line[1]],
@@ -228,7 +227,7 @@ def study(found: Found) -> Studied:
                 y_label="%",
                 log_x=True,
                 x_bytes=True,
-                caption="Means over seeds. Models and plans are not in it: they cost all rules the same.",
+                caption="Means over seeds. Models and plans are left out, because they cost the same for all rules.",
             )
         ],
         tasks=[*(graph.record() for graph in graphs.values()), groups[name(CROSS, UNSKEWED)][0].task],
@@ -240,9 +239,9 @@ def _points(runs: Records) -> list[tuple[float, float]]:
 
 
 def rivals(config: Config, equal: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Own]]:
-    """Return the samplers that fetch as many rows as skew does, by graph: :func:`_equal_rows` says which q and n.
+    """Return, by graph, the samplers that fetch as many rows as skew does; :func:`_equal_rows` finds q and n.
 
-    Only the input layer of uniform sampling is made smaller: rows are fetched there and nowhere else.
+    Uniform sampling is reduced only at the input layer, the only layer that fetches rows.
     """
     hidden = str(config.settings["n"]).split(",")[-1]
     sizes = {CUT: f"{equal[CUT]['n']:.0f},{hidden}", CROSS: f"{equal[CROSS]['n']:.0f}"}
@@ -253,11 +252,11 @@ def rivals(config: Config, equal: Mapping[str, Mapping[str, float]]) -> dict[str
 
 
 def _equal_rows(config: Config, graph: GraphTask) -> dict[str, dict[str, float]]:
-    """Return q and n with which the rivals fetch as many rows as skew: on seeds that no training has."""
+    """Return q and n with which the rivals fetch as many rows as skew, found on seeds that no training uses."""
     from fedcomp.experiments.studies.graph_variance import Batches, as_many_rows, remote_inputs
     from fedcomp.tasks import get_task
 
-    # The graph of the tuning seed: the rivals must not be fitted to a graph that results are taken from.
+    # The graph of the tuning seed, because rivals must not be fitted to a graph of the results.
     crossed = cast("GraphTask", get_task(CROSS, parts=config.clients, graph_seed=TUNING_SEED))
     out = {}
     for where, task, own, size, common in (
@@ -281,7 +280,7 @@ def _sampler(config: Config, own: Own) -> SamplerSettings:
 
 
 def _variances(config: Config, graphs: Mapping[str, GraphTask]) -> dict[str, Any]:
-    """Return exact ratios of the rules that have one s per layer, on the batches of five rounds."""
+    """Return exact ratios of the rules with one s per layer, on the batches of five rounds."""
     from fedcomp.experiments.studies.graph_variance import Batches, measured
 
     size = int(config.settings["batch_size"])
@@ -298,20 +297,20 @@ def _biases(config: Config, graph: GraphTask) -> dict[str, Any]:
     from fedcomp.experiments.studies.graph_variance import bias_of
 
     wanted: dict[str, Own] = {label: RULES[label] for label in (UNSKEWED, SKEWED, LOCAL)}
-    # As published: the rows' sums are restored, and the bias grows with it.
+    # As published: row sums are restored, which increases the bias.
     wanted |= {**FAMILIES, RENORMALISED: {"sampler": "ladies", "renormalise": True}}
     size = {"batch": 32, "draws": int(config.settings["draws"]), "seed": config.seed}
     part = graph.shared(config.clients).part(0)
-    # One layer of few nodes and the same batch for all: bias has to stand out from the noise of the draws.
+    # One layer of few nodes and the same batch for all, so the bias exceeds the noise of the draws.
     return {label: bias_of(graph, part, _sampler(config, {**own, "n": "64"}), **size) for label, own in wanted.items()}
 
 
 Groups = Mapping[str, Records]
-"""Runs of all seeds, by the name of the training."""
+"""The runs of all seeds, by the name of the training."""
 
 
 def _fewer(groups: Groups, label: str, other: str, figure: str = "per_batch") -> float:
-    """Return how many times fewer of a figure there are than in another training; NaN when there is nothing left."""
+    """Return how many times smaller a figure is than in another training; NaN if the figure is zero."""
     before, now = (mean(groups[each].each(figure)) for each in (other, label))
     return before / now if now else math.nan
 
@@ -319,8 +318,8 @@ def _fewer(groups: Groups, label: str, other: str, figure: str = "per_batch") ->
 def quantities(
     config: Config, groups: Groups, exact: Mapping[str, Mapping[str, float]], biases: Mapping[str, Mapping[str, float]]
 ) -> dict[Any, float]:
-    """Return what is claimed: fewer rows at the accuracy of the unskewed sampler; what is remote is learnt from; bytes
-    are those sent."""
+    """Return the quantities of the claims: rows at the accuracy of the unskewed sampler, learning from remote rows, and
+    bytes that equal those sent."""
 
     def reached(label: str, rounds: int) -> list[float]:
         return [after(run, rounds) for run in groups[name(CROSS, label)]]
@@ -334,20 +333,20 @@ def quantities(
         out[name(where, label), "times fewer remote rows than with s = 1"] = many
     for label in (MEASURED, SKEWED):
         out[name(CUT, label), "points of accuracy below s = 1"] = percent(UNSKEWED) - percent(label)
-    # If n reached the number of candidates, every sampler would keep all of them and nothing would be compared.
+    # If n reached the number of candidates, every sampler would keep all of them and the comparison would be empty.
     kept = [one["kept"] / one["candidates"] for one in (exact[name(where, UNSKEWED)] for where in PARTITIONS)]
     out["share of the input layer's candidates that s = 1 keeps"] = largest(kept)
     early, late = cross_rounds(config)
-    # Local training has to stay near chance, or accuracy on this graph would not show that remote rows matter.
+    # Local training must stay near chance; otherwise accuracy on this graph would not show that remote rows matter.
     out[name(CROSS, LOCAL), "accuracy, best seed"] = largest(reached(LOCAL, early))
     for label in (EIGHT, SKEWED):
-        # The smallest by way of largest(), which does not pass over a NaN as min() would.
+        # The smallest, computed with largest(), which does not skip NaN as min() might.
         out[name(CROSS, label), "accuracy, worst seed"] = -largest(-x for x in reached(label, early))
     for rival in (UNIFORM, BOUNDARY):
         for when, rounds in (("early", early), ("at the end", late)):
             points = 100 * (mean(reached(EIGHT, rounds)) - mean(reached(rival, rounds)))
             out[name(CROSS, EIGHT), f"points above {rival}, {when}"] = points
-    # Compressed updates are no tensors, which the comparison takes out of the messages.
+    # The comparison subtracts tensors from the messages, and compressed updates are not tensors.
     runs = [run for label, made in groups.items() for run in made if not label.endswith(UPDATES)]
     gaps: dict[str, Callable[[Record], float]] = {
         "bytes of rows, norms and ids in the ledger's payloads less those reported": lambda r: r.gap_asked,
@@ -365,9 +364,9 @@ def quantities(
             for ends in (", cache all", "")
         )
         out[where, "times fewer rows where all are cached, over that without a cache"] = cached / plain
-    # Local-only draws nothing, and has no noise.
+    # Local-only draws nothing and has no noise.
     over = {label: one["distance"] / (one["noise"] or math.nan) for label, one in biases.items()}
-    # LADIES is biased by construction, with rows renormalised or without.
+    # LADIES is biased by construction, with or without renormalised rows.
     unbiased = [value for label, value in over.items() if "LADIES" not in label and label != LOCAL]
     out["distance of the mean of draws over its noise floor, largest of the unbiased samplers"] = largest(unbiased)
     out["the same of LADIES as published, rows renormalised"] = over[RENORMALISED]
@@ -405,7 +404,7 @@ def _tables(
         reached = [[100 * after(run, rounds) for run in runs] for rounds in (early, late)]
         return {
             **{figure: mean(runs.each(figure)) for figure in (*_RUN.values(), *_BYTES.values())},
-            # Variances are of a partition, however long the trainings on it are.
+            # Variances belong to a partition; they do not depend on the length of trainings.
             **{ratio: exact.get(label.removeprefix("short, "), {}).get(ratio) for ratio in _RATIOS.values()},
             "label": label,
             "accuracy": mean(accuracy),
@@ -437,8 +436,8 @@ def _tables(
                 lines,
                 "All clients, both directions, means over seeds. Rows, ids, norms and models are frames and tensors; "
                 "messages are whole, with Flower's envelope. A fetched row crosses two links, from its owner to the "
-                "server and from there to whoever asked: logical counts it once, link twice. It is part of a rows "
-                "message and of a train message. What clients fetch to evaluate is a column of its own.",
+                "server and from there to the client that needs it: logical counts it once, link twice. It is part of "
+                "a rows message and of a train message. Rows that clients fetch for evaluation have a separate column.",
             ),
         ]
 
@@ -475,7 +474,8 @@ def _tables(
                 "remote": "remote",
             },
             [{"label": label, **found} for label, found in biases.items()],
-            "Of ‖Z‖, Z being the sum over all neighbours of one batch on random parts. The noise floor is what the "
-            "mean of as many draws of an unbiased sampler is away from Z. One draw: root mean square distance.",
+            "Distances are relative to ‖Z‖, where Z is the sum over all neighbours of one batch on random parts. The "
+            "noise floor is the expected distance from Z of the mean of as many draws of an unbiased sampler. One "
+            "draw: root mean square distance.",
         ),
     ]

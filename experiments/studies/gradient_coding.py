@@ -16,11 +16,11 @@ from fedcomp.experiments.spec import RunResult
 from fedcomp.experiments.tables import Found, Studied, Training
 from fedcomp.rng import Key
 
-# With ten clients 1 + 1 divides their number and 3 + 1 does not: fractional repetition and the cyclic code are both
+# With ten clients, 1 + 1 divides their number and 3 + 1 does not, so both fractional repetition and the cyclic code
 # run.
 LOSSES: Final = (0, 1, 3)
 MOST: Final = LOSSES[-1]
-# From tails under which a mean hardly exists to tails so light that nobody straggles.
+# From tails with hardly any mean to tails so light that no device straggles.
 TAILS: Final = (1.05, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Tail indices of the plot: P(slower than x) = x^-index."""
 
@@ -30,7 +30,7 @@ ALL: Final = "wait for all"
 
 
 def coded(losses: int) -> str:
-    """Return the label of the row that tolerates so many losses."""
+    """Return the label of the row that tolerates this many losses."""
     return f"gradient code, s = {losses}"
 
 
@@ -40,23 +40,23 @@ def over_field(losses: int) -> str:
 
 
 def ignoring(losses: int) -> str:
-    """Return the name of the scheme that does without the slowest."""
+    """Return the name of the scheme that ignores the slowest devices."""
     return f"ignore the {losses} slowest"
 
 
 def schemes(clients: int) -> dict[str, dict[str, Any]]:
-    """Return the settings of what is run among stragglers, by name."""
-    # The same strategy with s = 0 waits for all, so that only the code differs.
+    """Return the settings of the schemes that run among stragglers, by name."""
+    # The same strategy with s = 0 waits for all, so only the code differs.
     out: dict[str, dict[str, Any]] = {ALL: {"losses": 0}}
     out |= {coded(s): {"losses": s} for s in LOSSES[1:]}
-    # A server that ignores stragglers is the code without redundancy that ends a round at a quorum.
+    # A server that ignores stragglers equals a code without redundancy that ends a round at a quorum.
     out |= {ignoring(s): {"losses": 0, "approximate": True, "quorum": max(1, clients - s)} for s in LOSSES[1:]}
     out[over_field(MOST)] = {"losses": MOST, "arithmetic": "gf31"}
     return out
 
 
 def study(found: Found) -> Studied:
-    """Run every scheme among stragglers of both kinds; compute the times without backlog for other tails."""
+    """Run every scheme with stragglers of both kinds; compute the times without backlog for other tails."""
     config, results = found.config, found.results
     training = Training.of(found.experiment, config)
     runs = found.sweep(among_stragglers, {"speeds": SPEEDS, "name": list(schemes(config.clients))}, training=training)
@@ -73,7 +73,7 @@ def study(found: Found) -> Studied:
         figures=[
             curves(
                 f"Test loss over simulated time, stragglers {FIXED}",
-                # Over the field the curve would cover that of the same code in floats.
+                # The curve over the field would cover the curve of the same code in floats.
                 [run for run in runs.where(speeds=FIXED) if run.name != over_field(MOST)],
                 lambda run: np.cumsum(run.seconds).tolist(),
                 "loss",
@@ -92,8 +92,8 @@ def study(found: Found) -> Studied:
                 y_label="mean seconds of a round",
                 log_x=True,
                 log_y=True,
-                caption="Computed: the mean time until the sum is determined, with s + 1 times the work, when no "
-                "device is still busy with the round before. Where tails are light, coding costs more than it gains.",
+                caption="Computed: the mean time until the sum is determined, with s + 1 times the work, if no device "
+                "is still busy with the previous round. With light tails coding costs more than it saves.",
             ),
         ],
     )
@@ -103,25 +103,25 @@ def slowdown(seed: int, speeds: str, tail: float) -> Callable[[int, int], float]
     """Return ``(round, partition) -> seconds per partition``, at least 1, with a Pareto tail of index ``tail``."""
 
     def seconds(server_round: int, partition: int) -> float:
-        # By partition and, if speeds are redrawn, round: every scheme meets the same stragglers.
+        # The key has the partition and, if speeds are redrawn, the round, so every scheme has the same stragglers.
         key = Key(seed, "stragglers", server_round if speeds == DRAWN else 0, partition)
-        # Inverse of the Pareto distribution function; 1 - u is never 0.
+        # The inverse of the Pareto distribution function; 1 - u is never 0.
         return float((1.0 - key.uniform(1)[0]) ** (-1.0 / tail))
 
     return seconds
 
 
 def among_stragglers(speeds: str, name: str, *, training: Training) -> dict[str, Any]:
-    """Run one scheme with real messages on the engine in this process, whose clock is simulated.
+    """Run one scheme with real messages on the in-process engine with a simulated clock.
 
     Returns
     -------
     dict
-        Per round the seconds, those there were if all restarted, the test loss, the accuracy and the answers that came
-        in time; the final weights; and the largest difference between the clock and what :func:`replay` computes from
-        the drawn times alone.
+        For each round the seconds, the seconds if all devices restarted, the test loss, the accuracy and the answers
+        that were in time; the final weights; and the largest difference between the clock and the times that
+        :func:`replay` computes from the drawn times.
     """
-    from fedcomp.clients.app import app  # brings torch and Flower
+    from fedcomp.clients.app import app  # imports torch and Flower
     from fedcomp.experiments.serve import serve
     from fedcomp.flower.grid import InProcessGrid
 
@@ -135,12 +135,12 @@ def among_stragglers(speeds: str, name: str, *, training: Training) -> dict[str,
 
     def computing(delivery: Any) -> float:
         trains = delivery.message_type.partition(".")[0] == "train"
-        # Queries and evaluations take no time: the seconds of a round are those of training.
+        # Queries and evaluations take no time, so the seconds of a round are those of training.
         return work * seconds(delivery.round, delivery.partition) if trains else 0.0
 
     with InProcessGrid(app, config.clients, seed=config.seed, compute_seconds=computing) as grid:
         result = serve(spec, grid, on_round=lambda _record: marks.append(grid.clock))
-    # A second way to the same seconds, without messages: the claims compare them.
+    # A second way to compute the same seconds, without messages; the claims compare both.
     expected = replay(config.clients, config.rounds, settings, seconds)
     laps = np.diff(marks)
     return {
@@ -164,7 +164,7 @@ def replay(
 ) -> NDArray[np.float64]:
     """Return the seconds of every round from the drawn times.
 
-    Who is still busy with an older round begins later, unless all ``restart`` every round.
+    A device that is still busy with an older round starts later, unless all ``restart`` every round.
     """
     losses, quorum = int(settings["losses"]), int(settings.get("quorum", 0))
     clock, free, out = 0.0, np.zeros(clients), []
@@ -174,7 +174,7 @@ def replay(
         if quorum:
             over = float(np.sort(free)[quorum - 1])
         elif clients % (losses + 1) == 0:
-            # Fractional repetition is done with the first answer of every group.
+            # Fractional repetition ends with the first answer of every group.
             over = float(free.reshape(-1, losses + 1).min(axis=1).max())
         else:
             over = float(np.sort(free)[clients - losses - 1])
@@ -187,15 +187,15 @@ def expected_seconds(clients: int, losses: int, tail: float) -> float:
     """Return the mean seconds of a round in which all devices restart, with Pareto times of index ``tail``.
 
     The k-th smallest of n such times has the mean G(n + 1) G(n - k + 1 - 1/a) / (G(n - k + 1) G(n + 1 - 1/a)) (G: the
-    gamma function; recalled, and checked against draws in the tests). Of fractional repetition a group's first answer
-    counts, which has the index (s + 1) a, and the slowest group ends the round.
+    gamma function; recalled, and checked against draws in the tests). With fractional repetition the first answer of
+    each group counts; its time has the index (s + 1) a, and the slowest group ends the round.
     """
     n, rank, index = clients, clients - losses, tail
     if clients % (losses + 1) == 0:
         n = rank = clients // (losses + 1)
         index = tail * (losses + 1)
     x = 1.0 / index
-    # By logarithms: the gamma function overflows at 171.
+    # With logarithms, because the gamma function overflows at 171.
     logs = math.lgamma(n + 1) + math.lgamma(n - rank + 1 - x) - math.lgamma(n - rank + 1) - math.lgamma(n + 1 - x)
     return (losses + 1) * math.exp(logs)
 
@@ -211,21 +211,22 @@ def _distance(weights: Any, other: RunResult) -> float:
 
 
 def _seconds(runs: Records, name: str, speeds: str, column: str = "seconds") -> float:
-    """Return the seconds of a scheme's rounds over those of waiting for all."""
+    """Return the seconds of a scheme's rounds divided by those of waiting for all."""
     one, whole = (mean(runs.one(name=which, speeds=speeds)[column]) for which in (name, ALL))
     return one / whole
 
 
 def _quantities(results: Mapping[str, RunResult], runs: Records) -> dict[Any, float]:
-    """The curve is that of gradient descent on all data, step by step, no byte is saved, and rounds end sooner."""
+    """Return the quantities of the claims: the curve equals gradient descent on all data, no byte is saved, and rounds
+    end sooner."""
     whole, field_whole = results[coded(0)], results[over_field(0)]
     losses = np.array([record.loss for record in whole.rounds[1:]])
-    # As float32, which models are: a run's weights were widened to be kept as JSON.
+    # As float32, the type of models; the weights of a run were widened for JSON.
     narrow = {"all": _flat(field_whole).astype(np.float32)}
     bits = different_bytes(field_whole.arrays, results[over_field(MOST)].arrays) + sum(
         different_bytes({"all": np.array(run.weights, np.float32)}, narrow) for run in runs.where(name=over_field(MOST))
     )
-    # Where the same devices stay slow: redrawn stragglers leave out other data in every round, which averages out.
+    # With the same slow devices: redrawn stragglers leave out different data in every round, which averages out.
     ignored, kept = (runs.one(name=name, speeds=FIXED).loss[-1] for name in (ignoring(MOST), coded(MOST)))
     found: dict[Any, float] = {
         (over_field(MOST), "bytes of models that differ from those with s = 0"): bits,
@@ -262,8 +263,8 @@ def _stragglers(found: Found, runs: Records) -> Table:
         "Rounds among stragglers",
         columns,
         runs,
-        f"{config.clients} devices, {config.rounds} rounds, real messages, simulated seconds. A partition takes a "
-        f"device 1 s times a Pareto number of index {float(config.settings['tail']):g}, redrawn or not. A device that "
-        "is late goes on with its old round before it begins the new one; the column beside it is computed from the "
-        "same numbers for devices that drop it and restart.",
+        f"{config.clients} devices, {config.rounds} rounds, real messages, simulated seconds. A device needs 1 s "
+        f"times a Pareto number of index {float(config.settings['tail']):g} for a partition, redrawn or not. A late "
+        "device finishes its old round before it starts the new one. The next column is computed from the same "
+        "numbers for devices that drop the old round and restart.",
     )

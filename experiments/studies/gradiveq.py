@@ -32,25 +32,25 @@ if TYPE_CHECKING:
 
 LAYERS: Final = ("conv2", "conv3")
 LAYOUTS: Final = {"FDHW": "as torch stores it", "HWDF": "filters fastest", "HWFD": "depth fastest", "DFHW": "kernels"}
-"""By order of axes, the slowest first: what it is."""
+"""By order of axes, the slowest first, its description."""
 
 WIDTH: Final = 512
 MOST: Final = 64
-"""Dimension of a basis: the published eighth of a slice."""
+"""Dimension of a basis: an eighth of a slice, as published."""
 
 SMALL: Final = 1e-6
-"""Loss at which the dimension is always the largest."""
+"""Allowed loss at which the dimension is always the largest."""
 
 EARLY: Final = 50
 LATE: Final = 300
-"""Steps before the sampled ones, where bases are compared: right after the warm-up, and in a training under way."""
+"""Steps before the sampled ones in the comparison of bases: right after the warm-up, and later in the training."""
 
 POOLED: Final = "pooled, 20 + 130"
 GRIDS: Final = "pooled, 20 + 130, 4 bits on a shared scale"
 
 
 def fitted(warmup: int, sampling: int, compression: int, **options: Any) -> FittedBasis:
-    """Return the program of a basis with the phases of its cycle, in steps; ``options`` are the codec's."""
+    """Return the program of a basis. Phases of its cycle are in steps; ``options`` are those of the codec."""
     codec = GradiVeQ(**{"width": WIDTH, "loss": SMALL, **options})
     return FittedBasis(codec, sampling, compression, warmup_rounds=warmup)
 
@@ -61,9 +61,9 @@ def layout_of(tensors: Gradient) -> Layout:
 
 
 def train(spec: RunSpec, training: Training) -> dict[str, Any]:
-    """Train a row. Beside what all trainings have: ``basis``, bytes of bases, once for each worker; ``cycles``, by
-    whole cycle how many times fewer bytes it took than dense frames, as counted and as the formula has it that knows a
-    dense frame and a short one; ``ring is star``, whether sums on grids were the same."""
+    """Train a row. Additional results: ``basis``, bytes of bases, once for each worker; ``cycles``, for each whole
+    cycle how many times fewer bytes it took than dense frames, as counted and by the formula from the lengths of a
+    dense and a short frame; ``ring is star``, whether sums on grids were the same."""
     frames: list[int] = []
     bases: list[bytes] = []
     agreed = []
@@ -87,7 +87,7 @@ def train(spec: RunSpec, training: Training) -> dict[str, Any]:
 
 
 def ring_is_star(local: Local) -> bool:
-    """Return whether what the workers sent on grids in the last step comes to the same integers around a ring."""
+    """Return whether the workers' values on grids in the last step give the same integer sums around a ring."""
     peaks = [answer.frames["peaks"] for answer in local.answers if "peaks" in answer.frames]
     if not peaks:
         return True
@@ -105,10 +105,10 @@ def ring_is_star(local: Local) -> bool:
 
 
 def fits(before: int, seed: int, *, sampled: int, later: int) -> dict[str, Any]:
-    """Return the squared error of later mean gradients over their energy, by order, basis and layer; and how far the
-    mean of coefficients is off, over all subsets of workers with random weights.
+    """Return the squared error of later mean gradients over their energy, by order, basis and layer; and the error of
+    the mean of coefficients over all subsets of workers with random weights.
 
-    The ``before`` first steps are passed over, then ``sampled`` are fitted to.
+    The first ``before`` steps are skipped; the next ``sampled`` steps fit the basis.
     """
     at = list(itertools.product(LAYOUTS, KINDS, LAYERS))
     moments: dict[tuple[str, str, str], Moments] = {}
@@ -124,7 +124,7 @@ def fits(before: int, seed: int, *, sampled: int, later: int) -> dict[str, Any]:
                 fit = BasisFit(kind, loss=SMALL, most=min(MOST, sampled // 2))
                 moments[key] = Moments(Slices.of(layout, WIDTH, order), fit, sampled)
             if number <= fitted_at + 1:
-                # The one after the window is held out; the dimension is given, so that it decides nothing.
+                # The step after the window is held out; it has no effect, because the dimension is given.
                 moments[key].add(values)
             elif (number - fitted_at) % 10 == 2 or later < 10:
                 if key not in bases:
@@ -133,13 +133,13 @@ def fits(before: int, seed: int, *, sampled: int, later: int) -> dict[str, Any]:
                 sums[key] += bases[key].drift(values) * energy, energy
         if number == fitted_at + min(later, 20):
             apart = off_linear(bases["HWFD", "pooled", "conv3"], [w["conv3"].reshape(-1) for w in workers], seed)
-    # Over all later steps together: gradients shrink, and a mean of ratios would look at the smallest most.
+    # Over all later steps together: gradients shrink, and a mean of ratios would give most weight to the smallest.
     return {"missed": {"/".join(key): missed / energy for key, (missed, energy) in sums.items()}, "apart": apart}
 
 
 def off_linear(basis: SliceBasis, vectors: Sequence[Vector], seed: int) -> float:
-    """Return how far decoded means of coefficients are from projections of means, relative, at most over all subsets of
-    workers, each with weights of its own."""
+    """Return the largest relative distance of decoded means of coefficients from projections of means, over all subsets
+    of workers, each with its own weights."""
     worst = 0.0
     for size in range(1, len(vectors) + 1):
         for chosen in itertools.combinations(range(len(vectors)), size):
@@ -154,17 +154,17 @@ def off_linear(basis: SliceBasis, vectors: Sequence[Vector], seed: int) -> float
 
 
 RATIO: Final = 8.0
-"""At which the times of collectives are compared."""
+"""Numbers of workers for the times of collectives."""
 
 CODING: Final = Coding(RATIO, encode_per_byte=1e-10, decode_per_byte=1e-10)
-"""A code as fast as a memory of 10 GB/s, the same for all three ways to use it."""
+"""Seconds per byte of a code as fast as a memory of 10 GB/s, the same for all three ways to use it."""
 
 NBYTES: Final = 244e6
 """61 million float32 parameters."""
 
 
 def times(count: int) -> dict[str, float]:
-    """Return the simulated seconds of one exchange among ``count`` workers on links of 10 Gbit/s, by way."""
+    """Return by method the simulated seconds of one exchange among ``count`` workers on links of 10 Gbit/s."""
     network = Network(count, latency=50e-6, per_byte=8e-10, add_per_byte=1e-10)
     return {
         "ring": network.ring(NBYTES),
@@ -175,7 +175,7 @@ def times(count: int) -> dict[str, float]:
 
 
 def study(found: Found) -> Studied:
-    """Compare orders and bases on later gradients, count cycles and bases, and simulate collectives."""
+    """Compare orders and bases on later gradients, count bytes of cycles and bases, and simulate collectives."""
     settings, rows = found.config.settings, found.rows
     window = {"sampled": int(settings["sampled"]), "later": int(settings["later"])}
     axes = {"before": [EARLY, LATE], "seed": list(repetitions(found.config))}
@@ -188,7 +188,7 @@ def study(found: Found) -> Studied:
         return error(layer, "FDHW", kind, before) / error(layer, "HWFD", kind, before)
 
     def off(label: str) -> float:
-        """Return the largest relative distance of a whole cycle's saving from the formula's."""
+        """Return the largest relative distance of the saving of a whole cycle from the formula."""
         return max((abs(c / f - 1.0) for cycles in found.each(label, "cycles") for c, f in cycles), default=0.0)
 
     whole = [counted for cycles in found.each(POOLED, "cycles") for counted, _ in cycles]
@@ -233,7 +233,7 @@ def study(found: Found) -> Studied:
                 "Share of later gradients that a basis misses",
                 by_fit,
                 list(itertools.product(LAYERS, LAYOUTS)),
-                f"Letters: axes, the slowest first. Mean gradients of four workers from step {LATE + 1} on, conv2 "
+                f"Letters are axes, the slowest first. Mean gradients of four workers from step {LATE + 1} on, conv2 "
                 f"(32, 16, 3, 3) and conv3 (64, 32, 3, 3), slices of {WIDTH}, {MOST} directions, centred; squared "
                 "error over energy of all later steps, means over seeds. A random basis misses .875.",
             ),
@@ -241,9 +241,9 @@ def study(found: Found) -> Studied:
                 f"One exchange of {NBYTES / 1e6:.0f} MB, simulated, every code {RATIO:g} times shorter",
                 by_way,
                 at,
-                "A ring without compression; a code that can be added, in 8 segments; codes that cannot, decoded and "
-                "encoded at every hop, or gathered by everybody. 10 Gbit/s, 50 µs a message, .1 ns to add, encode or "
-                "decode a byte.",
+                "A ring without compression; a code that can be added, in 8 segments; codes that cannot be added, "
+                "decoded and encoded at every hop, or gathered by all workers. 10 Gbit/s, 50 µs a message, .1 ns to "
+                "add, encode or decode a byte.",
             ),
         ],
     )

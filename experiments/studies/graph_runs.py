@@ -19,14 +19,14 @@ _COUNTED: Final = ("feature_bytes_logical", "feature_bytes_link", "id_bytes", "s
 
 
 def train(label: str, seed: int, specs: Mapping[str, RunSpec]) -> dict[str, Any]:
-    """Return what the run ``specs[label]`` comes to with a seed; see :func:`outcome`.
+    """Return the results of the run ``specs[label]`` with a seed; see :func:`outcome`.
 
-    A graph that is drawn (``task.graph_seed`` is among the settings) is another one for each seed.
+    A random graph (with ``task.graph_seed`` in the settings) differs for each seed.
     """
     from fedcomp.experiments import engines
     from fedcomp.flower.offline import go_offline
 
-    # Before Flower is imported for the first time, which here may be in a process of its own.
+    # Before the first import of Flower, which may be in a separate process here.
     go_offline()
     settings = dict(specs[label].settings)
     if "task.graph_seed" in settings:
@@ -36,34 +36,34 @@ def train(label: str, seed: int, specs: Mapping[str, RunSpec]) -> dict[str, Any]
 
 
 def outcome(result: RunResult) -> dict[str, Any]:
-    """Return what a finished run of the system came to, as the fields of a record.
+    """Return the results of a finished run as the fields of a record.
 
-    Bytes are of the whole run and of frames, unless it is said otherwise.
+    Bytes are those of frames over the whole run, unless stated otherwise.
 
     Returns
     -------
     dict
-        ``accuracy`` of the last model on the test nodes, with all neighbours, on the server's own copy of the graph;
-        ``per_batch``, remote input nodes of a sampled batch, mean; ``batches``.
+        ``accuracy`` of the last model on the test nodes, with all neighbours, on the server's copy of the graph;
+        ``per_batch``, mean number of remote input nodes of a sampled batch; ``batches``.
 
-        Sums over rounds of the figures of :class:`fedcomp.strategies.gcn.report.FetchTraffic` of these names;
-        ``evaluate_...`` is what evaluation on the clients fetched, in nothing above.
+        Sums over rounds of the figures of :class:`fedcomp.strategies.gcn.report.FetchTraffic` with these names;
+        ``evaluate_...`` is the traffic of evaluation on the clients, which no other figure contains.
 
         ``local_mass`` and ``scale``, means over rounds of lambda and s.
 
-        ``query_wire``, ``train_wire``, ``wire``: whole serialised messages, both directions, of plans and of what
-        owners are asked for, of training (models and rows to clients), and all there are. ``model_bytes``: tensors of
-        models and updates in the training messages, both directions.
+        ``query_wire``, ``train_wire``, ``wire``: whole serialised messages in both directions: plans and requests to
+        owners, training (models and rows to clients), and all messages. ``model_bytes``: tensors of models and updates
+        in the training messages, both directions.
 
-        ``gap_asked``, ``gap_link``: how far the strategy's figures are from the ledger's payloads, in bytes: of all
-        that plans and owners say and are told, rows to the server among it; and of rows over both legs.
+        ``gap_asked``, ``gap_link``: distance of the strategy's figures from the ledger's payloads, in bytes: for all
+        messages with plans and owners, with the rows to the server; and for rows on both links.
 
-        ``points``: round, accuracy, and link bytes of features so far, of every evaluation. ``task``: its record.
+        ``points``: round, accuracy and link bytes of features so far, for every evaluation. ``task``: its record.
     """
     from flwr.app import Array
 
     def total(record: RoundRecord, figure: str) -> int:
-        # What clients' evaluation came to is kept beside their metrics.
+        # The traffic of evaluation on clients is stored with their metrics.
         return int(record.metrics.get(f"{'clients.' * figure.startswith('evaluate_')}gcn.{figure}", 0))
 
     # Round 0 is the evaluation of the initial model.
@@ -79,7 +79,7 @@ def outcome(result: RunResult) -> dict[str, Any]:
             points.append((float(record.round), record.accuracy, float(sent)))
     ledger = result.ledger
     logical, link, *others = (sums[figure] + sums[f"evaluate_{figure}"] for figure in _COUNTED)
-    # What is left of the messages to those who train or evaluate when the model is taken out are rows.
+    # In messages to clients that train or evaluate, everything except the model is rows.
     model = sum(len(Array(array).data) for array in result.arrays.values())
     to_clients: dict[str, Any] = {"message_type": (_TRAIN, _EVALUATE), "direction": "down"}
     down = ledger.total("payload", **to_clients) - model * ledger.total("messages", **to_clients)
@@ -102,5 +102,5 @@ def outcome(result: RunResult) -> dict[str, Any]:
 
 
 def after(run: Record, rounds: int) -> float:
-    """Return the accuracy of a run after so many rounds; NaN where it was not evaluated then."""
+    """Return the accuracy of a run after a number of rounds; NaN if there was no evaluation then."""
     return next((accuracy for x, accuracy, _ in run.points if x == rounds), math.nan)

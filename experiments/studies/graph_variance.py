@@ -1,8 +1,8 @@
 """The variance of a sampled layer under skew, computed exactly on a run's batches with all features known.
 
-No client could compute this: features of other owners are in it. An experiment has the whole graph, and asks how far
-the budget that the sampler was given is from what it came to (:func:`measured`), and whether the mean over many draws
-of a sampler's own operators is the sum it is to estimate (:func:`bias_of`).
+No client could compute this, because it needs features of other owners. An experiment has the whole graph. It compares
+the budget of a sampler with the actual variance (:func:`measured`), and the mean over many draws of a sampler's
+operators with the sum that it estimates (:func:`bias_of`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Batches:
         settings: SamplerSettings,
         conditions: Conditions = Conditions(),  # noqa: B008 - immutable
     ) -> Iterator[tuple[GraphPart, Operator]]:
-        """Yield owner and input layer of every batch of the run's first rounds."""
+        """Yield the owner and the input layer of every batch of the run's first rounds."""
         for number in range(1, self.rounds + 1):
             for part in owners(self.task, self.parts):
                 (plan,) = plan_round(
@@ -61,26 +61,26 @@ def owners(task: GraphTask, parts: int) -> list[GraphPart]:
 
 
 def measured(batches: Batches, settings: SamplerSettings) -> dict[str, float]:
-    """Return exact ratios over some batches: what the input layer came to against the unskewed sampler.
+    """Return exact ratios over some batches: the input layer compared with the unskewed sampler.
 
     Parameters
     ----------
     settings : SamplerSettings
-        With "measured" norms are taken as known everywhere, which is what a run comes to after its set-up.
+        With "measured", norms are known everywhere, as in a run after its set-up.
 
     Returns
     -------
     dict
-        Of the layers that were sampled at all, with more candidates than were to be kept, some of them remote; NaN
-        where there is none. ``second_moment``: sum of M(s) over sum of M(1), ``M = sum_i a_i / p_i``; ``variance``: sum
-        of V(s) over sum of V(1), V the variance of the Poisson estimator. ``predicted``: mean of
-        ``1 + lambda (1 - lambda) (s - 1)^2 / s``, what the rule "matched" takes M(s) / M(1) to be. ``candidates``,
-        ``kept``: means of the input layer.
+        Figures for the layers that were sampled, with more candidates than were to be kept and some of them remote; NaN
+        if there is none. ``second_moment``: sum of M(s) over sum of M(1), ``M = sum_i a_i / p_i``; ``variance``: sum of
+        V(s) over sum of V(1), V the variance of the Poisson estimator. ``predicted``: mean of ``1 + lambda (1 - lambda)
+        (s - 1)^2 / s``, the estimate of M(s) / M(1) by the rule "matched". ``candidates``, ``kept``: means of the input
+        layer.
 
     Raises
     ------
     ConfigError
-        For a sampler without one scale per layer.
+        If the sampler does not have one scale per layer.
     """
     if settings.sampler != "skewed" or settings.keep_self or settings.favour != "owned":
         raise ConfigError(
@@ -91,7 +91,7 @@ def measured(batches: Batches, settings: SamplerSettings) -> dict[str, float]:
     norms = np.linalg.norm(all_features(task, batches.parts), axis=1)
     known: Norms | None = None
     if settings.mode == "measured":
-        # Of hidden layers only what a run knows: nothing.
+        # For hidden layers a run knows no norms, so none are used.
         known = [dict(enumerate(norms.tolist())), *({} for _ in range(settings.layers - 1))]
     sums = np.zeros(4)
     means: list[tuple[float, float, float]] = []
@@ -100,7 +100,8 @@ def measured(batches: Batches, settings: SamplerSettings) -> dict[str, float]:
         candidates, positions = columns_of(rows)
         w = base_weight(rows, positions, len(candidates), settings.weight)
         local = part.owned(candidates)
-        # A layer that keeps all its candidates has no variance, one without remote candidates none that skew changes.
+        # A layer that keeps all candidates has no variance; skew does not change the variance of one without remote
+        # candidates.
         if len(candidates) <= settings.draws(0) or local.all():
             continue
         a = column_energy(rows, positions, len(candidates), norms[candidates])
@@ -109,10 +110,10 @@ def measured(batches: Batches, settings: SamplerSettings) -> dict[str, float]:
         before, after = waterfill(w, settings.draws(0)), waterfill(skewed, settings.draws(0))
         moments = [float((a / (each / each.sum())).sum()) for each in (w, skewed)]
         sums += (*moments, poisson_variance(a, before), poisson_variance(a, after))
-        # What "matched" assumes: energy over probability is spread like the mass.
+        # The assumption of "matched": energy over probability is spread like the mass.
         predicted = moment_ratio(layer.scale, lam, lam, 1.0 - lam)
         means.append((predicted, float(len(candidates)), float(after.sum())))
-    # Ratios of sums, not means of ratios: a batch with little energy must not count as much as the others.
+    # Ratios of sums, not means of ratios, because a batch with little energy must not count as much as others.
     ratios = (sums[1] / sums[0], sums[3] / sums[2]) if means else (math.nan, math.nan)
     found = zip(*means, strict=True) if means else [()] * 3
     return {
@@ -122,9 +123,9 @@ def measured(batches: Batches, settings: SamplerSettings) -> dict[str, float]:
 
 
 def poisson_variance(a: Reals, pi: Reals) -> float:
-    """Return ``sum_i a_i (1 / pi_i - 1)``: Poisson draws with weights 1 / pi_i.
+    """Return ``sum_i a_i (1 / pi_i - 1)``, the variance of Poisson draws with weights 1 / pi_i.
 
-    Infinite when a column with energy has probability 0: no weight makes its estimator unbiased.
+    Infinite if a column with energy has probability 0, because no weight makes its estimator unbiased.
     """
     has = a > 0.0
     with np.errstate(divide="ignore", over="ignore"):
@@ -132,7 +133,7 @@ def poisson_variance(a: Reals, pi: Reals) -> float:
 
 
 def remote_inputs(batches: Batches, settings: SamplerSettings) -> float:
-    """Return the remote input nodes of a batch, mean over the batches: plans, no training."""
+    """Return the mean number of remote input nodes of a batch, from plans without training."""
     return mean(float(np.count_nonzero(~part.owned(layer.columns))) for part, layer in batches.layers(settings))
 
 
@@ -141,13 +142,13 @@ def as_many_rows(
 ) -> tuple[float, int]:
     """Return the q of boundary sampling and the n of the input layer of uniform sampling that fetch ``wanted`` rows.
 
-    Both are found by bisection on plans; neither looks at a label. ``wanted`` is of :func:`remote_inputs`; ``boundary``
-    and ``uniform`` are the samplers to be adjusted.
+    Both come from bisection on plans and use no label. ``wanted`` is a value of :func:`remote_inputs`; ``boundary`` and
+    ``uniform`` are the samplers to adjust.
     """
     low, high = 1e-6, 1.0
-    # Sixteen times: to 2e-4 of it.
+    # Sixteen bisections give a relative accuracy of 2e-4.
     for _ in range(16):
-        # In the middle of the logarithms: q spans six orders of magnitude.
+        # The middle of the logarithms, because q spans six orders of magnitude.
         q = math.sqrt(low * high)
         more = remote_inputs(batches, replace(boundary, q=q)) > wanted
         low, high = (low, q) if more else (q, high)
@@ -160,25 +161,24 @@ def as_many_rows(
 
 
 def with_input_layer(settings: SamplerSettings, n: int) -> SamplerSettings:
-    """Return the settings with ``n`` nodes kept at the input layer, and the other layers as they are."""
+    """Return the settings with ``n`` nodes kept at the input layer and the other layers unchanged."""
     return replace(settings, n=(n, *(settings.draws(layer) for layer in range(1, settings.layers))))
 
 
 def bias_of(
     task: GraphTask, part: GraphPart, settings: SamplerSettings, *, batch: int, draws: int, seed: int
 ) -> dict[str, float]:
-    """Return how far the mean of many draws of one layer is from the sum it estimates, relative to ``||Z||_F``.
+    """Return the distance of the mean of many draws of one layer from the sum it estimates, relative to ``||Z||_F``.
 
-    For a batch of ``part``'s training nodes. The operators are those that a client would multiply with; the sum is over
-    all features.
+    It uses a batch of ``part``'s training nodes. The operators are those of a client; the sum is over all features.
 
     Returns
     -------
     dict
-        ``distance``: ``||mean - Z|| / ||Z||``, which has noise in it, also of an unbiased sampler. ``noise``: what
-        distance is expected to be without bias, the standard error of the mean over ``||Z||``. ``deviation``: root mean
-        square of ``||estimate - Z|| / ||Z||`` of one draw, bias and spread together. ``kept``, ``remote``: columns,
-        and remote ones of them, of a draw.
+        ``distance``: ``||mean - Z|| / ||Z||``, which contains noise even for an unbiased sampler. ``noise``: the
+        expected distance without bias, which is the standard error of the mean over ``||Z||``. ``deviation``: root mean
+        square of ``||estimate - Z|| / ||Z||`` of one draw, with bias and spread. ``kept``, ``remote``: numbers of
+        columns and of remote columns in a draw.
     """
     key = Key(seed, "gcn/bias", partition=part.index)
     nodes = draw_batch(part.train, batch, key.at(purpose="gcn/bias/batch"))
@@ -210,7 +210,7 @@ def bias_of(
 
 
 def all_features(task: GraphTask, parts: int) -> Reals:
-    """Return the features of all nodes, float64 ``(nodes, d)``, put together from the parts."""
+    """Return the features of all nodes from the parts, float64 ``(nodes, d)``."""
     mine = owners(task, parts)
     out = np.zeros((task.adjacency.nodes, mine[0].features.shape[1]))
     for part in mine:

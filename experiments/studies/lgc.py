@@ -1,4 +1,4 @@
-"""LGC: the loss of an autoencoder of gradients against other codings at equal bytes, and trainings with it."""
+"""LGC: the error of an autoencoder of gradients compared with other codings at equal bytes, and trainings with it."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ FULL: Final = "shared support, float32 (ScaleCom)"
 EXACT: Final = "LGC, ring, decoded memory"
 LAYER: Final = "conv3"
 VALUES: Final = 1024
-"""Values of the layer, of 18 432, that are coded where codings are compared."""
+"""Values of the layer, out of 18 432, in the comparison of codings."""
 
 HELD_OUT: Final = 100
-"""Steps on which codings are compared."""
+"""Number of held-out steps in the comparison of codings."""
 
 DENSITY: Final = 0.05
 INNOVATION: Final = 0.002
@@ -51,14 +51,14 @@ WEIGHTS: Final = 692_172
 
 @dataclass(frozen=True, repr=False, eq=False)
 class OneForAll(SharedSupport, id="one-for-all"):
-    """The strongest simple rival of one node that speaks for all: its own values on its own support, and nothing else.
+    """The strongest simple rival of one node that represents all: only its own values on its own support.
 
-    All other clients clear what they have there, as with ``ef="mask"``, and of what they send the dense rest alone
-    counts: what a round spares is in its state, ``spared``.
+    All other clients clear their memory on that support, as with ``ef="mask"``, and only their dense tensors count. The
+    state holds the bytes that a round saves, as ``spared``.
     """
 
     def stepped(self, now: Now, supports: Supports, support: Frame, given: Sequence[Answer]) -> Step:
-        """Take the leader's values for everybody's; what no codec compresses is averaged."""
+        """Use the leader's values for all clients; average the tensors that are not compressed."""
         fixed, mean = self.codec.on(supports, now.number), self.codec.mean(supports, now.number)
         end, weight, spared = now.layout.compressed_size, sum(answer.weight for answer in given), 0
         out = np.zeros(now.layout.size, np.float32)
@@ -75,24 +75,26 @@ class OneForAll(SharedSupport, id="one-for-all"):
 
 
 def learned(rounds: int, **options: Any) -> LearnedGradients:
-    """Return the program of LGC: a twentieth of the rounds dense, values until half of them, then latents."""
+    """Return the program of LGC: the first twentieth of the rounds is dense, then values are sent until half of the
+    rounds, then latents."""
     codec = LGC(**{"density": DENSITY, "innovation": INNOVATION, **options})
     return LearnedGradients(codec, rounds // 20, rounds // 2 - rounds // 20)
 
 
 def shared(values: str, alone: bool = False) -> SharedSupport:
-    """Return the program of values in so many bits on a common node's support; ``alone`` those of that node only."""
+    """Return the program of values with the given bits on a common node's support; with ``alone`` only that node's
+    values."""
     return (OneForAll if alone else SharedSupport)(ScaleCom(DENSITY, values=values))
 
 
 def train(spec: RunSpec, training: Training) -> dict[str, Any]:
-    """Train a row; ``weights`` are bytes of the autoencoder's weights that nodes were sent."""
+    """Train a row; ``weights`` are the bytes of the autoencoder's weights sent to nodes."""
 
     def sent(local: Local, cost: Cost) -> int:
         return cost.uplink - int(local.state.get("spared", 0))
 
     record, sending = convolutions.train(spec, training, lambda tensors: Layout.of(tensors, EndsDense()), sent)
-    # After training these do not change.
+    # These do not change after the training of the autoencoder.
     halves = dict(sending.local.state.get("halves", {}))
     frames = {half_of(ConvEncoder, halves.pop("encoder")).frame()} if halves else set()
     frames |= {half_of(ConvDecoder, half).frame() for half in halves.values()}
@@ -109,7 +111,7 @@ CODERS: Final[Mapping[str, dict[str, Any]]] = {
     "latents, as they are, Adam": {"raw": True},
     "latents, divided, Adam, three passes": {"passes": 3},
 }
-"""Trainings of a ring's autoencoder that are compared."""
+"""The compared trainings of a ring's autoencoder."""
 
 TOP_QUARTER: Final = "the largest quarter of the values"
 INT8: Final = "8 bits for each value"
@@ -121,9 +123,10 @@ ZEROS: Final = "nothing: zeros"
 
 
 def codings(seed: int, *, trained: int, held_out: int) -> dict[str, Any]:
-    """Return squared errors over energy on ``held_out`` steps after those trained with, by what was coded how.
+    """Return squared errors over energy, by coding, on ``held_out`` steps after the training steps.
 
-    Four workers' gradients of one layer of a dense training; in turn a worker's largest values are the support.
+    The data are four workers' gradients of one layer in a dense training. Workers take turns: the largest values of one
+    are the support.
     """
     raw = {name for name, options in CODERS.items() if "raw" in options}
     rings = {
@@ -172,7 +175,7 @@ def codings(seed: int, *, trained: int, held_out: int) -> dict[str, Any]:
             for name, sent in latents.items():
                 guesses[name] = half_of(ConvDecoder, halves[name][str(node)]).decode(sent, VALUES, side)
             for name, guess in guesses.items():
-                # Where the innovation has a value the server takes that one.
+                # If the innovation has a value, the server uses it.
                 note(f"node/{name}", np.where(side != 0.0, side, guess), true)
     return {"missed": {name: missed / energy for name, (missed, energy) in sums.items()}}
 
@@ -194,17 +197,18 @@ def _mean(vectors: Sequence[Vector]) -> Vector:
 
 
 def _ring(halves: Halves, values: Sequence[Vector], scale: np.float32) -> Vector:
-    """Return what is decoded of the mean of latents."""
+    """Return the values decoded from the mean of latents."""
     encoder, decoder = half_of(ConvEncoder, halves["encoder"]), half_of(ConvDecoder, halves["decoder"])
     return decoder.decode(_mean([encoder.encode(v / scale) for v in values]), VALUES) * scale
 
 
 RING_BYTES: Final[Mapping[str, float]] = {**dict.fromkeys(CODERS, 1.0), TOP_QUARTER: 1.0, INT8: 1.0, INT4: 0.5}
-"""Bytes of a coding of k values, in k: a quarter of k float32 numbers are latents, or values without their places."""
+"""Bytes per value of a coding: latents, or values without their positions, are a quarter of the values as float32
+numbers."""
 
 
 def study(found: Found) -> Studied:
-    """Compare codings on gradients that were not trained with; count the last stage, and weights."""
+    """Compare codings on held-out gradients; count bytes of the last stage and of weights."""
     axes = {"seed": list(repetitions(found.config))}
     looked = found.sweep(codings, axes, "codings", trained=int(found.config.settings["trained"]), held_out=HELD_OUT)
 
@@ -249,15 +253,15 @@ def study(found: Found) -> Studied:
                 },
                 RING_BYTES,
                 "Squared error over energy on held-out steps, means over seeds; predicting zero has 1. Bytes a value: "
-                "latents are a quarter of the values, in float32; the support is known. 8 and 4 bits with a scale for "
-                "each 256 values, which is .016 bytes a value more.",
+                "latents are a quarter of the values, in float32; the support is known. 8 and 4 bits have a scale for "
+                "each 256 values, which adds .016 bytes per value.",
             ),
             table(
                 "The server instance: error of a node's values, decoded from another's latents and its own innovation",
                 {"decoders are trained on": str, "error": lambda name: f"{error(f'node/{name}'):.3g}"},
                 (SHARED, OWN, COPY, ZEROS),
-                "On the common node's support, values divided by their root mean square; in every row an innovation's "
-                "values are taken as they are.",
+                "On the common node's support, with values divided by their root mean square. In every row the values "
+                "of an innovation are used unchanged.",
             ),
         ],
     )

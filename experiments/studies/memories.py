@@ -12,7 +12,7 @@ from fedcomp.local import Local
 from fedcomp.program import System
 
 SEED = 5
-"""Of all draws, whatever the run's is: the bounds of norms are of these very updates."""
+"""The seed of all draws, independent of the run's seed, because the bounds on norms hold for these updates."""
 
 
 def memory_norm(
@@ -22,14 +22,15 @@ def memory_norm(
     rounds: int,
     memory_of: Callable[[Local, int], Vector] = lambda local, node: local.client(node).memory["memory"],
 ) -> float:
-    """Return ‖memory‖ / ‖update‖ after all rounds, mean over clients, of which each sends the same in every round."""
+    """Return ‖memory‖ / ‖update‖ after all rounds as the mean over clients; each client sends the same update in every
+    round."""
     zeros = np.zeros(layout.size, np.float32)
     local = Local(
         system, layout, zeros, lambda number, node, start: updates[node], lambda node: 1.0, len(updates), seed=SEED
     )
     for number in range(1, rounds + 1):
         local.step(number)
-        # What is trained is the update itself.
+        # Training returns the update itself.
         local.model = zeros
 
     def norm(vector: Vector) -> float:

@@ -1,8 +1,8 @@
-"""Modular sums: their error and a relay's output; and sums over an emulated Gaussian multiple-access channel.
+"""Modular sums: their error and the bytes of a relay, and sums over an emulated Gaussian multiple-access channel.
 
-The channel is a simulation. Every use of it adds the real amplitudes of all senders and normal noise. Each sender has
-power 1 on average, and the signal-to-noise ratio is that of one sender. Three ways to bring a sum of values in [-1, 1]
-over a few uses:
+The channel is a simulation. Every use adds the real amplitudes of all senders and normal noise. Each sender has power 1
+on average, and the signal-to-noise ratio is that of one sender. There are three ways to send a sum of values in [-1, 1]
+with a few uses:
 
 - uncoded: every sender repeats its value as an amplitude, and the receiver averages;
 - coded: every sender rounds with a dither to integers, sends their digits, one in each use; the receiver rounds each
@@ -37,12 +37,12 @@ EXPECTED: Final[Mapping[str, float]] = {
     "dithers of another round": 3.0,
     "no dithers": 2.0,
 }
-"""Error variance over C δ²/12 by what the server takes off (spec, derived)."""
+"""Error variance over C δ²/12, by the dithers that the server subtracts (specification, derived)."""
 
 SNRS: Final = tuple(range(0, 45, 5))
 
 BASES: Final = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
-"""Values of a digit that are tried."""
+"""Bases of the digits to try."""
 
 
 def study(found: Found) -> Studied:
@@ -88,9 +88,9 @@ def study(found: Found) -> Studied:
                     "unadded, bytes": bytes_of("plain"),
                 },
                 groups,
-                f"Updates of {size} values in {given['levels']} levels either way. A sum is as long as each of the "
-                "frames in it, whatever their number; a modulus with room for more summands takes log2 of their number "
-                "more bits of everybody.",
+                f"Updates of {size} values in {given['levels']} levels either way. A sum is as long as each of its "
+                "frames, for any number of frames. A modulus with room for more summands costs every client log2 of "
+                "their number in additional bits.",
             )
         ],
         figures=[
@@ -104,15 +104,15 @@ def study(found: Found) -> Studied:
                 y_label="mean squared error",
                 log_y=True,
                 caption=f"Simulated: a sum of {given['senders']} values in [-1, 1] over {given['uses']} uses of the "
-                "channel. The base of the coded digits is chosen for each ratio on other draws. Separate coding, at "
-                "capacity, is the bound that no code can beat.",
+                "channel. The base of the coded digits is chosen for each ratio on other draws. Separate coding at "
+                "capacity is a bound that no separate code can beat.",
             )
         ],
     )
 
 
 def exact(clients: int, seed: int, *, size: int, levels: int, trees: int) -> dict[str, Any]:
-    """Add the frames of some clients along random trees; return errors, bytes, and how many trees differ."""
+    """Add the frames of some clients along random trees; return errors, bytes, and the number of trees that differ."""
     from fedcomp.codecs import ModularSum, RandomK
     from fedcomp.layout import Layout, Update
 
@@ -140,7 +140,7 @@ def exact(clients: int, seed: int, *, size: int, levels: int, trees: int) -> dic
 
 
 def _along_a_tree(codec: ModularSum, frames: list[Frame], layout: Layout, rng: np.random.Generator) -> Frame:
-    """Add frames as relays would: some that are there are taken, their sum is put back, until one is left."""
+    """Add frames as relays would: replace some frames by their sum until one is left."""
     left = [frames[i] for i in rng.permutation(len(frames))]
     while len(left) > 1:
         count = int(rng.integers(2, len(left) + 1))
@@ -149,7 +149,7 @@ def _along_a_tree(codec: ModularSum, frames: list[Frame], layout: Layout, rng: n
 
 
 def send(amplitudes: Doubles, snr_db: float, rng: np.random.Generator) -> Doubles:
-    """Return what arrives over the channel: the sum of what all senders send, and normal noise.
+    """Return the output of the channel: the sum of all amplitudes plus normal noise.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ def coded(x: Doubles, uses: int, base: int, snr_db: float, key: Key) -> float:
     levels = base**uses
     step = 2.0 / (levels - 1)
     dither = key.at(purpose="dither").generator().uniform(-0.5, 0.5, size=x.shape)
-    # From 0: digits have no sign. The ends of the interval keep their half step.
+    # Shifted to start at 0, since digits have no sign. The ends of the interval keep their half step.
     integers = np.clip(np.floor((x + 1.0) / step + dither + 0.5), 0, levels - 1).astype(np.int64)
     modulus = senders * (levels - 1) + 1
     total = np.zeros(x.shape[1], np.int64)
@@ -189,10 +189,10 @@ def coded(x: Doubles, uses: int, base: int, snr_db: float, key: Key) -> float:
 
 
 def separate(senders: int, uses: int, snr_db: float) -> float:
-    """Return the least squared error of the sum where each sender has a share of the uses, at its capacity.
+    """Return the smallest squared error of the sum if each sender has a share of the uses, at its capacity.
 
-    A sender that is silent in the others' shares has as many times the power in its own. Of a uniform value of
-    variance 1/3 no code of R bits leaves less than 2^(-2R) times the power of its entropy, 4 / (2 π e) (Shannon's
+    A sender that is silent in the others' shares has correspondingly more power in its own. For a uniform value of
+    variance 1/3, the error of any code of R bits is at least 2^(-2R) times its entropy power, 4 / (2 π e) (Shannon's
     lower bound).
     """
     bits = uses / senders * 0.5 * np.log2(1.0 + senders * 10.0 ** (snr_db / 10.0))
@@ -201,7 +201,7 @@ def separate(senders: int, uses: int, snr_db: float) -> float:
 
 
 def errors(snr: float, seed: int, *, senders: int, uses: int, count: int) -> dict[str, float]:
-    """Return the errors of the three ways; the digits' base is chosen on other draws than it is judged by."""
+    """Return the errors of the three ways. The base of the digits is chosen on draws other than those of the result."""
     key = Key(seed, "airsum")
     tried, x = (key.at(round=r).generator().uniform(-1.0, 1.0, size=(senders, count)) for r in (1, 2))
     best = min(BASES, key=lambda base: coded(tried, uses, base, snr, key.at(purpose="tuning")))

@@ -1,4 +1,4 @@
-"""Rounds in flight: trainings against their recursions, the law of the period, delayed gradients, and time."""
+"""Rounds in flight: trainings compared with their recursions, the law of the period, delayed gradients, and time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ASYNCHRONOUS: Final = "asynchronous"
 ROWS: Final = (SYNCHRONOUS, PIPED, "four cohorts", ASYNCHRONOUS)
 
 TIMES: Final = ((1.0, 0.3), (1.0, 1.0), (1.0, 2.5), (0.2, 3.0))
-"""Seconds of work and of the collective, as in the specification's table."""
+"""Seconds of work and of the collective, from the table of the specification."""
 
 OVER: Final = "seconds to the target over those of synchronous rounds"
 OFF: Final = "largest distance of a weight from the recursion, deployed"
@@ -49,7 +49,7 @@ def strategy_of(row: str, clients: int) -> Any:
 
     inner = FedAvg(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0)
     if row == ASYNCHRONOUS:
-        # An asynchronous parameter server: every update makes a step, whatever its age.
+        # An asynchronous parameter server: every update makes a step at any age.
         return Buffered(inner, clients, 1, max_staleness=10**6, weight="constant", server_lr=1.0 / clients)
     return PipelinedStrategy(inner, {SYNCHRONOUS: 1, PIPED: 2, "four cohorts": 4}[row])
 
@@ -65,7 +65,8 @@ def paced(row: str, lr: float, seed: int, *, config: Config, tuning: bool = Fals
 def over_messages(
     width: int, nodes: int, rounds: int, seed: int, seconds: float = 0.0
 ) -> tuple[NDArray[Any], list[float]]:
-    """Train with cohorts over messages, ``seconds`` each; return the weights, and the clock after every round."""
+    """Train with cohorts over messages that take ``seconds`` each; return the weights and the clock after every
+    round."""
     import numpy as np
     from flwr.app import Array, ArrayRecord, ConfigRecord
 
@@ -91,7 +92,7 @@ def over_messages(
 
 
 def recursions(rounds: int, seed: int) -> dict[str, float]:
-    """Return how far trainings over messages are from their recursion in one process, relative, by name."""
+    """Return, by name, the relative distance of trainings over messages from their recursion in one process."""
     import numpy as np
 
     from fedcomp.experiments import slept
@@ -103,7 +104,7 @@ def recursions(rounds: int, seed: int) -> dict[str, float]:
         return float(np.linalg.norm(weights - expected[width]) / np.linalg.norm(expected[width]))
 
     trained = {width: over_messages(width, nodes, rounds, seed)[0] for width in WIDTHS}
-    # What comes of averaging models: two trainings, each of every other round, and of one cohort.
+    # The result of averaging models: two separate trainings, each with every other round and one cohort.
     averaged = slept.recursion(seed, range(0, nodes, 2), (rounds + 1) // 2, 1)
     return {
         **{f"width {width}": apart(weights, width) for width, weights in trained.items()},
@@ -113,7 +114,8 @@ def recursions(rounds: int, seed: int) -> dict[str, float]:
 
 
 def laws(seed: int) -> list[dict[str, Any]]:
-    """Return the laws beside what they summarise: ``kind``, ``of`` what, the value ``found`` and the ``law``'s."""
+    """Return the laws and the measured values: ``kind``, ``of`` what, the value ``found``, and the value of the
+    ``law``."""
     import numpy as np
 
     from fedcomp.experiments.delayed import largest_stable
@@ -132,7 +134,7 @@ def laws(seed: int) -> list[dict[str, Any]]:
             rows.append(("period", f"{a:g} + {b:g}, K = {width}", events, Pipeline(a, b, width).period))
     for width in (1, 2, 4):
         _, marks = over_messages(width, 4, 41, seed, seconds=1.0)
-        # From a step to one of the same cohort, so that all of a period is in it.
+        # From a step to the next step of the same cohort, which is a whole period.
         rows.append(("clock", f"width {width} by cohorts", (marks[39] - marks[19]) / 20, 1.0 / width))
     rows += [("stable", f"{delay} steps of delay", largest_stable(delay), stable_step(delay)) for delay in range(4)]
     work, transfer = (log_normal(1.0, 1.0, 20_000, Key(seed, "pipe/times", layer=i)) for i in (0, 1))
@@ -158,20 +160,20 @@ def deployed(rounds: int, seed: int) -> dict[str, dict[str, Any]]:
     rows: dict[str, Any] = {
         f"width {width}": {"kind": "pipelined", "options": {"width": width}, "rounds": rounds} for width in (1, 2)
     }
-    # As many updates, each a step of half the size.
+    # The same number of updates, each a step of half the size.
     options = {"concurrency": 2, "buffer": 1, "max_staleness": 1000, "weight": "constant", "server_lr": 0.5}
     rows[ASYNCHRONOUS] = {"kind": "buffered", "options": options, "rounds": 2 * rounds}
     found = slept.deployed(rows, nodes=2, seed=seed, sleep=0.5, variation=0.0, work=1.5)
     for width in (1, 2):
         row = found[f"width {width}"]
-        # Which of the two nodes connects first, and is in the first cohort, is chance.
+        # Either node may connect first and be in the first cohort.
         expected = [slept.recursion(seed, order, rounds, width) for order in ((0, 1), (1, 0))]
         row["off"] = float(min(np.abs(np.subtract(row["weights"], each)).max() for each in expected))
     return found
 
 
 def study(found: Found) -> Studied:
-    """Compare with the recursion and the laws, train with delays, then against the clock, simulated and real."""
+    """Compare with the recursion and the laws, train with delays, then measure time on simulated and real clocks."""
     from fedcomp.experiments import delayed
     from fedcomp.experiments.paced import shown_seconds, timed
     from fedcomp.timing.pipeline import Pipeline
@@ -200,7 +202,7 @@ def study(found: Found) -> Studied:
     ratio = widths["width 2"]["seconds"] / widths["width 1"]["seconds"]
 
     def by_law(row: str) -> float | None:
-        """Return the seconds per round that the law has for a width, from what width one worked and waited."""
+        """Return the seconds per round that the law gives for a width, from the work and the waiting at width one."""
         if row == ASYNCHRONOUS:
             return None
         alone = real["width 1"]
@@ -211,7 +213,7 @@ def study(found: Found) -> Studied:
 
     wrong = min(exact["width 2 against no delay"], exact["averaged models against width 2"])
     hidden = (
-        "In a real deployment two rounds in flight take {:.2f} of the time of one at a time, by hiding the server's "
+        "In a real deployment two rounds in flight take {:.2f} times the time of one, because they hide the server's "
         "work and Flower's polling; "
     )
     return Studied(
@@ -243,7 +245,7 @@ def study(found: Found) -> Studied:
             ),
             ("step size .3 and momentum .9", "points lost by one step of delay"): lost(0.3, 0.9),
             (PIPED, OVER): sooner[PIPED] / sooner[SYNCHRONOUS],
-            # Where the server never gets there, any time is sooner.
+            # If the server never reaches the target, any time is faster.
             (PIPED, "seconds to the target over those of the asynchronous server"): (
                 sooner[PIPED] / asynchronous if asynchronous < float("inf") else 0.0
             ),
@@ -259,7 +261,7 @@ def study(found: Found) -> Studied:
                 },
                 GRID,
                 f"{delayed.WORKERS} workers, a perceptron on digits, {config.rounds} steps, median over seeds; chance "
-                "is 10 %. In one process: nothing but the delay differs.",
+                "is 10 %. All run in one process, and only the delay differs.",
             ),
             table(
                 "The laws beside what they summarise",
@@ -270,15 +272,15 @@ def study(found: Found) -> Studied:
                     "by the law": lambda each: each["law"] and round(each["law"], 3),
                 },
                 law,
-                "The period is max(a, b, (a + b)/K), the largest stable step 2 sin(pi / (2(2D + 1))). Of log-normal "
-                "work and collectives of equal mean there is no law: two in flight are enough for near-constant times "
-                "alone.",
+                "The period is max(a, b, (a + b)/K), the largest stable step 2 sin(pi / (2(2D + 1))). For log-normal "
+                "work and collectives of equal mean there is no law: two in flight are enough only if times are "
+                "nearly constant.",
             ),
             against.table(
                 {"uplink, MB": lambda row: round(mean(against.groups[row].each("uplink")) / 1e6, 2)},
-                f"{config.clients} clients whose paces vary by {config.settings['variation']:g}, one second a message "
-                "on average; the server takes no time. Cohorts step more often, on fewer clients each. Asynchronous: "
-                "each update makes a step of 1/n at once.",
+                f"{config.clients} clients whose paces vary by {config.settings['variation']:g}, with one second a "
+                "message on average; the server takes no time. Cohorts step more often, with fewer clients each. "
+                "Asynchronous: each update makes a step of 1/n at once.",
             ),
             *(
                 [
@@ -294,11 +296,11 @@ def study(found: Found) -> Studied:
                             "last loss": lambda row: f"{real[row]['line'][-1][1]:.3g}",
                         },
                         real,
-                        "Two SuperNodes on loopback, least squares, clients that sleep half a second, a server that "
-                        "works 1.5 s after every step. The law is max(a, b, (a + b)/K), where a is what the server "
-                        "worked and b what it waited in a round of width one; b has gaps in it in which nobody has a "
-                        "message, and more rounds in flight have fewer of them. The asynchronous row has as many "
-                        "updates, each a step of half the size, and so twice the server's work.",
+                        "Two SuperNodes on loopback learn least squares; clients sleep half a second, and the server "
+                        "works 1.5 s after every step. The law is max(a, b, (a + b)/K), where a is the server's work "
+                        "and b its waiting time in a round of width one. b contains gaps in which no node has a "
+                        "message, and with more rounds in flight there are fewer gaps. The asynchronous row has the "
+                        "same number of updates, each a step of half the size, and so twice the server's work.",
                     )
                 ]
                 if real

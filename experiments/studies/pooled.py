@@ -1,8 +1,8 @@
-"""Trainings whose rounds should equal steps on one batch of all clients' examples, and the central reference.
+"""Trainings whose rounds should equal steps on one batch of all clients' examples, and this central reference.
 
-Clients have batches of unequal sizes, and take one step of plain SGD a round: any other optimiser would hide a wrong
-scale. The models have what gradients as factors have to cope with: layers of one shape, a recurrent cell, convolutions,
-attention with embeddings whose weights the read-out shares.
+Clients have batches of different sizes and take one step of plain SGD a round, because any other optimiser would hide a
+wrong scale. The models cover the difficult cases for gradients as factors: layers of equal shape, a recurrent cell,
+convolutions, and attention with embeddings whose weights the output layer shares.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from fedcomp.tasks.arrays import to_arrays
 from fedcomp.tasks.base import single_thread
 
 SIZES: Final = (19, 4, 11)
-"""Examples of each client's batches."""
+"""Number of examples in each client's batches."""
 
 RATE: Final = 0.2
 CLASSES: Final = 5
 
 RULES: Final = ("examples", "even", "sum")
-"""How clients' mean gradients are put together: by their numbers of examples; all alike; added up, as published code
-does (read)."""
+"""How clients' mean gradients are combined: weighted by their numbers of examples; with equal weights; or summed, as in
+published code (read)."""
 
 
 class Recurrent(nn.Module):
-    """A gated recurrent cell of linear layers, six steps, and a read-out of its last state."""
+    """A gated recurrent cell of linear layers over six steps, and an output layer on its last state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Recurrent(nn.Module):
         """Return logits of inputs of shape (B, 6, 8)."""
         h = torch.zeros(len(x), 16)
         for t in range(x.shape[1]):
-            # Apart, since the reset gate multiplies what comes from the state alone.
+            # Separate, since the reset gate multiplies only the part from the state.
             (xr, xz, xn), (hr, hz, hn) = self.x2h(x[:, t]).chunk(3, 1), self.h2h(h).chunk(3, 1)
             z = torch.sigmoid(xz + hz)
             h = (1 - z) * torch.tanh(xn + torch.sigmoid(xr + hr) * hn) + z * h
@@ -57,7 +57,7 @@ class Recurrent(nn.Module):
 
 
 class Transformer(nn.Module):
-    """One causal block on tokens; the read-out has the weights of the embedding."""
+    """One causal block on tokens; the output layer has the weights of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Transformer(nn.Module):
         self.read.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits of the last place, of tokens of shape (B, 6)."""
+        """Return logits at the last position, for tokens of shape (B, 6)."""
         x = self.embed(tokens)
         seen = nn.functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), is_causal=True)
         x = x + self.mix(seen)
@@ -91,7 +91,7 @@ MODELS: Final[Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]] = {
     "convolutions": (_convolutions, (2, 8, 8)),
     "transformer": (Transformer, (6,)),
 }
-"""By name: the model, and the shape of an example; tokens where it is a transformer."""
+"""By name, the model and the shape of an example, which is tokens for a transformer."""
 
 
 def model_of(name: str, seed: int) -> nn.Module:
@@ -133,7 +133,7 @@ def pooled(name: str, rounds: int, seed: int) -> dict[str, NDArray[Any]]:
 
 
 def trained(codec: Codec, model: nn.Module, layout: Layout, x: Tensor, y: Tensor, rate: float) -> Update:
-    """Return a model after a step of SGD, as an update with what ``codec`` wants to know of its layers."""
+    """Return a model after a step of SGD, as an update with the layer data that ``codec`` needs."""
     before = {name: array.copy() for name, array in to_arrays(model).items()}
     with single_thread(), collecting(wanted_by(at_model(codec, lambda: before))) as collected, capture(model):
         descend(model, x, y, rate)
@@ -145,8 +145,8 @@ def trained(codec: Codec, model: nn.Module, layout: Layout, x: Tensor, y: Tensor
 def in_rounds(
     name: str, codec: Codec, rounds: int, seed: int, rule: str = "examples", *, by_layer: bool = False
 ) -> dict[str, NDArray[Any]]:
-    """Return the model after as many rounds with frames of ``codec``, clients put together by ``rule``, and if
-    ``by_layer`` an exchange for each layer."""
+    """Return the model after a number of rounds with frames of ``codec``. ``rule`` combines the clients; ``by_layer``
+    makes one exchange for each layer."""
     model = model_of(name, seed)
     layout = Layout.of(to_arrays(model), NONE_DENSE)
 
@@ -166,7 +166,7 @@ def in_rounds(
 
 
 def difference(found: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]]) -> float:
-    """Return the largest relative difference of a tensor."""
+    """Return the largest relative difference of any tensor."""
     return max(
         float(np.linalg.norm(found[name] - value.astype(np.float64)) / np.linalg.norm(value))
         for name, value in expected.items()

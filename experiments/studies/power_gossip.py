@@ -1,4 +1,4 @@
-"""PowerGossip against CHOCO-SGD and DeepSqueeze: tuned trainings, and averaging of matrices without gradients."""
+"""PowerGossip compared with CHOCO-SGD and DeepSqueeze: tuned trainings, and averaging of matrices without gradients."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ DENSE: Final = "D-PSGD"
 CHOCO_TOP: Final = "CHOCO, top-k"
 CHOCO_SIGNS: Final = "CHOCO, scaled signs"
 FIXED: Final = (DENSE, "PowerGossip, rank 1", "PowerGossip, rank 1, rate of the graph", "PowerGossip, rank 2")
-"""Without a consensus step."""
+"""Algorithms without a consensus step."""
 TUNED: Final = (CHOCO_TOP, CHOCO_SIGNS, "DeepSqueeze, top-k")
-"""With one, which is swept on the validation split."""
+"""Algorithms with a consensus step, which is tuned on the validation split."""
 
 CHANCE: Final = 0.1
-"""Accuracy of a model that has diverged, of ten classes."""
+"""Accuracy of a diverged model on ten classes."""
 
 KINDS: Final = ("random", "decaying")
-"""Gaussian matrices; and those of singular values 1, 0.8, 0.64, ... in random directions."""
+"""Gaussian matrices, and matrices with singular values 1, 0.8, 0.64, ... in random directions."""
 
 DECAY: Final = 0.8
-# From steps that are slow to steps that diverge, a factor of two apart: the best of CHOCO must lie inside.
+# From slow steps to diverging ones, a factor of two apart; CHOCO's best must lie inside.
 MATRIX_GAMMAS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 
 gammas_of = partial(numbers, each=Real(above=0.0, most=1.0))
 
 
 def plan(config: Config, label: str, gamma: float, seed: int, *, validation: bool = False) -> GossipTraining:
-    """Return a training; ``gamma`` counts for algorithms that have one.
+    """Return a training; ``gamma`` is used by algorithms that have one.
 
-    One for tuning has half of the iterations, and is judged by a part of the training examples: a sweep at full length
-    would cost several times the runs it prepares.
+    A training for tuning has half of the iterations and is judged by a part of the training examples. A sweep at full
+    length would cost several times the runs that it prepares.
     """
     from fedcomp.tasks import get_task
 
@@ -58,7 +58,7 @@ def plan(config: Config, label: str, gamma: float, seed: int, *, validation: boo
     algorithms: tuple[dict[str, Any], ...] = (
         {"name": "dpsgd"},
         {"name": "power-gossip"},
-        # Computed from the graph and not tuned: nodes do not know the graph, so that a number travels.
+        # Computed from the graph, not tuned; nodes do not know the graph, so the number is sent to them.
         {"name": "power-gossip", "rate": auto_rate(Ring(config.clients))},
         {"name": "power-gossip", "rank": 2},
         {"name": "choco", "gamma": gamma, "compressor": top},
@@ -79,15 +79,16 @@ def plan(config: Config, label: str, gamma: float, seed: int, *, validation: boo
 
 
 def train(label: str, gamma: float, seed: int, *, config: Config, validation: bool) -> dict[str, Any]:
-    """Train a row with a consensus step; on a part of the training examples, judged by the rest, if ``validation``."""
+    """Train a row with a consensus step. If ``validation``, train on a part of the training examples and evaluate on
+    the rest."""
     return run(plan(config, label, gamma, seed, validation=validation))
 
 
 def late(runs: Records, name: str) -> float:
-    """Return a figure of :func:`fedcomp.experiments.decentralised.train`, mean over the last third of the evaluations
-    of all seeds; NaN when a run diverged.
+    """Return a figure of :func:`fedcomp.experiments.decentralised.train` as the mean over the last third of the
+    evaluations of all seeds; NaN if a run diverged.
 
-    Nodes' own models go up and down with their last batches: one look is not enough.
+    The models of nodes fluctuate with their last batches, so one evaluation is not enough.
     """
     if any(runs.each("diverged")):
         return math.nan
@@ -95,7 +96,7 @@ def late(runs: Records, name: str) -> float:
 
 
 def accuracy(runs: Records) -> float:
-    """Return that of the nodes' own models; of guessing when a run diverged, so that such a step is ranked last."""
+    """Return the accuracy of the nodes' own models, or of guessing if a run diverged, so such a step ranks last."""
     return CHANCE if any(runs.each("diverged")) else late(runs, "accuracy")
 
 
@@ -109,20 +110,20 @@ _COLUMNS: Final[Mapping[str, Any]] = {
 
 
 def study(found: Found) -> Studied:
-    """Sweep the consensus steps, train every row with its best one, average matrices, and run the rows without
+    """Tune the consensus steps, train every row with its best one, average matrices, and run the rows without
     messages."""
     config = found.config
 
     def trained(places: Sequence[tuple[str, float]], *, validation: bool) -> dict[Any, Records]:
         cells = [{"label": label, "gamma": g, "seed": seed} for label, g in places for seed in repetitions(config)]
-        # Named apart: a step that was swept on the validation split is another training than the one with the best.
+        # Separate names, because a training on the validation split differs from the one with the best step.
         done = found.sweep(train, cells, "sweep" * validation, config=config, validation=validation)
         return done.groups("label", "gamma")
 
     gammas = gammas_of(str(config.settings["gammas"]))
     tried = trained([(label, gamma) for label in TUNED for gamma in gammas], validation=True)
     best = {label: max(gammas, key=lambda gamma: accuracy(tried[label, gamma])) for label in TUNED}
-    # What has no consensus step is trained with 0, which nothing reads.
+    # Algorithms without a consensus step get 0, which is not used.
     rows = trained([(label, best.get(label, 0.0)) for label in (*FIXED, *TUNED)], validation=False)
     groups = {label: runs for (label, _), runs in rows.items()}
     sent = {label: traffic_of(runs[0]) for label, runs in groups.items()}
@@ -137,7 +138,7 @@ def study(found: Found) -> Studied:
     }
     relayed, differ = beside(
         found,
-        "With messages: through Flower's server, on the engine chosen; whole messages include the start and models.",
+        "These rows run through Flower's server on the chosen engine; whole messages include the start and models.",
     )
     quantities: dict[Any, Any] = {
         (one, f"accuracy over {other}"): accuracy(groups[one]) - accuracy(groups[other])
@@ -152,8 +153,8 @@ def study(found: Found) -> Studied:
     def diverged(label: str, least: float = 0.0) -> list[bool]:
         return [any(runs.each("diverged")) for (name, g), runs in tried.items() if name == label and g >= least]
 
-    # From twice the best on: the claim is how narrow the range of a sparse compressor is, not that some large step
-    # diverges.
+    # From twice the best on, because the claim is about the narrow range of a sparse compressor; any large step would
+    # diverge.
     wide = diverged(CHOCO_TOP, 2 * best[CHOCO_TOP])
     quantities[CHOCO_TOP, "runs from twice the best gamma on that came to an end"] = wide.count(False)
     quantities[CHOCO_SIGNS, "runs of the sweep that diverged"] = sum(diverged(CHOCO_SIGNS))
@@ -165,16 +166,16 @@ def study(found: Found) -> Studied:
                 "Accuracy on the ring of nodes",
                 {**_COLUMNS, "worst node, %": lambda runs: 100 * late(runs, "worst")},
                 rows.values(),
-                "Test accuracy of the nodes' own models, mean and worst, and of the mean of their models, all over the "
-                "last third of the evaluations. Gamma: the best of the sweep on the validation split; empty: there is "
-                "none to tune.",
+                "Test accuracy of the nodes' own models, mean and worst, and of the mean of their models, all over "
+                "the last third of the evaluations. Gamma: the best of the sweep on the validation split; empty if "
+                "there is none to tune.",
             ),
             table(
                 "The sweep, on the validation split",
                 _COLUMNS,
                 tried.values(),
-                "A fifth of the training examples is held out and judges, after half of the iterations; the test split "
-                "is not looked at. Empty: diverged.",
+                "Accuracy is on a held-out fifth of the training examples after half of the iterations; the test "
+                "split is not used. Empty: diverged.",
             ),
             cost_table(
                 "What was sent, first seed",
@@ -192,8 +193,8 @@ def study(found: Found) -> Studied:
                     "relative error": "last",
                 },
                 tracks.values(),
-                f"No gradients; every node begins with a matrix of its own, {size} x {size}, Gaussian or of singular "
-                f"values that fall by {DECAY}. Error: distance to the mean over what it was, empty when it diverged. "
+                f"No gradients. Every node starts with its own matrix, {size} x {size}, Gaussian or with singular "
+                f"values that fall by {DECAY}. Error: distance to the mean over its start; empty if it diverged. "
                 f"CHOCO sends the largest {_kept(config)} entries.",
             ),
             relayed,
@@ -209,8 +210,8 @@ def study(found: Found) -> Studied:
                 y_label="accuracy of the nodes' models",
                 log_x=True,
                 x_bytes=True,
-                caption="First seed; the rows with a consensus step at the best of their sweeps, whose runs are not "
-                "counted.",
+                caption="First seed. Rows with a consensus step use the best of their sweep; the runs of the sweep "
+                "are not counted.",
             ),
         ],
         tasks=[plan(config, DENSE, 0.0, config.seed).task.record()],
@@ -218,14 +219,14 @@ def study(found: Found) -> Studied:
 
 
 def _kept(config: Config) -> int:
-    """Return how many entries of a matrix CHOCO sends."""
+    """Return the number of entries of a matrix that CHOCO sends."""
     return max(1, int(config.settings["matrix"]) ** 2 // 200)
 
 
 def matrix_runs(config: Config) -> dict[tuple[str, str], tuple[dict[str, Any], int]]:
-    """Return algorithm and iterations by kind of matrix and label."""
+    """Return the algorithm and the iterations by kind of matrix and label."""
     rounds = int(config.settings["matrix_rounds"])
-    # Of random matrices higher ranks get fewer iterations in proportion, so that all send equally many floats.
+    # On random matrices higher ranks get proportionally fewer iterations, so all send the same number of floats.
     half, short = rounds // 2, max(2, 3 * rounds // 10)
     power = {"name": "power-gossip", "values": "float32"}
     top = {"id": "topk", "density": _kept(config) / int(config.settings["matrix"]) ** 2}
@@ -237,14 +238,14 @@ def matrix_runs(config: Config) -> dict[tuple[str, str], tuple[dict[str, Any], i
     }
     for kind, length in (("random", half), ("decaying", short)):
         for gamma in MATRIX_GAMMAS:
-            # Without digests: bytes are compared, and these belong to the protocol.
+            # Without digests, because bytes are compared and digests belong to the protocol.
             choco = {"name": "choco", "gamma": gamma, "compressor": top, "digest_every": 0}
             out[kind, f"CHOCO, gamma {gamma:g}"] = choco, length
     return out
 
 
 def averaged(kind: str, label: str, *, config: Config) -> dict[str, Any]:
-    """Average one matrix per node; all algorithms average the same ones of a kind."""
+    """Average one matrix per node; all algorithms average the same matrices of a kind."""
     n, m = config.clients, int(config.settings["matrix"])
     algorithm, rounds = matrix_runs(config)[kind, label]
     generator = Key(config.seed, f"power-gossip/{kind}").generator()
@@ -261,7 +262,8 @@ def averaged(kind: str, label: str, *, config: Config) -> dict[str, Any]:
 
 
 def _of_matrices(config: Config, tracks: Mapping[tuple[str, str], Record]) -> dict[Any, float]:
-    """Rank only trades rounds, a warm start helps, and what CHOCO does on the same matrices."""
+    """Return the quantities of the claims: the effect of rank at equal floats, of a warm start, and CHOCO on the same
+    matrices."""
     out: dict[Any, float] = {}
     for kind in KINDS:
         cold = tracks[kind, "rank 1, cold start"].last / tracks[kind, "rank 1"].last

@@ -23,10 +23,10 @@ RANK_2: Final = "PowerSGD, rank 2"
 
 
 def memories(found: Found) -> Studied:
-    """Return the last memory of every case in updates, and how long the last downlink of rank 2 is."""
+    """Return the final memory of every case in units of updates, and the size of the last downlink at rank 2."""
     rounds = int(found.config.settings["norm_rounds"])
     last = found.say.cell("norms", lambda: memory_norms(rounds))
-    # Once every node holds a model, a step goes down that is as long as one client's factors.
+    # Once every node holds a model, the downlink is a step as long as one client's factors.
     late = found.mean(RANK_2, "late") * found.config.rounds / found.mean(RANK_2, "uplink")
     return Studied(
         quantities={f"memory in updates, {name}": value for name, value in last.items()}
@@ -44,7 +44,7 @@ def memories(found: Found) -> Studied:
 
 
 def memory_norms(rounds: int) -> dict[str, float]:
-    """Return ‖memory‖ / ‖update‖ by case, form and memory, mean over clients, after so many rounds."""
+    """Return ‖memory‖ / ‖update‖ by case, form and memory after a number of rounds, as the mean over clients."""
     layout = Layout((TensorSpec("w", SHAPE, "float32", 0, SHAPE[0] * SHAPE[1]),), (), ("w",))
     key = Key(SEED, "power-sgd/norms")
     unlike = [key.at(partition=c).generator().standard_normal(SHAPE).astype(np.float32) for c in range(4)]
@@ -55,7 +55,7 @@ def memory_norms(rounds: int) -> dict[str, float]:
         system = SharedBasis(PowerSGD(rank, form=form, memory=memory, min_rate=0.0))
 
         def corrected(local: Local, node: int, codec: PowerSGD = system.codec) -> Vector:
-            """The memory with which a client begins the next round: by then it knows the step."""
+            """The memory at the start of the next round, when the client knows the step."""
             vector: Vector = codec.correct(local.client(node).memory, local.state["last"]["frame"], layout)["memory"]
             return vector
 

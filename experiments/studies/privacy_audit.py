@@ -19,17 +19,16 @@ from fedcomp.rng import Key
 if TYPE_CHECKING:
     from fedcomp.experiments.audits.tiers import Verdict
 
-# The claim itself, a tenth and a fifth more than claimed, and the factors by which mistakes of sensitivity or adjacency
-# are wrong.
+# The claim itself, 10 % and 20 % above it, and the factors of typical mistakes in sensitivity or adjacency.
 POWERS: Final = (1.0, 1.1, 1.2, math.sqrt(2.0), 2.0)
 TRIALS: Final = (500, 2000, 5000, 20000)
 TIERS: Final = ("A", "B", "C", "E", "F")
 
 RUNS: Final = ("votes", "clipped vectors", "no noise")
-"""Sums of which one run is audited; the noise of the last was forgotten."""
+"""Sums for the audit of a single run; the last has no noise."""
 
 Audit = list[dict[str, Any]]
-"""Verdicts, as plain data."""
+"""Verdicts as plain data."""
 
 
 def audit(config: Config, make: Callable[[], Any]) -> Audit:
@@ -39,7 +38,7 @@ def audit(config: Config, make: Callable[[], Any]) -> Audit:
     subject, seed, said = make(), config.seed, config.settings
     found = [tier_a(subject), *tier_b(subject, runs=int(said["noise_runs"]), seed=seed)]
     found.append(tier_c(subject, runs=int(said["runs"]), seed=seed, confidence=float(said["confidence"])))
-    # A few runs are enough: a single output off the grid refutes the claim, and each has many coordinates.
+    # A few runs are enough, because a single output off the grid refutes the claim and each run has many coordinates.
     found += [tier_e(subject, runs=5, seed=seed), tier_f(subject, seed=seed)]
     return _plain(found)
 
@@ -49,21 +48,21 @@ def _plain(verdicts: list[Verdict]) -> Audit:
 
 
 def last_bits(draws: int, seed: int) -> dict[str, list[float]]:
-    """Return the shares of noisy values 0 and 1 that are not a multiple of the last bit of a number next to 1.
+    """Return the fractions of noisy values 0 and 1 that are not a multiple of the last bit of a number near 1.
 
-    Unit noise; float32 has multiples of 2^-24 there, float64 of 2^-53.
+    The noise has unit scale. Near 1, float32 has multiples of 2^-24 and float64 of 2^-53.
     """
     from fedcomp.privacy.audit import off_grid
     from fedcomp.privacy.entropy import SeededEntropy
     from fedcomp.privacy.mechanism import GridGaussian
 
     out: dict[str, list[float]] = {}
-    # The same noise for both values: what differs is what the addition rounds.
+    # The same noise for both values, so only the rounding of the addition differs.
     unit = Key(seed, "audit floats").generator().standard_normal(draws)
     for name, step in (("float32", 2.0**-24), ("float64", 2.0**-53)):
         noise_of = unit.astype(name)
         out[f"{name} noise on {name}"] = [off_grid(np.array(value, name) + noise_of, step) for value in (0.0, 1.0)]
-    # Float noise on a grid reveals as much as floats do: only integer noise stays on the grid.
+    # Float noise on a grid reveals as much as plain floats; only integer noise stays on the grid.
     for noise, name in (("gaussian", "float noise on the grid"), ("discrete_gaussian", "integer noise on the grid")):
         mechanism = GridGaussian(noise_multiplier=1.0, clip=1.0, size=1, noise=noise)
         out[name] = [
@@ -74,7 +73,7 @@ def last_bits(draws: int, seed: int) -> dict[str, list[float]]:
                 ),
                 2.0**-53,
             )
-            # In grid steps: 0, and the clip norm, which is 1.
+            # In grid steps: 0 and the clip norm, which is 1.
             for value in (0, int(mechanism.bound))
         ]
     return out
@@ -129,28 +128,28 @@ def quantities(
     floats: Mapping[str, list[float]],
     flower: Mapping[str, Any],
 ) -> dict[Any, float]:
-    """Return what was refuted, which mutants were caught, what last bits reveal, and what the installed Flower does."""
+    """Return the refuted claims, the caught mutants, the leak through last bits, and the behaviour of the installed
+    Flower."""
     from fedcomp.privacy.audit import power
 
     ours = "integer noise on the grid"
 
     def refuted(verdicts: Audit) -> float:
-        # No verdicts at all are no pass: NaN fails the claim.
+        # Without any verdict the result is NaN, which fails the claim.
         return sum(not verdict["ok"] for verdict in verdicts) if verdicts else math.nan
 
     def against(tier: str) -> float:
         return refuted([verdict for found in audits.values() for verdict in _by_tier(found, tier)])
 
     ends = [clips[-1] for clips in flower["clips"].values()]
-    # Not the run without noise, which is there to be refuted.
+    # Without the run that has no noise, which must be refuted.
     real = (*audits.values(), runs["votes"], runs["clipped vectors"])
     return {
         "attacks that refute": sum(not verdict["ok"] for one in real for verdict in one),
         **{(f"tier {tier}", "verdicts against a system"): against(tier) for tier in TIERS},
         ("tier D", "verdicts against a system"): refuted([*runs["votes"], *runs["clipped vectors"]]),
         ("tier D", "forgotten noise is noticed"): refuted(runs["no noise"]),
-        # An attack that finds nothing would let every mutant through: each has to come within a factor of five of the
-        # truth.
+        # An attack that finds nothing would pass every mutant, so each must come within a factor of five of the truth.
         ("tier C", "weakest attack's bound over mu"): min(
             v["found"] / v["claimed"] for found in audits.values() for v in _by_tier(found, "C")
         ),
@@ -173,7 +172,7 @@ def quantities(
 
 
 def _power_table() -> Table:
-    """How probable it is that a claim of mu = 1 is refuted, by what is true and how often the attack is run."""
+    """Return the probability that a claim of mu = 1 is refuted, by the true mu and the number of runs of the attack."""
     from fedcomp.privacy.audit import power
 
     columns: dict[str, Any] = {"runs": int, "mean bound at 1": lambda trials: power(1.0, 1.0, trials)[1]}
@@ -196,7 +195,7 @@ def _audit_table(audits: Mapping[str, Audit], runs: int) -> Table:
 
     def noise(name: str) -> float:
         ratios = [float(verdict["found"]) for verdict in _by_tier(audits[name], "B")]
-        # By the logarithm: half the noise is as wrong as twice the noise.
+        # By the logarithm, because half the noise is as wrong as twice the noise.
         return max(ratios, key=lambda ratio: abs(math.log(ratio)))
 
     columns: dict[str, Any] = {
@@ -213,10 +212,10 @@ def _audit_table(audits: Mapping[str, Audit], runs: int) -> Table:
         "Audited systems",
         columns,
         audits,
-        "A: largest distance of two neighbouring sums, over what the event says. B: noise over the claim, the worst of "
-        f"all tensors. C: lower bound on mu from {runs} runs in each world, and mu by the ledger's epsilon. E: share "
-        "of outputs off the public grid. F: largest correlation of two rounds' noise. That a claim stands does not "
-        "prove it.",
+        "A: largest distance of two neighbouring sums, over the sensitivity in the event. B: noise over the claim, the "
+        f"worst of all tensors. C: lower bound on mu from {runs} runs in each world, and mu from the ledger's epsilon. "
+        "E: fraction of outputs off the public grid. F: largest correlation of the noise of two rounds. A claim that "
+        "is not refuted is not proven.",
     )
 
 
@@ -229,8 +228,8 @@ def _run_table(runs: Mapping[str, Audit]) -> Table:
         "D: one run with many canaries",
         columns,
         runs,
-        "Fair coins decide which canaries are in (Steinke, Nasr, Jagielski 2023). 100 guesses, all of them right, "
-        "show an epsilon of 3.47 and no more: an alarm for gross mistakes. The last row is meant to be refuted.",
+        "Fair coins decide which canaries are included (Steinke, Nasr, Jagielski 2023). 100 correct guesses show an "
+        "epsilon of at most 3.47, so this detects only gross mistakes. The last row must be refuted.",
     )
 
 
@@ -241,7 +240,7 @@ def _caught(mutant: Mapping[str, Any]) -> bool:
 def _mutant_table(mutants: Mapping[str, Mapping[str, Any]]) -> Table:
     rows: list[list[Any]] = []
     for name, mutant in mutants.items():
-        # The verdict that fails, or else the first.
+        # The failing verdict, or otherwise the first.
         wrong = min(mutant["mutated"], key=lambda verdict: verdict["ok"])
         right = next((v for v in mutant["original"] if v["part"] == wrong["part"]), mutant["original"][0])
         shown = [wrong["measure"], wrong["claimed"], right["found"], wrong["found"]]
@@ -250,21 +249,21 @@ def _mutant_table(mutants: Mapping[str, Mapping[str, Any]]) -> Table:
         "Mutants",
         ("mutant", "what is wrong", "tier", "measure", "claimed", "original", "mutant", "caught"),
         rows,
-        "One thing changed in a class of the project each, audited beside the original on the same data. Caught: the "
-        "tier refutes the mutant and not the original.",
+        "Each mutant changes one thing in a class of the project and is audited with the original on the same data. "
+        "Caught: the tier refutes the mutant and not the original.",
     )
 
 
 def _float_table(floats: Mapping[str, list[float]], flower: Mapping[str, Any]) -> Table:
     shares = list(floats.items())
-    # After the plain floats, and before our grids.
+    # After the plain floats and before our grids.
     shares.insert(2, (f"Flower {flower['version']}, fixed clipping", flower["bits"]))
     return Table(
         "What the last bits reveal",
         ("noise", "value 0", "value 1", "difference"),
         [[name, zero, one, zero - one] for name, (zero, one) in shares],
-        "Share of outputs that are not a multiple of the last bit of a number next to 1 (Mironov 2012), one coordinate "
-        "with unit noise. Whoever sees such an output knows that the value was 0.",
+        "Fraction of outputs that are not a multiple of the last bit of a number near 1 (Mironov 2012), for one "
+        "coordinate with unit noise. Such an output reveals that the value was 0.",
     )
 
 
@@ -298,7 +297,7 @@ def _flower_table(flower: Mapping[str, Any]) -> Table:
         f"Flower {flower['version']}",
         ("measured on its own wrappers", "found", "right would be"),
         rows,
-        "Replies made by hand, handed to the wrappers. Their noise comes from numpy's global generator, so the last "
+        "Synthetic replies go into Flower's wrappers. The noise comes from numpy's global generator, so the last "
         "digits vary. LocalDpMod: delta 1e-5, sensitivity set to the clip norm.",
     )
 
@@ -318,5 +317,5 @@ def _clip_figure(flower: Mapping[str, Any]) -> Curves:
         x_label="round",
         y_label="clip norm",
         log_y=True,
-        caption="No noise; 20 clients, the median is aimed at.",
+        caption="No noise; 20 clients; the target is the median.",
     )

@@ -1,8 +1,8 @@
-"""Incorrect variants of compressed push-sum, as a first attempt might program them, against the correct one.
+"""Incorrect variants of compressed push-sum, as a first attempt might write them, compared with the correct one.
 
-What is compressed decides whether nodes agree (:func:`averaged`, without gradients), and what is left out decides
-whether they learn (:func:`trained`). All n nodes are rows of one matrix here: nothing is sent, since the question is
-how far the variants come and not what they cost.
+:func:`averaged` shows, without gradients, that agreement depends on which quantity is compressed. :func:`trained` shows
+that learning depends on every part of the method. All n nodes are rows of one matrix and nothing is sent, since the
+question is how far the variants get, not what they cost.
 """
 
 from __future__ import annotations
@@ -24,29 +24,28 @@ from fedcomp.rng import Key
 Matrix = NDArray[np.float64]
 
 COMPRESSED: Final = ("models, error kept", "estimates of x", "estimates of z")
-"""What :func:`averaged` compresses; the last one is Sparse-Push."""
+"""The quantity that :func:`averaged` compresses; the last one is Sparse-Push."""
 
 TRAINED: Final[Mapping[str, str]] = {
     "local": "no messages at all",
-    # The largest entries of the update, with error feedback, go one hop; models are never mixed.
+    # The largest entries of the update, with error feedback, travel one hop; models are never mixed.
     "updates": "2 % of the updates, one hop",
     # Error feedback on the model itself.
     "stateless": "2 % of the model, error feedback, no estimates",
-    # Sparse-Push; a lost share stays with its sender.
+    # Sparse-Push; the sender keeps a lost share.
     "kept": "2 %, 10 % of messages lost, shares kept",
-    # Sparse-Push; the sender gives its share away whether it arrives or not.
+    # Sparse-Push; the sender gives its share away even if it does not arrive.
     "naive debit": "2 %, 10 % of messages lost, shares given away",
 }
-"""Variants that :func:`trained` knows, and what they are called where they are run with these shares and losses. "kept"
-is the right one."""
+"""Variants of :func:`trained`, and their labels with these shares and losses. "kept" is the correct one."""
 
 
 def averaged(kind: str, matrices: Sequence[Matrix], values: Matrix, k: int, gamma: float, rounds: int) -> list[float]:
     """Return the relative errors of compressed push-sum after 0, 1, ... rounds, computed on matrices.
 
-    All weights travel uncompressed. ``kind`` says what is compressed by top-k of ``k``:
+    All weights are sent uncompressed. ``kind`` is the quantity that top-k with ``k`` compresses:
 
-    * "models, error kept": ``q = C(x + e)``, ``e = x + e - q``, and x moves by what arrives of q;
+    * "models, error kept": ``q = C(x + e)``, ``e = x + e - q``, and x moves by the received q;
     * "estimates of x": ``h = h + C(x - h)``, and x moves by h;
     * "estimates of z": ``h = h + C(x / w - h)``, and x moves by ``w h``.
 
@@ -73,33 +72,34 @@ def averaged(kind: str, matrices: Sequence[Matrix], values: Matrix, k: int, gamm
         x = x + gamma * (p @ sent - sent)
         w = w + gamma * (p @ w - w)
         errors.append(float(np.linalg.norm(x / w[:, None] - mean)) / start)
-        # ``not <``: NaN ends it, too.
+        # ``not <`` also ends the run at NaN.
         if not errors[-1] < GROWN:
             break
     return errors
 
 
 def trained(variant: str, plan: GossipTraining) -> dict[str, float]:
-    """Train a variant on the task, the graph and the batches of a training by Sparse-Push.
+    """Train a variant on the task, the graph and the batches of a Sparse-Push training.
 
     Parameters
     ----------
     variant : str
         One of :data:`TRAINED`.
     plan : GossipTraining
-        Its algorithm gives step size, momentum, density and consensus step, its ``drop`` the share of messages lost.
+        Its algorithm gives step size, momentum, density and consensus step; its ``drop`` is the fraction of lost
+        messages.
 
     Returns
     -------
     dict
         ``accuracy`` and ``worst`` (mean and minimum over the nodes' models, test split), mean test ``loss`` (infinite
-        when the models are not finite), and ``sum_w``, the sum of the push-sum weights.
+        if the models are not finite), and ``sum_w``, the sum of the push-sum weights.
     """
     n, layout, nodes = plan.topology.n, plan.layout, plan.nodes()
     swarm = Swarm(variant, plan, flatten(plan.start, layout))
     with np.errstate(over="ignore", invalid="ignore"):
         for t in range(plan.iterations):
-            # As on the nodes: float64 numerators, gradients at the float32 model.
+            # As on the nodes: float64 numerators, and gradients at the float32 model.
             z = swarm.models.astype(np.float32)
             keys = [Key(plan.seed, "gossip/gradient", t, i) for i in range(n)]
             swarm.step(t, np.stack([nodes[i].gradient(z[i], keys[i]) for i in range(n)]))
@@ -116,7 +116,7 @@ def trained(variant: str, plan: GossipTraining) -> dict[str, float]:
 
 
 class Swarm:
-    """All nodes of one variant: numerators x and momentum v, shape (n, d), weights w, shape (n,)."""
+    """All nodes of one variant: numerators x and momentum v of shape (n, d), and weights w of shape (n,)."""
 
     def __init__(self, variant: str, plan: GossipTraining, start: NDArray[Any]) -> None:
         if variant not in TRAINED or not isinstance(plan.algorithm, SparsePush):
@@ -144,14 +144,14 @@ class Swarm:
         mixing = self.plan.topology.mixing_matrix(t, symmetric=False)
         if self.variant == "updates":
             sent = self._compensated(update)
-            # A node applies its own update uncompressed; only what the neighbours get is cut down.
+            # A node applies its own update uncompressed; only the neighbours get a sparse one.
             own = np.diag(mixing)
             self.x = self.x - own[:, None] * update - (mixing - np.diag(own)) @ sent
             return
         self.x = self.x - update
         if self.variant == "stateless":
             sent = self._compensated(self.models)
-            # Column i times w_i: the share of its weight that node i pushes to each neighbour.
+            # Column i times w_i is the share of its weight that node i pushes to each neighbour.
             flow = self.gamma * (mixing - np.diag(np.diag(mixing))) * self.w
             self.x = self.x + flow @ sent - flow.sum(axis=0)[:, None] * sent
             self.w = self.w + flow.sum(axis=1) - flow.sum(axis=0)
@@ -165,16 +165,16 @@ class Swarm:
         return sent
 
     def _push(self, t: int) -> None:
-        """Sparse-Push along every edge; what a lost message does is the variant."""
-        # z and the weights of shares are from before any edge: all nodes send at once.
+        """Sparse-Push along every edge; the variants differ in the effect of a lost message."""
+        # z and the weights of shares are from before all edges, because all nodes send at once.
         x, w, z = self.x.copy(), self.w.copy(), self.models
         for i, j in self.plan.topology.edges(t):
-            # By iteration and edge: all variants lose the same messages.
+            # Keyed by iteration and edge, so all variants lose the same messages.
             lost = Key(self.plan.seed, "lost", t, i, j).uniform(1)[0] < self.plan.drop
             share = self.gamma * self.plan.topology.column(i, t)[j] * self.w[i]
-            # Where Sparse-Push begins, too: at the common initial model, which nobody has to be sent.
+            # Sparse-Push also starts at the common initial model, which need not be sent.
             known = self.known.get((i, j), self.start)
-            if not lost:  # otherwise the estimate of neither end changes
+            if not lost:  # otherwise neither end changes its estimate
                 known = self.known[i, j] = known + _largest((z[i] - known)[None], self.k)[0]
                 x[j] += share * known
                 w[j] += share
@@ -185,9 +185,9 @@ class Swarm:
 
 
 def _largest(rows: Matrix, k: int) -> Matrix:
-    """Return the rows with all but their k largest magnitudes set to zero."""
+    """Return the rows with all entries except the k largest magnitudes set to zero."""
     out = np.zeros_like(rows)
-    # A partition, not a sort: which are the largest matters, not their order.
+    # A partition is enough, because the order of the largest does not matter.
     at = np.argpartition(-np.abs(rows), k - 1, axis=1)[:, :k]
     np.put_along_axis(out, at, np.take_along_axis(rows, at, axis=1), axis=1)
     return out

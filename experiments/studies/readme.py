@@ -1,4 +1,5 @@
-"""README's lines on three tasks and two cohorts: accuracy after few and many rounds, and bytes on the wire."""
+"""The suggested lines of the README on three tasks and two cohorts: accuracy after few and many rounds, and bytes on
+the wire."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ ROWS: Final[Mapping[str, str]] = {
     "both ways: EDEN, 1 bit": "eden codec.bits=1 downlink=eden downlink.bits=1 downlink.scale=least",
     "smaller: top-k 3 %, q2": _TOPK,
     "smaller: top-k 3 %, q2; 5 %, q4 down": f"{_TOPK} downlink=topk downlink.density=0.05 downlink.values=q4",
-    # What a sceptic would name: half precision, which needs no codec of ours, and the other unbiased one of few bits.
+    # The obvious rivals: half precision, which needs no codec, and the other unbiased codec with few bits.
     "bfloat16, both ways": (
         "topk codec.density=1.0 codec.values=bf16 feedback=false "
         "downlink=topk downlink.density=1.0 downlink.values=bf16"
@@ -41,31 +42,31 @@ TASKS: Final[Mapping[str, tuple[float, str]]] = {
     "mnist": (0.2, "batch_size=32 max_steps=5 task.model=mlp task.hidden=100"),
     "cifar10-subset": (0.05, "batch_size=32 max_steps=5 task.model=mlp task.hidden=32"),
 }
-"""The middle one of the step sizes that are tried, and how else a client trains in a round, by task."""
+"""By task, the middle of the tried step sizes and the other training settings of a client."""
 
 COHORTS: Final[Mapping[str, tuple[int, str, str]]] = {
     "all": (1, "task.partition=dirichlet:0.5", "all {} clients"),
     "sampled": (3, f"task.partition=shards:2 fraction={1 / 3}", "{} of {} unlike clients"),
 }
-"""Clients for each that trains in a round, settings, and what it is called, by cohort."""
+"""By cohort, the number of clients for each that trains in a round, the settings, and the label."""
 
 SHORT: Final = 3
 MIDDLE: Final = 8
 EVERY: Final = 4
 LAST: Final = 3
-"""Evaluations, one every :data:`EVERY` rounds, of which the accuracy at the end is the mean."""
+"""The final accuracy is the mean of this number of evaluations, one every :data:`EVERY` rounds."""
 
 CHANCE: Final = 1.0
-"""Points of accuracy on a validation split, within which two step sizes do equally well."""
+"""Two step sizes count as equal within this difference of accuracy on a validation split, in points."""
 
 
 def names(text: str, known: Mapping[str, Any]) -> list[str]:
-    """Return the names in a text that separates them by commas.
+    """Return the names in a comma-separated text.
 
     Raises
     ------
     ConfigError
-        When one is not ``known``.
+        If one is not ``known``.
     """
     found = [word.strip() for word in text.split(",")]
     for name in found:
@@ -75,24 +76,24 @@ def names(text: str, known: Mapping[str, Any]) -> list[str]:
 
 
 def where(task: str, cohort: str, config: Config) -> str:
-    """Return what a task and who trains are called in claims and titles."""
+    """Return the label of a task and cohort in claims and titles."""
     times, _, called = COHORTS[cohort]
     return f"{task}, {called.format(config.clients, times * config.clients)}"
 
 
 def moments(config: Config) -> dict[str, int]:
-    """Return the rounds after which accuracies are compared, by field of a training."""
+    """Return the rounds after which accuracies are compared, by field in the record of a training."""
     return {"short": min(SHORT, config.rounds), "middle": min(MIDDLE, config.rounds), "settled": config.rounds}
 
 
 def lost(config: Config) -> str:
-    """Return the quantity that is claimed."""
+    """Return the quantity in the claim."""
     after = ", ".join(map(str, moments(config).values()))
     return f"points that the default loses at most against FedAvg after {after} rounds"
 
 
 def spec_of(task: str, cohort: str, row: str, lr: float, seed: int, config: Config, *, tuning: bool = False) -> RunSpec:
-    """Return the run of a row; on the validation split if ``tuning``."""
+    """Return the run of a row, on the validation split if ``tuning``."""
     times, unlike, _ = COHORTS[cohort]
     system, _, own = ROWS[row].partition(" ")
     settings = parse_settings(f"{TASKS[task][1]} {unlike} {own} evaluate_every={EVERY}")
@@ -111,7 +112,7 @@ def train(
     spec = spec_of(task, cohort, row, lr, seed, config, tuning=tuning)
     with quiet():
         result = inprocess.run(spec)
-        # The first rounds of a longer training are the same, and not every round of it has to be evaluated.
+        # The first rounds of a longer training are the same, and it need not be evaluated in every round.
         short = result if tuning else inprocess.run(replace(spec, rounds=min(SHORT, spec.rounds)))
     points = [(number, accuracy, sent) for number, accuracy, _, _, sent in learning_line(result.rounds)]
     return {
@@ -125,7 +126,7 @@ def train(
 
 
 def compare(found: Found) -> Studied:
-    """Choose step sizes on a validation split, train every row with several seeds, and compare with FedAvg."""
+    """Choose step sizes on a validation split, train every row with several seeds, and compare the rows with FedAvg."""
     from fedcomp.tasks import get_task
 
     config = found.config
@@ -146,7 +147,7 @@ def compare(found: Found) -> Studied:
 
 
 def _best(tried: Records) -> dict[str, float]:
-    """Return each row's step size: FedAvg's, unless another one was tried and is better by more than chance."""
+    """Return each row's step size: FedAvg's, unless another was tried and is better by more than chance."""
     reached = {(r.row, r.lr): 0.0 if math.isnan(r.settled) else r.settled for r in tried}
     steps = {row: max(group, key=lambda r: reached[row, r.lr]).lr for row, group in tried.groups("row").items()}
     usual = steps[FEDAVG]
@@ -157,7 +158,8 @@ def _best(tried: Records) -> dict[str, float]:
 
 
 def _at(task: str, cohort: str, place: str, found: Found) -> tuple[Table, Curves, float, float]:
-    """Compare in one place; also return what the default loses there, and how many times fewer bytes it sends up."""
+    """Compare the rows of one task and cohort; also return the default's loss of accuracy and its ratio of uplink
+    bytes."""
     config = found.config
     here: dict[str, Any] = {"task": [task], "cohort": [cohort]}
     steps = [TASKS[task][0] * times for times in numbers(str(config.settings["steps"]))]
@@ -195,15 +197,15 @@ def _at(task: str, cohort: str, place: str, found: Found) -> tuple[Table, Curves
         "points lost at most": lambda row: round(most(row), 1),
     }
     caption = (
-        "Bytes of all serialised messages, all clients and rounds. Accuracy on the test split, mean of seeds ± half "
-        f"their range; that after {config.rounds} rounds is the mean of the last {LAST} evaluations, one every {EVERY} "
+        "Bytes of all serialised messages, all clients and rounds. Accuracy is on the test split, mean of seeds ± half "
+        f"their range; after {config.rounds} rounds is the mean of the last {LAST} evaluations, one every {EVERY} "
         f"rounds. FedAvg's step size, {best[FEDAVG]:g}, did best on a validation split of the training examples; with "
         f"tune='every row' a row has another if it does {CHANCE:g} point better."
     )
     figure = curves(
         f"Accuracy against bytes: {place}",
         groups.values(),
-        lambda group: over_seeds(group, 2)[1:],  # what was sent before round 1 would fill half of the axis
+        lambda group: over_seeds(group, 2)[1:],  # the traffic before round 1 would fill half of the axis
         lambda group: over_seeds(group, 1)[1:],
         lambda group: group[0].row,
         x_label="bytes on the wire so far, both ways (logarithmic)",

@@ -1,4 +1,4 @@
-"""ScaleCom: bytes and unions by the number of clients, and norms of memories with constant gradients."""
+"""ScaleCom: bytes and unions of supports by number of clients, and norms of memories with constant gradients."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from fedcomp.systems.pair import Pair
 from fedcomp.systems.shared_support import SharedSupport
 
 SIDES: Final = {"local top-k": "local", "CLT-k": "CLT-k"}
-"""Every client selects by itself; a leader selects for all. By label, a column's first word."""
+"""By label, the first word of a column: every client selects for itself, or a leader selects for all."""
 
 NORM: Final = "memory norm after all rounds, in gradients"
 
 N: Final = 300
 SHARE: Final = 0.05
-"""Gradients of this many coordinates, and the share that is sent, where memories are measured."""
+"""Number of coordinates, and the fraction sent, in the measurement of memories."""
 
 SETTLED: Final = 3
-"""First round that counts: before it, nodes get whole models."""
+"""First round that counts; before it, nodes get whole models."""
 
 
 def study(found: Found) -> Studied:
-    """Bytes and unions by number of clients, and memory norms over ``norm_rounds`` rounds."""
+    """Measure bytes and unions by number of clients, and memory norms over ``norm_rounds`` rounds."""
     settings, results = found.config.settings, found.results
     rounds, density = int(settings["norm_rounds"]), float(settings["codec.density"])
     norms = found.say.cell("norms", lambda: memory_norms(rounds))
@@ -63,15 +63,16 @@ def study(found: Found) -> Studied:
                 columns,
                 counts,
                 f"Payload per client and round, mean over the rounds from {SETTLED} on. k is {100 * density:g} % of "
-                "the compressible coordinates; a union counts those that the mean update changes. "
-                "Biases travel whole in both.",
+                "the compressible coordinates; a union counts those that the mean update changes. Biases are sent "
+                "whole in both.",
             ),
             table(
                 "Memory after all rounds, in gradients",
                 {"scheme": lambda name: name, "‖memory‖ / ‖gradient‖": lambda name: round(norms[name], 1)},
                 norms,
                 f"Mean of four clients with constant gradients, {N} Gaussian coordinates, {SHARE:.0%} sent, after "
-                f"{rounds} rounds. What cancels in the mean is never sent when the mean chooses, and stays.",
+                f"{rounds} rounds. When the mean chooses, parts that cancel in the mean are never sent and stay in "
+                "the memories.",
             ),
         ],
         figures=[
@@ -87,13 +88,13 @@ def study(found: Found) -> Studied:
                 log_y=True,
             ),
         ],
-        # The bound is that of 2000 rounds; after fewer the norm is still on its way.
+        # The bound is for 2000 rounds; after fewer the norm is still growing.
         skipped={} if rounds >= 2000 else {("support of the mean", NORM): "needs norm_rounds=2000"},
     )
 
 
 def settled(result: RunResult, clients: int) -> dict[str, float]:
-    """Return means over the rounds that count: union over k, and kB per client down."""
+    """Return means over the rounds that count: union over k, and downlink kB per client."""
     records, k = [record for record in result.rounds if record.round >= SETTLED], _selected(result)
     return {
         "union": mean(record.metrics["report.changed"] / k for record in records),
@@ -103,7 +104,7 @@ def settled(result: RunResult, clients: int) -> dict[str, float]:
 
 def _selected(result: RunResult) -> int:
     """Return k, summed over the layers: both kinds of rows rank by layer."""
-    # Shared supports keep the smallest tensors dense, the drop-in pair none.
+    # Shared supports keep the smallest tensors dense; the drop-in pair does not.
     layout = Layout.of(result.arrays, None if result.spec.system == "scalecom" else NONE_DENSE)
     codec = TopK(float(result.spec.settings["codec.density"]), scope="layer")
     return sum(codec.count(stretch) for stretch in codec.stretches(layout))
@@ -111,7 +112,7 @@ def _selected(result: RunResult) -> int:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class SupportOfTheMean(SharedSupport, id="support-of-the-mean"):
-    """The mean's largest entries are the support, which no client could know: everything is sent to find them."""
+    """The support is the largest entries of the mean. No client can know them, so everything is sent to find them."""
 
     def round(self, now: Now) -> Round:
         answers = yield [Ask(node) for node in now.nodes]
@@ -129,7 +130,7 @@ class SupportOfTheMean(SharedSupport, id="support-of-the-mean"):
 
 
 def memory_norms(rounds: int) -> dict[str, float]:
-    """Return ‖memory‖ / ‖gradient‖ of four clients with constant Gaussian gradients, mean over them, by scheme."""
+    """Return, by scheme, the mean of ‖memory‖ / ‖gradient‖ over four clients with constant Gaussian gradients."""
     layout, key = Layout.flat(N), Key(SEED, "gradients")
     # Client 1 leads the first round.
     draws = [key.at(partition=c).generator().standard_normal(N).astype(np.float32) for c in (1, 2, 3, 0)]

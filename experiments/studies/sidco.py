@@ -1,7 +1,7 @@
-"""The accuracy of SIDCo's thresholds: on known tails, on captured gradients, by the search for stages, and in time.
+"""The accuracy of SIDCo's thresholds on known tails and captured gradients, the search for stages, and the time.
 
-A figure is always selected over wanted: how many elements exceed an estimated threshold, over the k that were asked
-for. 1 is right.
+Every figure is selected over wanted: the number of elements above an estimated threshold, divided by the requested k. 1
+is exact.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FITS: Final = (
     *(("pareto", stages) for stages in (1, 2, 4)),
     *(("gamma-pareto", stages) for stages in (1, 2)),
 )
-"""Family and number of stages of every estimate that is judged."""
+"""Family and number of stages of every judged estimate."""
 
 SYNTHETIC: Final = (
     ("Laplace", 0.01),
@@ -46,12 +46,12 @@ SYNTHETIC: Final = (
     ("60 layers x t(4)", 0.001),
     ("60 layers x Laplace", 0.001),
 )
-"""Distributions whose tails are known, and densities that tell the families apart."""
+"""Distributions with known tails, and densities that distinguish the families."""
 LAYERS: Final = 60
 LAYERED: Final = f"{LAYERS} layers x "
 
 PERIODS: Final = 14
-"""Of five calls, each on a fresh draw; the first half of them is the search itself."""
+"""Number of periods of five calls, each on a fresh draw; the first half of the periods is the search itself."""
 
 SEARCHES: Final = {
     "published, E from 1": ("exponential", 1, "published"),
@@ -60,10 +60,10 @@ SEARCHES: Final = {
     "reversing, P from 2": ("pareto", 2, "reversing"),
     "fixed, P at 4": ("pareto", 4, "off"),
 }
-"""Family, first number of stages, rule."""
+"""Family, initial number of stages, and rule."""
 REMEMBERED: Final = ", with memory"
 CHANGING: Final = ("t(4)", "t(2.5)", f"{LAYERED}t(4)", f"t(4){REMEMBERED}")
-"""Data the search for stages is watched on."""
+"""Data on which the search for stages is observed."""
 
 
 def fit_name(family: str, stages: int) -> str:
@@ -72,11 +72,11 @@ def fit_name(family: str, stages: int) -> str:
 
 
 CHOSEN: Final = fit_name("pareto", 2)
-"""What the codec does when it is given nothing but a density."""
+"""The codec's default when only a density is given."""
 
 
 def achieved(values: Vector, density: float, family: str, stages: int) -> float:
-    """Return how many elements exceed the estimated threshold, over the k that are wanted."""
+    """Return the number of elements above the estimated threshold over the requested k."""
     from fedcomp.codecs.sidco import estimate_threshold
     from fedcomp.kernels import select_above
 
@@ -86,14 +86,14 @@ def achieved(values: Vector, density: float, family: str, stages: int) -> float:
 
 
 def judge(values: Vector, density: float) -> dict[str, float]:
-    """Return achieved over wanted for every fit."""
+    """Return selected over wanted for every fit."""
     return {fit_name(*fit): achieved(values, density, *fit) for fit in FITS}
 
 
 def synthetic(name: str, size: int, key: Key, scales: Key) -> Vector:
     """Return ``size`` values of the distribution ``name``, float32.
 
-    Layers, equal stretches of the vector, have log-normal scales of sigma 2 that are drawn by the key ``scales``.
+    Layers are equal segments of the vector. Their scales are log-normal with sigma 2 and come from the key ``scales``.
     """
     rng = key.generator()
     base = name.rpartition(" x ")[2]
@@ -109,7 +109,7 @@ def synthetic(name: str, size: int, key: Key, scales: Key) -> Vector:
 
 
 def on_synthetic(size: int, key: Key) -> list[dict[str, float]]:
-    """Return achieved over wanted of every fit, and of eight exponential stages, for each of :data:`SYNTHETIC`."""
+    """Return selected over wanted of every fit, and of eight exponential stages, for each of :data:`SYNTHETIC`."""
     out = []
     for i, (name, density) in enumerate(SYNTHETIC):
         values = synthetic(name, size, key.at(layer=i), key.at(purpose="scales"))
@@ -138,11 +138,11 @@ def sources(config: Config) -> tuple[Source, ...]:
 
 
 def on_gradients(source: Source, density: float, scope: str, seed: int) -> list[dict[str, Any]]:
-    """Train with exact top-k and memory, and return the fits to the first client's gradient, alone and with memory.
+    """Train with exact top-k and memory; return the fits to the first client's gradient, alone and with memory.
 
-    They are looked at in the first step, early in training, and in the last step. The memory is that of exact selection
-    at the same density and scope, so that no estimate judges what another one left behind. Gradients are scaled by the
-    step size, as updates are.
+    Gradients are captured in the first step, early in training, and in the last step. The memory is that of exact
+    selection at the same density and scope, so it does not depend on any estimate. Gradients are scaled by the step
+    size, like updates.
     """
     from fedcomp.codecs import ErrorFeedback, TopK
     from fedcomp.codecs.positional import stretches
@@ -165,7 +165,7 @@ def on_gradients(source: Source, density: float, scope: str, seed: int) -> list[
             out.append(row | {"fits": judge(values[part.slice], density)})
 
     training = {"lr": source.lr, "batch_size": source.batch_size, "max_steps": 1}
-    # Layers of a few hundred values are left out: no quantile of theirs is as fine as the densities asked for.
+    # Layers of a few hundred values are left out, because they have no quantile as fine as the requested densities.
     task, policy = get_task(source.task, **source.options), SmallDense(share=1.0)
     plan = Plan(task, 2, source.steps, seed, training, policy=policy, held_out=True)
     simulate(plan, Pair(ErrorFeedback(TopK(density, scope=scope))), look=look)
@@ -173,7 +173,7 @@ def on_gradients(source: Source, density: float, scope: str, seed: int) -> list[
 
 
 def search(data: str, size: int, key: Key) -> dict[str, dict[str, list[float]]]:
-    """Return by rule the stages and the mean of achieved over wanted of every period, on fresh draws of ``data``."""
+    """Return, by rule, the stages and the mean of selected over wanted in every period, on fresh draws of ``data``."""
     from fedcomp.codecs import SIDCo
     from fedcomp.codecs.feedback import ErrorFeedback
     from fedcomp.codecs.sidco import PERIOD
@@ -191,7 +191,7 @@ def search(data: str, size: int, key: Key) -> dict[str, dict[str, list[float]]]:
             now = key.at(round=call + 1)
             update = Update(synthetic(data.removesuffix(REMEMBERED), size, now, scales), layout)
             (count,) = SIDCo.stages_of(state).values()
-            # What a frame holds is cut to 2 k; the estimate is judged as it is.
+            # A frame is cut to 2 k values; the estimate is judged before the cut.
             fitted = update.vector + state["memory"] if codec.remembers else update.vector
             counts.append(count)
             ratios.append(achieved(fitted, density, family, count))
@@ -202,7 +202,8 @@ def search(data: str, size: int, key: Key) -> dict[str, dict[str, list[float]]]:
 
 
 def timing(size: int, repetitions: int, key: Key) -> dict[str, float]:
-    """Return median milliseconds of processor time by density and method, one thread, repetitions interleaved."""
+    """Return median milliseconds of processor time by density and method, with one thread and interleaved
+    repetitions."""
     import torch
 
     from fedcomp.codecs.sidco import estimate_threshold
@@ -233,7 +234,7 @@ def timing(size: int, repetitions: int, key: Key) -> dict[str, float]:
 
 
 def study(found: Found) -> Studied:
-    """Estimates on known tails and on captured gradients, the search for stages, time, and train losses."""
+    """Measure estimates on known tails and on captured gradients, the search for stages, time, and train losses."""
     from fedcomp.tasks import get_task
 
     config, say = found.config, found.say
@@ -241,14 +242,14 @@ def study(found: Found) -> Studied:
     by_name = {source.name: source for source in sources(config)}
     task = get_task(found.experiment.task, **below(settings, TASK_PREFIX))
     losses = train_losses(task, found.results, say)
-    # By draw: distributions, and the scales of the layers, are new in each.
+    # In each draw the values and the scales of the layers are new.
     draws = found.sweep(
         lambda draw: {"cases": on_synthetic(int(settings["size"]), Key(seed, "draws", draw))},
         {"draw": range(int(settings["draws"]))},
         "estimates on synthetic vectors",
     )
     known = [record.cases for record in draws]
-    # The whole model as one vector, whose layers have unlike scales, and each layer by itself.
+    # The whole model as one vector, whose layers have different scales, and each layer separately.
     captures = found.sweep(
         lambda source, density, scope: {"vectors": on_gradients(by_name[source], density, scope, seed)},
         {"source": list(by_name), "density": DENSITIES, "scope": ("global", "layer")},
@@ -256,7 +257,7 @@ def study(found: Found) -> Studied:
     )
     captured = Records(Record(vector) for record in captures for vector in record.vectors)
     searches = found.sweep(
-        # A fifth of the elements: every call of every rule draws a vector afresh.
+        # A fifth of the elements, because every call of every rule draws a new vector.
         lambda data: {"rules": search(data, max(10_000, int(settings["size"]) // 5), Key(seed, "calls"))},
         {"data": CHANGING},
         f"search for the number of stages over {PERIODS} periods",
@@ -295,12 +296,12 @@ def study(found: Found) -> Studied:
 
 
 Known = Sequence[Sequence[Mapping[str, float]]]
-"""By draw and by entry of :data:`SYNTHETIC`, the ratio of every fit."""
+"""Return the ratio of every fit, by draw and by entry of :data:`SYNTHETIC`."""
 
 
 def _on_known(known: Known) -> dict[Any, float]:
     one = fit_name("exponential", 1)
-    # On Laplace values the exponential fit is exact, so that stages change nothing and all must be right.
+    # On Laplace values the exponential fit is exact, so stages change nothing and all must be right.
     right = [fit_name("exponential", stages) for stages in (1, 2, 3, 4)]
     found: dict[Any, float] = {}
     for title, fits, of in (
@@ -324,7 +325,7 @@ def _of_searches(searches: Records) -> dict[Any, float]:
     wandering = [late[data, "reversing, E from 1"] for data in CHANGING]
     return {
         **{(f"search on {data}, {rule}", "median of the later periods"): value for (data, rule), value in late.items()},
-        # Alike for twice too many and twice too few.
+        # Symmetric for twice too many and twice too few.
         ("search, reversing, E from 1", "median of the later periods, largest factor off"): max(
             max(ratio, 1.0 / ratio) if ratio > 0.0 else math.inf for ratio in wandering
         ),
@@ -341,9 +342,9 @@ def _synthetic_table(known: Known) -> Table:
         "Selected over wanted, known tails",
         ("fit", *(f"{data}, {density:g}" for data, density in SYNTHETIC)),
         rows,
-        "By distribution and density wanted. E exponential, P generalised Pareto, GP gamma then Pareto; M stages. One "
-        "draw, but for the last two rows. Layers are equally long parts of the vector, their scales log-normal with "
-        "sigma 2: what one fit to all of them gives depends on which scales were drawn.",
+        "By distribution and requested density. E exponential, P generalised Pareto, GP gamma then Pareto; M stages. "
+        "One draw, except for the last two rows. Layers are equally long parts of the vector with log-normal scales "
+        "of sigma 2; the result of one fit to all layers depends on the drawn scales.",
     )
 
 
@@ -353,7 +354,7 @@ def _captured_table(captured: Records) -> Table:
     for what, kind in (("alone", "gradient"), ("with memory", "with memory")):
         fits = captured.where(what=what).each("fits")
         for column, of in (("lowest", min), ("median", median), ("highest", max)):
-            # Bound as defaults: closures would see the last gradients and the last function of the loops only.
+            # Bound as defaults, because closures would see only the last gradients and the last function of the loops.
             summary[f"{kind} {column}"] = lambda name, fits=fits, of=of: of(fit[name] for fit in fits)
         summary[f"{kind} % within 2x"] = lambda name, fits=fits: 100 * within(fit[name] for fit in fits)
     return table(
@@ -361,8 +362,8 @@ def _captured_table(captured: Records) -> Table:
         summary,
         names,
         f"Over both networks, three steps, densities {', '.join(f'{d:g}' for d in DENSITIES)}, all layers as one "
-        f"vector and each by itself: {len(captured) // 2} vectors each. Within 2x: between half and twice what is "
-        "wanted. The memory is what exact top-k of the same density left, of the whole model or by layer.",
+        f"vector and each separately: {len(captured) // 2} vectors each. Within 2x: between half and twice the "
+        "requested number. The memory is that of exact top-k at the same density, over the whole model or by layer.",
     )
 
 
@@ -373,12 +374,12 @@ def _heat_map(captured: Records) -> HeatMap:
         "Selected over wanted, gradient with memory",
         names,
         [f"{place}, {density:g}" for place, density in groups],
-        # Over the steps only, so that a layer or density at which a fit fails keeps its own line.
+        # Averaged over steps only, so a layer or density at which a fit fails keeps its own line.
         [[median(fits[name] for fits in found.each("fits")) for name in names] for found in groups.values()],
         "median over the steps",
         log=True,
-        caption="1 is right, deeper is more than wanted, a gap in colour is nothing selected. By network, layer and "
-        "density: the digits MLP of 85 002 parameters and the MNIST CNN.",
+        caption="1 is right, deeper colour means too many, and no colour means nothing selected. By network, layer "
+        "and density, for the digits MLP of 85 002 parameters and the MNIST CNN.",
     )
 
 
@@ -397,10 +398,10 @@ def _search_table(searches: Records) -> Table:
         columns,
         [(found.data, rule, series) for found in searches for rule, series in found.rules.items()],
         "Selected over wanted, before any cut to k: in the first period of five calls, and in the second half of the "
-        "periods. Density 0.001, a fresh draw for every call. The published rule takes a stage away after "
-        "over-selection, so it never leaves one stage where that selects too many; a memory, which holds what was just "
-        "below the threshold, makes one stage select too few. The reversing rule goes on where a period lies outside "
-        "0.8 to 1.2, and passes through bad numbers of stages again and again where the best one lies at the edge.",
+        "periods. Density 0.001, a fresh draw for every call. The published rule removes a stage after selecting too "
+        "many, so it never leaves one stage if that selects too many. A memory holds values just below the threshold "
+        "and makes one stage select too few. The reversing rule continues when a period lies outside 0.8 to 1.2. If "
+        "the best number of stages is at the edge, it passes through bad numbers again and again.",
     )
 
 
@@ -418,11 +419,11 @@ def _time_table(times: Mapping[str, float]) -> Table:
         "Time of one selection",
         ("method", *(text for d in DENSITIES for text in (f"{d:g}: ms", "times exact"))),
         rows,
-        "Processor time of one thread, medians of interleaved repetitions in this run; the milliseconds are this "
-        "machine's, the ratios carry over. Layered t(4) values. SIDCo is estimate and selection.",
+        "Processor time of one thread, medians of interleaved repetitions in this run. Milliseconds depend on this "
+        "machine; ratios carry over. Values are layered t(4). SIDCo includes estimate and selection.",
     )
 
 
 def within(ratios: Iterable[float]) -> float:
-    """Return the share of ``ratios`` between one half and two."""
+    """Return the fraction of ``ratios`` between one half and two."""
     return mean(float(0.5 <= ratio <= 2.0) for ratio in ratios)

@@ -1,4 +1,4 @@
-"""Slow links: trainings over real links, their duration, and every byte at the interfaces."""
+"""Slow links: trainings over emulated links, their duration, and every byte at the interfaces."""
 
 from __future__ import annotations
 
@@ -23,44 +23,45 @@ ROWS: Final = (*TRAINED, AT_NODES)
 TRAINS_AS: Final = {row: row for row in TRAINED} | {AT_NODES: LOW_BIT, STOCK: FEDAVG}
 
 LARGE: Final = 8e6
-"""Bytes of the model that stock Flower is sent, beside ours."""
+"""Bytes of the model that stock Flower and fedcomp both train."""
 
 LARGE_KBIT: Final = 200.0
 LARGE_DOWN: Final = 2000.0
-"""kbit/s of that cell; down it is ten times faster, as many such links are, or the first model alone took 5 minutes."""
+"""Uplink kbit/s of that cell. The downlink is ten times faster, as is common; otherwise the first model alone would
+take 5 minutes."""
 
 PER_UNIT: Final = 75
-"""Parameters per hidden unit: 64 pixels in, a bias, ten classes out; the ten biases of these come once."""
+"""Parameters per hidden unit: 64 input pixels, a bias, ten output classes. The ten output biases are extra."""
 
 EMPTY: Final = 1
-"""Hidden units of a model of 340 bytes: what messages of a row cost beside their content."""
+"""Hidden units of a model of 340 bytes, which shows the overhead of a row's messages."""
 
 TRIALS: Final = 3
-"""Trainings by which a step size is judged: a round more or less is luck."""
+"""Number of trainings for each step size, because the number of rounds varies by chance."""
 
 PARTS: Final = ("interfaces", "ledger", "headers", "bundle", "polls", "acknowledgements")
 IDLE: Final = 60.0
-"""Seconds in which nodes without work are watched."""
+"""Seconds for which nodes without work are observed."""
 
 
 def cost(record: Mapping[str, Any], quiet: float, each: float = 0.0) -> Record:
-    """Return where the bytes at the interfaces went, both directions and all nodes, up to the last finished round.
+    """Return the bytes at the interfaces by cause, for both directions and all nodes, up to the last finished round.
 
     Parameters
     ----------
     record : mapping
-        What was seen of a row.
+        The observations of a row.
     quiet : float
         Bytes per second of idle nodes, without the headers of packets.
     each : float
-        What else Flower says per message, in bytes, as the same row with an empty model showed it.
+        Flower's other overhead per message in bytes, measured with the same row and an empty model.
 
     Returns
     -------
     Record
-        ``interfaces``: bytes as the interfaces counted them; ``ledger``: whole messages; ``headers``: Ethernet, IP and
-        TCP, by packets; ``bundle``: the app, once per node; ``polls``: idle nodes' questions; ``acknowledgements``;
-        ``named``: the sum of all but the first.
+        ``interfaces``: bytes counted by the interfaces; ``ledger``: whole messages; ``headers``: Ethernet, IP and TCP,
+        by packets; ``bundle``: the app, once per node; ``polls``: polls of idle nodes; ``acknowledgements``; ``named``:
+        the sum of all except the first.
     """
     seen, line = record["interface"], record["line"]
     parts = {
@@ -74,14 +75,15 @@ def cost(record: Mapping[str, Any], quiet: float, each: float = 0.0) -> Record:
 
 
 def unexplained(cost: Mapping[str, Any]) -> float:
-    """Return the share of the interface's bytes without a name, or counted twice."""
+    """Return the fraction of the interface's bytes that have no name or are counted twice."""
     return abs(1.0 - cost["named"] / cost["interfaces"]) if cost["interfaces"] else math.nan
 
 
 def seconds_to(record: Mapping[str, Any], target: float, needed: float) -> tuple[float, bool]:
     """Return the seconds to the target, and whether they were measured.
 
-    A row that was ended before is continued at its pace for the rounds that the same training needs in this process.
+    A row that was stopped earlier is extrapolated at its speed to the rounds that the same training needs in this
+    process.
     """
     line = record["line"]
     reached = next((point[0] for point in line if point[1] >= target), None)
@@ -93,12 +95,12 @@ def seconds_to(record: Mapping[str, Any], target: float, needed: float) -> tuple
 
 
 def settings(kbit: float) -> dict[str, str]:
-    """Return the environment that suits a link."""
+    """Return the environment variables that suit a link."""
     return Link.of(f"{kbit:g}kbit").environment
 
 
 def known(row: str, hidden: int, rate: float, seed: int, tuning: bool, *, config: Config) -> dict[str, Any]:
-    """Train in this process: with the validation split apart, or as over the links."""
+    """Train in this process, with a validation split or as over the links."""
     from fedcomp.experiments.slow import here
 
     return here(**_asked(config, row, hidden, rate, seed), tuning=tuning)
@@ -107,7 +109,7 @@ def known(row: str, hidden: int, rate: float, seed: int, tuning: bool, *, config
 def over_link(
     row: str, kbit: float, hidden: int, rate: float, *, config: Config, needed: Mapping[tuple[str, int], float]
 ) -> dict[str, Any]:
-    """Train over real links; ``needed`` rounds by row and size, where they are known."""
+    """Train over the emulated links; ``needed`` are the rounds by row and size, where known."""
     from fedcomp.experiments.slow import linked
 
     large = kbit == LARGE_KBIT and hidden == hidden_of(LARGE)
@@ -124,19 +126,19 @@ def over_link(
 
 def _asked(config: Config, row: str, hidden: int, rate: float, seed: int) -> dict[str, Any]:
     s = config.settings
-    # An empty model reaches nothing; a few rounds of it will do.
+    # An empty model never reaches the target, so a few rounds are enough.
     rounds, target = (8, 101.0) if hidden == EMPTY else (config.rounds, float(s["target"]))
     what = {"row": row, "hidden": hidden, "rate": rate, "seed": seed}
     return {**what, "rounds": rounds, "steps": int(s["local"]), "target": target}
 
 
 def hidden_of(size: float) -> int:
-    """Return how many hidden units make a model of ``size`` bytes."""
+    """Return the number of hidden units for a model of ``size`` bytes."""
     return max(1, round((size / 4 - 10) / PER_UNIT))
 
 
 def study(found: Found) -> Studied:
-    """Choose step sizes in this process, train over links, then account for every byte."""
+    """Choose step sizes in this process, train over links, then assign every byte to a cause."""
     config, say, s = found.config, found.say, found.config.settings
     rates, grid = numbers(str(s["rates"])), numbers(str(s["steps"]))
     sizes = {kbit: hidden_of(min(4e6, 125.0 * kbit * float(s["dense"]))) for kbit in rates}
@@ -150,7 +152,7 @@ def study(found: Found) -> Studied:
     if skipped := unavailable():
         say(skipped)
         return studied(config, here, Records([]), skipped)
-    # The slowest first: they end last. Step sizes of the large model are those of the largest that was tuned.
+    # The slowest first, because they end last. The large model uses the step sizes of the largest tuned model.
     large, size = {"kbit": LARGE_KBIT, "hidden": hidden_of(LARGE)}, max(sizes.values())
     cells = [{"row": row, **large, "rate": best[TRAINS_AS[row], size]} for row in ((STOCK, BOTH) if s["stock"] else ())]
     cells += [
@@ -158,15 +160,15 @@ def study(found: Found) -> Studied:
         for kbit in rates
         for row in ROWS
     ]
-    # Measured once per row: it is the number of a message's arrays that tells, not the rate (29 to 30 kB of FedAvg's
-    # four, 14 of a frame of ours, at 64 kbit/s as at 10 Mbit/s).
+    # Measured once per row, because it depends on the number of arrays in a message and not on the rate (29 to 30 kB
+    # with FedAvg's four, 14 kB with one frame, at 64 kbit/s and at 10 Mbit/s).
     cells += [{"row": row, "kbit": max(rates), "hidden": EMPTY, "rate": grid[0]} for row in TRAINED]
     shared = {"config": config, "needed": _needed(here)}
     return studied(config, here, Sweep(over_link, cells, "link", shared)(say, int(s["links"])), "")
 
 
 def _needed(here: Records) -> dict[tuple[str, int], float]:
-    """Return how many rounds every row needs, by row and size."""
+    """Return the number of rounds that every row needs, by row and size."""
     rounds = {(r.row, r.hidden): r.needed for r in here}
     return {(row, hidden): rounds[TRAINS_AS[row], hidden] for row in ROWS for _, hidden in rounds}
 
@@ -177,10 +179,10 @@ def _bytes(hidden: int) -> float:
 
 
 def _soonest(group: Records) -> float:
-    """Return the step size with the fewest rounds, the mean of its trials."""
+    """Return the step size with the fewest rounds as the mean of its trials."""
 
     def rounds(trials: Records) -> tuple[float, float]:
-        # Of rows that are never there, the one that comes nearest.
+        # If none reaches the target, the step size that comes closest.
         nearest = sum(max(_finite(r.line), default=0.0) for r in trials)
         return sum(r.needed for r in trials), -nearest
 
@@ -192,7 +194,7 @@ def _finite(line: Sequence[float]) -> list[float]:
 
 
 def studied(config: Config, here: Records, found: Records, skipped: str) -> Studied:
-    """Return seconds, bytes and accuracies; what was not measured, and why."""
+    """Return seconds, bytes and accuracies, and the reasons for quantities that were not measured."""
     target, longest = (float(config.settings[name]) for name in ("target", "stock_limit"))
     large = hidden_of(LARGE)
     small = Records(r for r in found if r.hidden not in (EMPTY, large))
@@ -208,7 +210,7 @@ def studied(config: Config, here: Records, found: Records, skipped: str) -> Stud
             return math.nan
         dense, ours = (ended(records[0])[0] for records in pair)
         if row == AT_NODES:
-            # What it does without, FedAvg could, too.
+            # FedAvg could also omit what this row omits.
             dense -= _bytes(pair[0][0].hidden) / (125.0 * kbit)
         return dense / ours if math.isfinite(ours) else 0.0
 
@@ -216,11 +218,11 @@ def studied(config: Config, here: Records, found: Records, skipped: str) -> Stud
     idle = min(IDLE, float(config.settings["limit"]))
 
     def bodies(seen: Mapping[str, Any]) -> float:
-        # Headers are counted by packet.
+        # Headers are counted per packet.
         return float(seen["up_bytes"] + seen["down_bytes"] - HEADERS * (seen["up_packets"] + seen["down_packets"]))
 
     quiet = median(bodies(r.quiet) / idle for r in empty) if empty else 0.0
-    # Bytes a message that have no other name.
+    # Bytes per message without another name.
     alone = {r.row: (cost(r, quiet), max(1, r.messages)) for r in empty}
     each = {row: max(0.0, (c.interfaces - c.named) / messages) for row, (c, messages) in alone.items()}
     finished = [r for r in small if r.line]
@@ -272,10 +274,10 @@ def studied(config: Config, here: Records, found: Records, skipped: str) -> Stud
                     "FedAvg's over it": lambda r: round(factor(r.row, r.kbit), 1),
                 },
                 small,
-                "Two nodes, each on a link of its own. About: the row was ended at its time limit, and is continued at "
-                "its pace for the rounds that the same training needs in this process. All rows but stock Flower send "
-                f"in pieces that suit the link. Of {AT_NODES!r} the last column is against FedAvg without the seconds "
-                "in which its first model goes down (derived: the model over the rate).",
+                "Two nodes, each on its own link. About: the row was stopped at its time limit and is extrapolated "
+                "at its speed to the rounds that the same training needs in this process. All rows but stock Flower "
+                f"send in pieces that suit the link. Of {AT_NODES!r} the last column is against FedAvg without the "
+                "seconds for its first model (derived: the model over the rate).",
             ),
             table(
                 f"A model of {LARGE / 1e6:g} MB at {LARGE_KBIT:g} kbit/s up and {LARGE_DOWN:g} down",
@@ -289,7 +291,7 @@ def studied(config: Config, here: Records, found: Records, skipped: str) -> Stud
                     "MB down": lambda r: round(r.everything["down_bytes"] / 1e6, 2),
                 },
                 beside,
-                "Stock Flower with its own settings: pieces of 5 MB, two at once.",
+                "Stock Flower uses its own settings: pieces of 5 MB, two at once.",
             ),
             table(
                 "Where the bytes went, KB",

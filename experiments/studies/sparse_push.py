@@ -43,10 +43,10 @@ LEVELS: Final[Mapping[str, float]] = {
     # Two of the 2410 parameters of the default model.
     TWO: 2 / 2410,
 }
-"""What share of the model a message holds."""
+"""The fraction of the model that a message holds."""
 
 SHOWN: Final = ("10 %", ONE_PERCENT, "0.2 %", TWO)
-"""The levels that are run on every kind of data without asking for the whole product."""
+"""The levels that run on every kind of data by default."""
 
 STATIC: Final = "exponential"
 DIGRAPH: Final = "digraph:0.3"
@@ -56,20 +56,20 @@ IID: Final = "IID"
 THREE_DIGITS: Final = "3 digits per node"
 TWO_DIGITS: Final = "2 digits per node"
 DATA: Final[Mapping[str, int]] = {IID: 0, THREE_DIGITS: 3, TWO_DIGITS: 2}
-"""How many digits a node sees; 0: all of them."""
+"""Number of digits that a node sees; 0 means all."""
 
 PIECES: Final = "2 sorted pieces per node"
-"""Of equal size, which straddle digits in places (``pieces:2``): what the long rows are trained on."""
+"""Sorted pieces per node in the long rows (``pieces:2``). They are of equal size, so some contain two digits."""
 
 DROP: Final = 0.1
-"""Share of instructions lost, or their answers, in rows with loss."""
+"""Fraction of instructions, or their answers, that are lost in rows with loss."""
 
 _PAIRS: Final = ((IID, SGP), (IID, TWO), (THREE_DIGITS, SGP), (THREE_DIGITS, ONE_PERCENT))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a row was trained with: everything but the seed."""
+    """All settings of a row except the seed."""
 
     graph: str
     data: str
@@ -80,17 +80,17 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """The row's name."""
+        """The label of the row."""
         place = self.graph + ", twice the nodes" * self.twice
         return f"{place}, {self.data}, {self.level}" + ", twice as long" * self.long + ", with loss" * self.lossy
 
     def iterations(self, config: Config) -> int:
-        """Return how many iterations have gradients."""
+        """Return the number of iterations with gradients."""
         return config.rounds * (2 if self.long else 1)
 
     def seeds(self, config: Config) -> range:
-        """Return the seeds it is trained with."""
-        # Which node gets which digits is a draw that decides over a point and more: three at least of a long row.
+        """Return the seeds of the row."""
+        # The draw of digits to nodes changes accuracy by a point or more, so a long row has at least three draws.
         return range(config.seed, config.seed + max(int(config.settings["seeds"]), 3 if self.long else 1))
 
     def algorithm(self, config: Config) -> dict[str, Any]:
@@ -100,18 +100,18 @@ class Setting:
         if self.level == SGP:
             return {"name": "sgp", **own}
         density = LEVELS[self.level]
-        # On the random digraph few edges are active at a time: the given consensus step is stable at 1 % and above
-        # only; below it, and on the other graphs, the algorithm's own rule is taken.
+        # On the random digraph few edges are active at a time, and the given consensus step is stable only at 1 % and
+        # above. Below 1 %, and on the other graphs, the rule of the algorithm is used.
         gamma = 0.2 if self.graph == DIGRAPH and density >= LEVELS[ONE_PERCENT] else "auto"
-        # One estimate for all is right as long as every edge is used in every iteration, and there is less to compute.
+        # One estimate for all is correct if every edge is used in every iteration, and it needs less computing.
         estimates = "broadcast" if self.graph == STATIC and not self.lossy else "edge"
         return {"name": "sparse-push", "density": density, "gamma": gamma, "estimates": estimates, **own}
 
     def task(self, config: Config, seed: int) -> Task:
-        """Return what a training learns; with few nodes each gets more digits, so that every digit has a place."""
+        """Return the task of a training. With few nodes each gets more digits, so every digit is held by some node."""
         from fedcomp.tasks import get_task
 
-        # Long rows draw their partition with the seed: who holds what is the draw that decides.
+        # Long rows draw their partition with the seed, because this draw matters most.
         own = {"partition_seed": seed} if self.long else {}
         partition = "pieces:2" if self.data == PIECES else "iid"
         if DATA.get(self.data):
@@ -119,11 +119,11 @@ class Setting:
         return get_task("digits", hidden=str(config.settings["task.hidden"]), partition=partition, **own)
 
     def nodes(self, config: Config) -> int:
-        """Return how many there are."""
+        """Return the number of nodes."""
         return config.clients * (2 if self.twice else 1)
 
     def plan(self, config: Config, seed: int) -> GossipTraining:
-        """Return one training. A closing phase follows; what the nodes hold before it is one of its points."""
+        """Return one training. A closing phase follows, and the state before it is one of the points."""
         iterations = self.iterations(config)
         return GossipTraining(
             self.task(config, seed),
@@ -133,19 +133,20 @@ class Setting:
             seed=seed,
             batch_size=int(config.settings["batch_size"]),
             policy=GossipPolicy(dense_below=0),
-            # The baseline has whole models in every message and nothing to close.
+            # The baseline sends whole models in every message and needs no closing phase.
             skew_rounds=0 if self.level == SGP else "auto",
-            # Ten evaluations or more; a divisor, so that one of them falls on the last iteration.
+            # Ten evaluations or more; the interval is a divisor, so the last iteration is evaluated.
             every=next(n for n in range(max(1, iterations // 10), 0, -1) if iterations % n == 0),
             drop=DROP if self.lossy else 0.0,
         )
 
 
 def settings_of(config: Config) -> list[Setting]:
-    """Return the rows: what the claims and the picture need, or the whole product.
+    """Return the rows that the claims and the figure need, or all combinations.
 
-    The static graph shows every level on every kind of data; the others the references and one level each, with and
-    without loss, on the data where that level is of interest. Twice the nodes are run on the static graph.
+    The static graph has every level on every kind of data. The other graphs have the references and one level each,
+    with and without loss, on the data for which that level is of interest. Rows with twice the nodes use the static
+    graph.
     """
     out = [Setting(STATIC, data, level) for data in (IID, THREE_DIGITS) for level in (SGP, *SHOWN)]
     out += [Setting(STATIC, TWO_DIGITS, level) for level in (SGP, ONE_PERCENT)]
@@ -174,19 +175,19 @@ def train(*, config: Config, seed: int, **row: Any) -> dict[str, Any]:
 
 def variant(variant: str, data: str, *, config: Config) -> dict[str, float]:
     """Train an incorrect variant on the static graph."""
-    # Everything but what is wrong is that of the right row: data, batches, step size.
+    # Data, batches and step size are those of the correct row.
     right = Setting(STATIC, data, "2 %", lossy=variant in LOSSY)
     own = {**right.algorithm(config), "gamma": 0.1 if variant == "stateless" else 0.05}
     return trained(variant, replace(right.plan(config, config.seed), algorithm=get_algorithm(own)))
 
 
 LOSSY: Final = ("kept", "naive debit")
-"""Variants that are about lost messages: on unlike data only."""
+"""Variants about lost messages run on non-IID data only."""
 
 
 def before(runs: Sequence[Record], iterations: int) -> float:
-    """Return the accuracy of the nodes in percent after the last iteration with a gradient, mean over seeds."""
-    # A run that diverged may have stopped before its last iteration.
+    """Return the accuracy of the nodes in percent after the last iteration with a gradient, as the mean over seeds."""
+    # A diverged run may have stopped before its last iteration.
     return 100 * mean(
         math.nan if run.diverged else next(p["accuracy"] for p in run.points if p["iteration"] == iterations)
         for run in runs
@@ -196,7 +197,7 @@ def before(runs: Sequence[Record], iterations: int) -> float:
 def _row(
     setting: Setting, runs: Sequence[Record], dense: GossipTraffic, known: float, config: Config
 ) -> dict[str, Any]:
-    """Return what a row came to; ``dense`` and ``known`` are traffic and accuracy of SGP on the same graph and data,
+    """Return the results of a row. ``dense`` and ``known`` are traffic and accuracy of SGP on the same graph and data,
     without loss."""
     own, closed = before(runs, setting.iterations(config)), 100 * mean(run.accuracy for run in runs)
     sent = [traffic_of(run) for run in runs]
@@ -217,13 +218,13 @@ def _row(
 
 
 def study(found: Found) -> Studied:
-    """Train every row and every variant, and the systems that were run as messages once more without them."""
+    """Train every row and every variant, and train the systems that ran over messages again without them."""
     config, settings = found.config, settings_of(found.config)
     cells = [{**asdict(each), "seed": seed} for each in settings for seed in each.seeds(config)]
     groups: dict[Setting, list[Record]] = {}
     for record in found.sweep(train, cells, config=config):
         groups.setdefault(record.read(Setting), []).append(record)
-    # The reference of a lossy row is SGP without loss: what is lost by losing messages is part of what it costs.
+    # The reference of a row with loss is SGP without loss, so the result includes the effect of lost messages.
     dense = {each: groups[replace(each, level=SGP, lossy=False)] for each in groups}
     sent = {each: (traffic_of(runs[0]), traffic_of(dense[each][0])) for each, runs in groups.items()}
     rows = {
@@ -238,8 +239,8 @@ def study(found: Found) -> Studied:
     variants = found.sweep(variant, asked, "variant", config=config)
     relayed, differ = beside(
         found,
-        f"Through Flower, on the engine chosen: {DIGRAPH}, {THREE_DIGITS}. Every message travels twice there, to the "
-        "server and from it, and models are fetched to be looked at.",
+        f"Through Flower, on the engine chosen: {DIGRAPH}, {THREE_DIGITS}. Every message is sent twice, to the server "
+        "and from it, and the server fetches models for evaluation.",
     )
     right = rows[Setting(STATIC, THREE_DIGITS, SGP)]["nodes, %"]
     quantities: dict[Any, Any] = {(row["row"], name): row[name] for row in rows.values() for name in row}
@@ -260,11 +261,11 @@ def study(found: Found) -> Studied:
                 "Bytes and accuracy lost",
                 {name: name for name in next(iter(rows.values())) if name != "error of the sum"},
                 rows.values(),
-                "Accuracy on held-out images, before and after the closing iterations, in which whole models are "
-                "averaged. Ratios are against SGP on the same graph and data, without loss and without closing "
-                "iterations. The whole run counts headers, digests, the closing iterations and whole estimates. The "
-                "abstract of the paper has 466 times less at 1 point (ResNet-20 and VGG11 on CIFAR-10); what that "
-                "ratio counts is not known.",
+                "Accuracy is on held-out images, before and after the closing iterations, which average whole models. "
+                "Ratios compare with SGP on the same graph and data, without loss and without closing iterations. The "
+                "whole run counts headers, digests, the closing iterations and whole estimates. The abstract of the "
+                "paper reports 466 times less for 1 point (ResNet-20 and VGG11 on CIFAR-10); it does not say what "
+                "that ratio counts.",
             ),
             cost_table(
                 "Cost of a run",
@@ -282,8 +283,8 @@ def study(found: Found) -> Studied:
                     "sum of weights": lambda group: group.one(data=THREE_DIGITS).sum_w,
                 },
                 variants.groups("variant").values(),
-                "Static exponential graph, before any closing phase. Models that agree do not show that mass is being "
-                "lost; the sum of the weights does.",
+                "Static exponential graph, before any closing phase. Agreement of the models does not reveal lost "
+                "mass, but the sum of the weights does.",
             ),
             relayed,
         ],
@@ -303,10 +304,10 @@ def study(found: Found) -> Studied:
                 y_label="nodes, %",
                 log_x=True,
                 x_bytes=True,
-                caption=f"{config.clients} nodes, {STATIC}. The last points are those of the closing iterations.",
+                caption=f"{config.clients} nodes, {STATIC}. The last points are the closing iterations.",
             )
             for data in (IID, THREE_DIGITS)
         ],
-        # One record for each partition, whichever seeds drew it.
+        # One record for each partition, for any seeds that drew it.
         tasks=[task.record() for task in {task.options["partition"]: task for task in tasks}.values()],
     )

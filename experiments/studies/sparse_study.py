@@ -1,4 +1,4 @@
-"""Sparse communication: the whole grid of which coordinates, chosen where and from what, with and without memory."""
+"""Sparse communication: the whole grid of selectors, shared or individual choice, scope, memory and density."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from fedcomp.rules import Real
 from fedcomp.strategies.parts import TASK_PREFIX, below
 
 SELECTORS: Final = {"top-k": "topk", "random-k": "randomk", "random-block": "randomblock", "chunk": "chunk"}
-"""What codecs are called, and their ids."""
+"""Labels of codecs, and their ids."""
 
 DENSE: Final = "dense"
 densities: Final = partial(numbers, each=Real(above=0.0, most=1.0))
-"""Reads shares of the coordinates; raises :class:`~fedcomp.errors.ConfigError`."""
+"""Reads densities; raises :class:`~fedcomp.errors.ConfigError`."""
 
 
 def grid(config: Config) -> Iterator[tuple[Any, ...]]:
-    """Yield the places of the grid: memory, selector, whose choice, what is ranked as one, density."""
+    """Yield the cells of the grid: memory, selector, shared or individual choice, scope, density."""
     shares = densities(str(config.settings["densities"]))
     return product(("memory", "none"), SELECTORS, ("shared", "individual"), ("layer", "global"), shares)
 
 
 def label(memory: str, selector: str, sharing: str, scope: str, density: float) -> str:
-    """Return what a place of the grid is called."""
+    """Return the label of a cell."""
     return f"{selector}, {sharing}, {scope}, {'memory' if memory == 'memory' else 'no memory'}, {density:g}"
 
 
 def row(memory: str, selector: str, sharing: str, scope: str, density: float) -> str:
-    """Return the codec of a place of the grid."""
+    """Return the codec of a cell."""
     same, kept = (str(flag).lower() for flag in (sharing == "shared", memory == "memory"))
     given = f"codec.density={density} codec.scope={scope}"
     if sharing == "shared" and selector in ("top-k", "chunk"):
-        # A leader's choice: what one client would send, all send. It has a memory and a switch of its own.
+        # A leader's choice: all clients send the coordinates that one client would send. It has its own memory and
+        # option.
         selected = "exact" if selector == "top-k" else "chunk"
         return f"codec codec.id=scalecom codec.selector={selected} codec.memory={kept} {given}"
     drawn = f" codec.shared={same}" if selector.startswith("random") else ""
@@ -48,22 +49,22 @@ def row(memory: str, selector: str, sharing: str, scope: str, density: float) ->
 
 
 def rows(config: Config) -> Rows:
-    """Return dense averaging and every place of the grid."""
+    """Return dense averaging and every cell of the grid."""
     return {DENSE: "codec codec.id=identity", **{label(*place): row(*place) for place in grid(config)}}
 
 
 def study(found: Found) -> Studied:
-    """Compare places of the grid that differ in one thing."""
+    """Compare cells that differ in one respect."""
     from fedcomp.tasks import get_task
 
     places: dict[tuple[Any, ...], Records] = {place: found.groups[label(*place)] for place in grid(found.config)}
-    # In logarithms, as densities are chosen.
+    # Logarithmic, as densities are chosen.
     claimed = min((place[-1] for place in places), key=lambda density: abs(math.log(density / 0.01)))
-    # Each shared cell beside the individual one that differs in nothing else.
+    # Each shared cell with the individual cell that is otherwise equal.
     pairs = [(runs, places[(*at[:2], "individual", *at[3:])]) for at, runs in places.items() if at[2] == "shared"]
 
     def gain(selector: str, scope: str) -> float:
-        # Seed by seed, and the least: a mean could hide a seed on which memory did nothing.
+        # The smallest over seeds, because a mean could hide a seed on which memory did nothing.
         memory, none = (
             [run for sharing in ("shared", "individual") for run in places[kept, selector, sharing, scope, claimed]]
             for kept in ("memory", "none")
@@ -80,7 +81,7 @@ def study(found: Found) -> Studied:
             ("top-k", without): min(gain("top-k", scope) for scope in ("layer", "global")),
             ("random-block per layer, as published", without): gain("random-block", "layer"),
             ("random-block over the whole model", without): gain("random-block", "global"),
-            # The most of all rounds, not a mean: a single wrong support would show.
+            # The largest over all rounds, so a single wrong support shows.
             ("shared", "coordinates that change over those one client sent, most"): max(
                 run.build_up for runs, _ in pairs for run in runs
             ),

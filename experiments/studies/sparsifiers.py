@@ -1,4 +1,4 @@
-"""Sending a hundredth of an update: a table of schemes, servers with momentum, rules other than the mean, a CNN."""
+"""Sending 1 % of an update: a table of schemes, servers with momentum, rules other than the mean, and a CNN."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from fedcomp.systems.pair import Pair
 from fedcomp.systems.shared_support import Lead, SharedSupport
 
 if TYPE_CHECKING:
-    # Listing the experiments needs no Flower: it is imported when one is run.
+    # Listing the experiments needs no Flower, so it is imported when one runs.
     from flwr.app import Context, Message
 
 DENSE: Final = "dense"
 TOPK: Final = "top-k + EF"
 ORACLE: Final = "true top-k of the mean"
 PARTITIONS: Final = ("IID", "label-sorted")
-"""How the examples are spread: at random, or one or two digits per client."""
+"""How examples are distributed: at random, or one or two digits per client."""
 
 LOOKS: Final = 20
-"""Evaluations per training."""
+"""Number of evaluations per training."""
 
 WORSE: Final = "train loss over dense, the worse partition"
 BETTER: Final = "train loss over dense, the better partition"
@@ -48,7 +48,7 @@ _DGC: Final = "codec codec.id=dgc codec.density={density} codec.warmup=0"
 
 SCHEMES: Final[Rows] = {
     DENSE: "codec codec.id=identity",
-    # A reference that no client could send: nobody knows the mean before it was sent.
+    # A reference that cannot be implemented, because no client knows the mean before sending.
     ORACLE: "oracle codec.density={density} codec.scope=global",
     TOPK: _EF + "topk codec.density={density}",
     "CLT-k": f"{_CLT} codec.scope=global",
@@ -57,7 +57,7 @@ SCHEMES: Final[Rows] = {
     "CLT-k, beta 0.1": f"{_CLT} codec.scope=global codec.beta=0.1",
     "CLT-k, no memory": f"{_CLT} codec.scope=global codec.memory=false",
     "random-k + EF, shared": _EF + "randomk codec.density={density} codec.shared=true",
-    # Stages fixed: what is judged is the estimate and not the search for their number.
+    # The number of stages is fixed, because the estimate is judged, not the search for that number.
     "SIDCo-E, 3 stages + EF": _EF
     + "sidco codec.density={density} codec.family=exponential codec.stages=3 codec.adapt=off",
     "AdaComp, bins of 50": "codec codec.id=adacomp codec.bin=50",
@@ -67,18 +67,18 @@ SCHEMES: Final[Rows] = {
 
 
 def baselines(lr: float) -> Rows:
-    """Return the lower part of the table, which has seeds of its own; some of it depends on the step size."""
+    """Return the lower part of the table, which has its own seeds. Some rows depend on the step size."""
     return {
         "DGC": _DGC,
         "DGC, a tenth of the step": f"{_DGC} lr={0.1 * lr}",
         "random-block + EF, shared": _EF + "randomblock codec.density={density} codec.shared=true",
-        # A threshold is in units of the update, which are the step size's.
+        # A threshold is in units of the update, which scale with the step size.
         "threshold + EF": f"{_EF}threshold codec.level={0.1 * lr}",
         "STC + EF": _EF + "stc codec.density={density}",
         "key-region + EF": f"{_EF}keyregion",
         "EF-signSGD": f"{_EF}scaledsign",
-        # Every coordinate moves by this much in every round, whatever its gradient: the clients' step size itself would
-        # be far too long.
+        # Every coordinate moves by this much in every round for any gradient; the clients' step size itself would be
+        # far too large.
         "signSGD, majority vote": f"codec codec.id=signsgd codec.step={0.01 * lr}",
         "TernGrad": "codec codec.id=terngrad",
         "natural compression": "codec codec.id=natural",
@@ -87,7 +87,7 @@ def baselines(lr: float) -> Rows:
 
 
 class Totals(Said):
-    """What no message could say: all that a client would have to send."""
+    """The answer of a client with its whole vector, which no real message has."""
 
     def __init__(self, vector: Vector) -> None:
         self.vector = vector
@@ -95,13 +95,13 @@ class Totals(Said):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Oracle(SharedSupport, id="oracle"):
-    """A shared support that is the true top k of the mean of all clients' memory plus update: no leader beats it.
+    """A shared support that is the true top k of the mean of all clients' memory plus update; no leader can do better.
 
-    Its index block travels as if the leader had chosen it.
+    Its index block is sent as if the leader had chosen it.
     """
 
     def round(self, now: Now) -> Round:
-        """Let all train; choose; let all send."""
+        """All clients train, the server chooses, all clients send."""
         leader = (now.number - 1) % len(now.nodes)
         trained = yield [Ask(node) for node in now.nodes]
         total, weight = np.zeros(now.layout.size), sum(answer.weight for answer in trained)
@@ -114,7 +114,7 @@ class Oracle(SharedSupport, id="oracle"):
         return self.stepped(now, supports, blobs["support"], answers)
 
     def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
-        """Show everything, or send on the support; the leader sends that, too."""
+        """Return the whole vector, or the values on the support; the leader also sends the support."""
         leads = isinstance(ask.say, Lead) and ask.say.lead
         memory, answer = super().client(memory, ask._replace(say=None), me)
         if ask.kind == "train":
@@ -123,7 +123,7 @@ class Oracle(SharedSupport, id="oracle"):
 
 
 def oracle(**options: Any) -> Oracle:
-    """Return the program of that reference."""
+    """Return the program of this reference."""
     return Oracle(ScaleCom(**options))
 
 
@@ -134,12 +134,12 @@ def corrected(density: float, momentum: float) -> Pair:
 
 def partition_of(name: str, clients: int) -> str:
     """Return the task's partition for a name of :data:`PARTITIONS`."""
-    # With fewer than five clients two digits each would leave some digits to nobody.
+    # With fewer than five clients, two digits each would leave some digits unused.
     return "iid" if name == PARTITIONS[0] else f"shards:{max(2, math.ceil(10 / clients))}"
 
 
 def train(spec: RunSpec, training: Training) -> dict[str, Any]:
-    """Train a row without messages; where its label says so, moments are left to themselves as Flower does it."""
+    """Train a row without messages. If the label says so, moments are updated everywhere, as in Flower."""
     from fedcomp.experiments import central
 
     plan, system = planned(spec, training)
@@ -149,9 +149,9 @@ def train(spec: RunSpec, training: Training) -> dict[str, Any]:
 def trained_rows(
     found: Found, rows: Rows, each: str, seeds: str = "seeds", grids: Mapping[str, Any] = {}
 ) -> tuple[dict[str, Records], dict[str, Records]]:
-    """Train rows that are not sent as messages: see :func:`fedcomp.experiments.tables.trained`."""
+    """Train rows without messages; see :func:`fedcomp.experiments.tables.trained`."""
     rivals = {"codec": of_codec, "oracle": oracle, "corrected": corrected}
-    # What is tuned has to be trained alike, so by :func:`train` as well.
+    # Tuning must use the same training, so it also uses :func:`train`.
     made: dict[str, Any] = {"rows": rows, "each": each, "train": train, "rivals": rivals}
     return trained(
         found, replace(found.experiment, tunes_without_messages=False, **made), repetitions(found.config, seeds), grids
@@ -159,11 +159,11 @@ def trained_rows(
 
 
 def study(found: Found) -> Studied:
-    """Train every scheme on both partitions, and the systems that were run as messages once more without them."""
+    """Train every scheme on both partitions, and train the systems that ran over messages again without them."""
     from fedcomp.experiments.central import beside
 
     parts = [schemes(found), small_cnn(found), adaptive_servers(found), robust_rules(found)]
-    checked, differ = beside(found.results, "With messages: through Flower, on the engine chosen.")
+    checked, differ = beside(found.results, "These rows run through Flower on the chosen engine.")
     quantities: dict[Any, Any] = {key: value for part in parts for key, value in part.quantities.items()}
     for label, each in differ.items():
         quantities[label, "bytes of the final model that differ from the run with messages"] = each.model
@@ -186,7 +186,7 @@ def schemes(found: Found) -> Studied:
 
     def relative(label: str, where: str) -> float:
         group = groups[f"{label}, {where}"]
-        # Over the same seeds only: the loss of dense averaging varies with the seed as well.
+        # Over the same seeds only, because the loss of dense averaging also varies with the seed.
         return mean(group.each("loss")) / mean(groups[f"{DENSE}, {where}"][: len(group)].each("loss"))
 
     def ratio(label: str, where: str) -> float:
@@ -208,15 +208,15 @@ def schemes(found: Found) -> Studied:
             f"Schemes on {where} data",
             columns,
             labels,
-            "Means over seeds. Test: accuracy on held-out images. The ratio compares real bytes of frames with dense. "
-            "q/k: share of the true top k of the mean that the shared support misses, in the rounds that were looked "
-            "at.",
+            "Means over seeds. Test: accuracy on held-out images. The ratio compares real bytes of frames with dense "
+            "ones. q/k: fraction of the true top k of the mean that the shared support misses, in the evaluated "
+            "rounds.",
         )
 
     quantities: dict[Any, Any] = {}
     for label in labels:
         both = [relative(label, where) for where in PARTITIONS]
-        # A scheme has to cope with data that are alike and with data that are not.
+        # A scheme has to work with IID and with non-IID data.
         quantities |= {(label, WORSE): max(both), (label, BETTER): min(both)}
         quantities[label, FEWER] = min(ratio(label, where) for where in PARTITIONS)
     return Studied(quantities, [shown(where) for where in PARTITIONS])
@@ -225,26 +225,27 @@ def schemes(found: Found) -> Studied:
 SERVERS: Final = ("FedAvg", "FedAdam", "FedYogi", "FedAdagrad")
 EVERYWHERE: Final = "top-k + EF, moments everywhere"
 
-# FedAvg has no moments; FedAdagrad's do not move where nothing arrived.
+# FedAvg has no moments, and FedAdagrad's do not change where nothing arrived.
 SERVER_ROWS: Final[Rows] = {
     f"{server}, {way}": f"{SCHEMES[DENSE if way == DENSE else TOPK]} inner={server.lower()}"
     for server, way in product(SERVERS, (DENSE, TOPK, EVERYWHERE))
     if way != EVERYWHERE or server in ("FedAdam", "FedYogi")
 }
 GRID: Final[Mapping[str, tuple[float, ...]]] = {"inner.eta": (0.01, 0.03, 0.1, 0.3, 1.0), "inner.tau": (1e-3, 1e-2)}
-"""The server's step size and tau that every row with moments is tuned over."""
+"""Server step sizes and values of tau over which every row with moments is tuned."""
 
 
 def adaptive_servers(found: Found) -> Studied:
-    """Tune every server, whose clients make one pass over the images a round, and train it with the experiment's seeds.
+    """Tune every server with clients that make one pass over the images a round, and train it with the experiment's
+    seeds.
 
-    What the drop-in pair does with a sparse mean (:mod:`fedcomp.strategies.adaptive`) stands beside Flower's own rule,
-    which takes a coordinate of which nothing arrived for one without a gradient.
+    The drop-in pair's rule for a sparse mean (:mod:`fedcomp.strategies.adaptive`) is compared with Flower's own rule,
+    which treats a coordinate that did not arrive as one with gradient zero.
     """
     each = f"rounds={found.config.settings['server_rounds']} lr=0.1 batch_size=32 epochs=1 evaluate_every=1"
     moved = {label: text for label, text in SERVER_ROWS.items() if not label.startswith("FedAvg")}
     still = {label: text for label, text in SERVER_ROWS.items() if label not in moved}
-    # Each server and way by itself: one step size for all would favour the one that it fits.
+    # Each server and rule separately, because one step size for all would favour the one that it fits.
     groups = {**trained_rows(found, still, each)[0], **trained_rows(found, moved, each, grids=GRID)[0]}
 
     def lost(row: str) -> float:
@@ -265,9 +266,9 @@ def adaptive_servers(found: Found) -> Studied:
         columns,
         SERVER_ROWS,
         "Clients make one pass over their images a round. Step size eta and tau are the best of the same grid on a "
-        "validation split, for every row by itself. Test: the mean over the last five rounds and all seeds; points "
-        "lost: against the same server with dense updates. Stale step: share of the server's step, squared, on "
-        "coordinates of which nothing arrived in that round.",
+        "validation split, separately for every row. Test: the mean over the last five rounds and all seeds; points "
+        "lost: compared with the same server and dense updates. Stale step: the squared fraction of the server's step "
+        "on coordinates that did not arrive in that round.",
     )
     return Studied({(row, LOST): lost(row) for row in SERVER_ROWS}, [shown])
 
@@ -279,16 +280,17 @@ CNN: Final[Rows] = {
     HALVED: f"{_EF}topk codec.density=0.02 codec.values=bf16 lr=0.06",
     "top-k 1 % + EF, momentum correction": "corrected codec.density=0.01 codec.momentum=0.9 lr=0.03",
 }
-"""With ``cnn_tune=true`` the step size is chosen again, of :data:`RATES`."""
+"""Step size of the CNN; ``cnn_tune=true`` chooses it again from :data:`RATES`."""
 
 RATES: Final = (0.01, 0.03, 0.06, 0.1, 0.15)
 CNN_CLIENTS: Final = 10
 CNN_MOMENTUM: Final = 0.9
-"""Of the clients' SGD, as in Flower's quickstart."""
+"""Momentum of the clients' SGD, as in Flower's quickstart."""
 
 
 def small_cnn(found: Found) -> Studied:
-    """Train the CNN of Flower's quickstart, 62,006 parameters, whose clients make a pass a round with momentum."""
+    """Train the CNN of Flower's quickstart, 62,006 parameters, with clients that make one pass per round with
+    momentum."""
     said = found.config.settings
     each = (
         f"task.model=quickstart clients={CNN_CLIENTS} rounds={said['cnn_rounds']} evaluate_every=1 "
@@ -344,14 +346,14 @@ RULE_CODECS: Final[Mapping[str, Mapping[str, Any]]] = {
 RULE_CLIENTS: Final = 10
 SIZE: Final = 2000
 RATE: Final = 0.1
-"""Share of the way to its target that a client goes in a round."""
+"""Fraction of the way to its target that a client moves in a round."""
 
 NOISE: Final = 0.1
-"""Deviation of a client's target from the common one, whose coordinates have deviation 1."""
+"""Standard deviation of a client's target from the common one, whose coordinates have standard deviation 1."""
 
 
 def distance(rule: str, codec: Mapping[str, Any], rounds: int, seed: int) -> float:
-    """Return ‖model - target‖ / ‖target‖ after ``rounds`` rounds from zero; error feedback as the pair adds it."""
+    """Return ‖model - target‖ / ‖target‖ after ``rounds`` rounds from zero, with error feedback as in the pair."""
     from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
 
@@ -362,11 +364,11 @@ def distance(rule: str, codec: Mapping[str, Any], rounds: int, seed: int) -> flo
     from fedcomp.strategies.parts import make_inner
 
     def drawn(partition: int) -> Any:
-        # Uniform and of deviation 1: no few coordinates hold most of it.
+        # Uniform with standard deviation 1, so no few coordinates hold most of the norm.
         uniform = Key(seed, "robust-rules/target", partition=partition).uniform(SIZE)
         return (np.sqrt(12.0) * (uniform - 0.5)).astype(np.float32)
 
-    # A target that no client has: they draw theirs by partitions below it.
+    # A target that no client has, since clients draw theirs with smaller partition numbers.
     app, target = ClientApp(mods=[compression()]), drawn(RULE_CLIENTS)
 
     @app.train()
@@ -384,10 +386,10 @@ def distance(rule: str, codec: Mapping[str, Any], rounds: int, seed: int) -> flo
 
 
 def robust_rules(found: Found) -> Studied:
-    """Let rules other than the mean follow codecs, on a problem that every sensible rule solves.
+    """Combine codecs with rules other than the mean, on a problem that every reasonable rule solves.
 
-    A rule that looks at each coordinate, or at each reply, of lists of coordinates that clients chose for themselves
-    sees mostly zeros; what it discards is lost, since the client was told that its frame arrived.
+    When clients choose their coordinates individually, a rule on coordinates or on replies sees mostly zeros. The
+    values that it discards are lost, since the client was told that its frame arrived.
     """
     rounds, seed = int(found.config.settings["rule_rounds"]), found.config.seed
     reached = {
@@ -402,10 +404,9 @@ def robust_rules(found: Found) -> Studied:
         "Rules other than the mean: distance to the target",
         columns,
         RULES,
-        f"{RULE_CLIENTS} clients pull a model of {SIZE} weights from zero towards targets close around a common one; 1 "
-        f"is where it began, and {(1 - RATE) ** rounds:.3f} is reached without noise. Biased codecs have error "
-        "feedback. A shared support is drawn by all clients from the round's key; of their own, each lists other "
-        "coordinates.",
+        f"{RULE_CLIENTS} clients pull a model of {SIZE} weights from zero towards targets close to a common one; 1 is "
+        f"the start, and {(1 - RATE) ** rounds:.3f} is reached without noise. Biased codecs have error feedback. All "
+        "clients draw a shared support from the round's key; with their own supports, each sends other coordinates.",
     )
     over = reached[MEDIAN, SHARED] / reached[MEAN, SHARED]
     quantities = {

@@ -12,7 +12,7 @@ from fedcomp.experiments.spec import RunResult, parse_settings
 from fedcomp.experiments.tables import Found, Studied, Training
 
 SETTLED: Final = 2
-"""First round that counts: in the one before, clients and server introduce themselves."""
+"""First round that counts; in the round before, clients register with the server."""
 
 _LINES: Final = {
     "coded sum": "coded",
@@ -23,12 +23,13 @@ _LINES: Final = {
 
 
 def shape(clients: int) -> str:
-    """Return K and T as settings: three fifths of the clients and one fifth, so that one fifth may be lost."""
+    """Return the settings of K and T: three fifths of the clients and one fifth, so one fifth may be lost."""
     return f"symbols={3 * clients // 5} threshold={clients // 5}"
 
 
 def study(found: Found) -> Studied:
-    """Bytes a round by number of clients and link; rounds whose model is the integer sum's, bit for bit."""
+    """Measure bytes per round by number of clients and link, and the rounds whose model equals the integer sum's, bit
+    for bit."""
     results = found.results
     sizes = [int(label.split()[-2]) for label in results if label.startswith("8-bit uploads")]
     federations = Records(federation(n, results) for n in sizes)
@@ -38,7 +39,7 @@ def study(found: Found) -> Studied:
     modes = [{"mode": mode, "clients": clients} for mode, clients in (("share", 12), ("mask", 6))]
     exact = found.sweep(exact_rounds, modes, "integers beside the code", training=training)
     hub, direct = (results[f"coded sum{through}, 10 clients"] for through in (" through the server", ""))
-    # GF(65521) takes two bytes a symbol; all coordinates are sent.
+    # GF(65521) takes two bytes a symbol, and all coordinates are sent.
     vector = 2.0 * sum(array.size for array in results[f"coded sum, {few.clients} clients"].arrays.values())
     grows = f"server receives, {many.clients} clients over {few.clients}"
 
@@ -78,8 +79,8 @@ def study(found: Found) -> Studied:
                     "coded sum: one client to others, kB": kilo("between"),
                 },
                 federations,
-                f"Means over the rounds from {SETTLED} on. On the wire includes the framing of every message: a coded "
-                "round has three answers per client, of about a kilobyte each.",
+                f"Means over the rounds from {SETTLED} on. On the wire includes the framing of every message. A coded "
+                "round has three answers per client, with about a kilobyte of framing each.",
             )
         ],
         figures=[
@@ -99,7 +100,7 @@ def study(found: Found) -> Studied:
 
 
 def federation(n: int, results: Any) -> Record:
-    """Return what a round of ``n`` clients sends on each link, in bytes, and how the coded sum's model compares."""
+    """Return the bytes of a round of ``n`` clients on each link, and compare the model of the coded sum."""
     coded, uploads = results[f"coded sum, {n} clients"], results[f"8-bit uploads, {n} clients"]
     masked = results.get(f"LightSecAgg, {n} clients")
     return Record(
@@ -110,7 +111,7 @@ def federation(n: int, results: Any) -> Record:
             "plain": per_round(uploads, "uplink_payload_bytes"),
             "plain_wire": per_round(uploads, "uplink_wire_bytes"),
             "masked": None if masked is None else per_round(masked, "uplink_payload_bytes"),
-            # What is counted at the senders, over all of them: one client's part.
+            # Counted over all senders, so divided by the number of clients.
             "between": per_round(coded, "peer_wire_bytes") / n,
             "missing": n - min(record.metrics["coded.included"] for record in coded.rounds[1:]),
             "accuracy": coded.final.accuracy - uploads.final.accuracy,
@@ -119,15 +120,16 @@ def federation(n: int, results: Any) -> Record:
 
 
 def per_round(result: RunResult, name: str) -> float:
-    """Return the mean of a record's number over the rounds that count; NaN when there are none."""
+    """Return the mean of a number in a record over the rounds that count; NaN if there are none."""
     return mean(getattr(record, name) for record in result.rounds if record.round >= SETTLED)
 
 
 def exact_rounds(mode: str, clients: int, *, training: Training) -> dict[str, float]:
-    """Return the ``share`` of rounds whose model is the last one plus the mean of all clients' integers, bit for bit.
+    """Return the ``share`` of rounds whose model is the previous one plus the mean of all clients' integers, bit for
+    bit.
 
-    The row's program runs in memory. Frames are taken from the clients, who let nobody have a single one, and their
-    integers are added as Python's, without field or bound.
+    The row's program runs in memory. Its clients never send a single frame, so frames are taken from inside them. Their
+    integers are added as Python integers, without field or bound.
     """
     from fedcomp.codecs import fixed_point_of
     from fedcomp.experiments.central import Clients
@@ -138,7 +140,7 @@ def exact_rounds(mode: str, clients: int, *, training: Training) -> dict[str, fl
     rounds = int(training.config.settings["exact_rounds"])
     spec = training.spec(
         next(label for label in training.rows if label.startswith("coded sum")),
-        # Weighted, and with unequal clients: equal weights could hide a wrong one.
+        # Weighted, with unequal clients, because equal weights could hide a wrong one.
         **{"weighted": True, "mode": mode, **parse_settings(shape(clients))},
     )
     task = get_task(spec.task, partition="dirichlet:0.5", hidden=str(spec.settings["task.hidden"]))
@@ -164,11 +166,11 @@ def exact_rounds(mode: str, clients: int, *, training: Training) -> dict[str, fl
             frame = local.clients[node].pending
             if frame is None:
                 raise AssertionError(f"client {node} made no frame although nothing is lost here")
-            # Decoded values are whole steps of the grid, up to the rounding of float32.
+            # Decoded values are whole steps of the grid, up to float32 rounding.
             steps = np.rint(codec.decode(frame, layout).astype(np.float64) / codec.step)
             total += steps.astype(np.int64).astype(object) * weight
         # Divided and rounded once, as the server does.
         change = np.array([float(t) * (codec.step / sum(sizes)) for t in total]).astype(np.float32)
-        # Bytes and not values: -0.0 equals 0.0.
+        # Bytes are compared, because the values -0.0 and 0.0 are equal.
         exact += (before + change).tobytes() == local.model.tobytes()
     return {"share": exact / rounds}

@@ -33,14 +33,15 @@ THRESHOLD: Final = "TopAgg, threshold"
 EPSILONS: Final = (1.0, 3.0, 10.0, math.inf)
 FINITE: Final = EPSILONS[:-1]
 SENT: Final = 3.0
-"""The epsilon whose rows are also run as messages."""
+"""The epsilon whose rows also run over messages."""
 
 TUNING_SEED: Final = 1000
-"""Added to the seed where settings are chosen: no figure of a table is from these seeds."""
+"""Added to the seed when settings are chosen; no figure in a table comes from these seeds."""
 
 
 def drawn_difference(setting: PublishedSettings, draws: int, key: Key) -> float:
-    """Return the largest distance of the closed form to ``draws`` draws of the integer noise through the threshold."""
+    """Return the largest distance of the closed form from ``draws`` draws of the integer noise through the
+    threshold."""
     from fedcomp.privacy.entropy import SeededEntropy
     from fedcomp.privacy.noise import draw
 
@@ -54,15 +55,15 @@ def drawn_difference(setting: PublishedSettings, draws: int, key: Key) -> float:
 
 @dataclass(frozen=True)
 class PrivateMethod:
-    """One way to train privately: its system, and the settings that are chosen for it at each epsilon.
+    """One way to train privately: its system, and the chosen settings at each epsilon.
 
     Attributes
     ----------
     label, system : str
     fixed : mapping
-        Settings of every run of it.
+        Settings of all of its runs.
     candidates : sequence of mapping
-        What is tried at every epsilon.
+        Settings to try at every epsilon.
     chosen : sequence of int
         Position of the winner by epsilon; printed by ``--set tune=true``.
     """
@@ -79,7 +80,7 @@ class PrivateMethod:
 
 
 def number(epsilon: float) -> str:
-    """Return an epsilon as it is written in labels."""
+    """Return an epsilon as text for labels."""
     return "infinite" if epsilon == math.inf else f"{epsilon:g}"
 
 
@@ -102,15 +103,16 @@ METHODS: Final = (
     PrivateMethod(STOCHASTIC, "topagg", {}, _DRAWN, (0, 1, 2, 3)),
     PrivateMethod(THRESHOLD, "topagg", {"stochastic": False, "mode": "threshold"}, _PASSED, (1, 1, 3, 0)),
 )
-"""The methods compared. Plain signs are what the published settings of TopAgg come to: their saturation is far below
+"""The compared methods. The published settings of TopAgg amount to plain signs, because their saturation is far below
 all gradients."""
 
 _TRAINING: Final = ("lr", "epochs", "batch_size", "max_steps")
 
 
 def multiplier(config: Config, epsilon: float) -> float:
-    """Return the noise multiplier of ``epsilon`` for this number of rounds, every client in each; 0 for infinity."""
-    # No noise multiplier gives an infinite epsilon; without rounds nothing is released.
+    """Return the noise multiplier of ``epsilon`` for this number of rounds with every client in each; 0 for
+    infinity."""
+    # An infinite epsilon needs no noise, and without rounds nothing is released.
     if epsilon == math.inf or not config.rounds:
         return 0.0
 
@@ -118,7 +120,7 @@ def multiplier(config: Config, epsilon: float) -> float:
 
 
 def _settings(config: Config, method: PrivateMethod, epsilon: float, candidate: Mapping[str, Any]) -> dict[str, Any]:
-    # A training without noise promises nothing, so that no budget ends it.
+    # A training without noise guarantees nothing, so no budget ends it.
     budget = config.budget if config.budget and epsilon < math.inf else 0.0
     return {
         **method.fixed,
@@ -126,7 +128,7 @@ def _settings(config: Config, method: PrivateMethod, epsilon: float, candidate: 
         **candidate,
         "delta": float(config.settings["delta"]),
         "noise_multiplier": multiplier(config, epsilon),
-        # Experiments must repeat. The statement says so in capitals, and what it costs is that of real noise.
+        # Experiments must be repeatable. The statement says so in capitals, and the cost equals that of real noise.
         "insecure_deterministic": True,
     }
 
@@ -139,10 +141,10 @@ def _task(config: Config) -> dict[str, Any]:
 
 
 def rows(config: Config) -> Rows:
-    """Return dense averaging, and at one epsilon the three that are compared, as messages."""
+    """Return the rows over messages: dense averaging, and the three compared methods at one epsilon."""
     task = f"task={config.settings['task']}"
     found = {FEDAVG: f"identity {task}"}
-    # Messages cost too much for the whole grid: one epsilon and the methods of the question show that they change
+    # Messages are too slow for the whole grid. One epsilon and the methods of the question show that they change
     # nothing.
     for method in METHODS[:3]:
         own = _settings(config, method, SENT, method.candidates[method.chosen[EPSILONS.index(SENT)]])
@@ -172,7 +174,7 @@ def _trained(found: Found, asked: Asked, seeds: Sequence[int], title: str = "") 
 
 
 def study(found: Found) -> Studied:
-    """Train every method at every epsilon without messages, and compare a closed form with draws."""
+    """Train every method at every epsilon without messages, and compare a closed form with random draws."""
     from fedcomp.experiments.central import beside
     from fedcomp.tasks import get_task
 
@@ -186,7 +188,7 @@ def study(found: Found) -> Studied:
     say("bytes of votes, and the runs with messages once more without")
     trained = {label: _figures(group) for label, group in groups.items()}
     votes = {label: {**trained[label], **_vote_sizes(config, chosen[label])} for label in _voting()}
-    caption = "With messages: through Flower, on the engine chosen. Whole messages hold a header and Flower's envelope."
+    caption = "These rows run through Flower on the chosen engine. Whole messages have a header and Flower's envelope."
     checked, differ = beside(results, caption)
     drawn = largest(
         drawn_difference(setting, 20_000, Key(config.seed, "passing", i)) for i, setting in enumerate(PUBLISHED)
@@ -217,13 +219,13 @@ def _voting() -> list[str]:
 
 
 def choose(found: Found) -> tuple[dict[str, Mapping[str, Any]], list[Table]]:
-    """Return the settings of each method at each epsilon; with ``tune`` those with the least training loss on seeds
-    that nothing else uses, and the table of everything tried."""
+    """Return the settings of each method at each epsilon. With ``tune`` these have the lowest training loss on seeds
+    that nothing else uses, and a table of all tried settings is returned too."""
     config = found.config
     stored = {m.name(e): m.candidates[i] for m in METHODS for e, i in zip(EPSILONS, m.chosen, strict=True)}
     if not config.settings["tune"]:
         return stored, []
-    # By the training loss and on other seeds: the test split is not looked at, and no reported draw is tuned on.
+    # By the training loss on other seeds, so neither the test split nor a reported draw is used for tuning.
     first = config.seed + TUNING_SEED
     seeds = range(first, first + int(config.settings["tune_seeds"]))
     tried: dict[str, tuple[str, Mapping[str, Any]]] = {}
@@ -231,7 +233,7 @@ def choose(found: Found) -> tuple[dict[str, Mapping[str, Any]], list[Table]]:
         for i, candidate in enumerate(method.candidates):
             tried[f"{method.name(epsilon)}, {i}"] = (method.system, _settings(config, method, epsilon, candidate))
     losses = {key: mean(group.each("loss")) for key, group in _trained(found, tried, seeds, "tuning").items()}
-    # NaN would be the smallest or the largest by its place in the list.
+    # NaN would be the smallest or the largest depending on its position in the list.
     losses = {key: math.inf if math.isnan(loss) else loss for key, loss in losses.items()}
     tried_at = {m.name(e): [losses[f"{m.name(e)}, {i}"] for i in range(len(m.candidates))] for m, e in _trainings()}
     best = {name: reached.index(min(reached)) for name, reached in tried_at.items()}
@@ -244,7 +246,7 @@ def choose(found: Found) -> tuple[dict[str, Mapping[str, Any]], list[Table]]:
         "second": lambda name: sorted(tried_at[name])[1],
         "worst": lambda name: max(tried_at[name]),
     }
-    caption = f"Means over {len(seeds)} trainings with seeds from {first} on. The test split is not looked at."
+    caption = f"Means over {len(seeds)} trainings with seeds from {first} on. The test split is not used."
     return chosen, [table("What was chosen", columns, tried_at, caption)]
 
 
@@ -254,11 +256,11 @@ def _described(candidate: Mapping[str, Any]) -> str:
 
 
 Figures = Mapping[str, Mapping[str, Any]]
-"""By label: what the trainings of all seeds came to."""
+"""By label, the results of the trainings with all seeds."""
 
 
 def _figures(group: Records) -> dict[str, Any]:
-    """Return means over the seeds; bytes are NaN where a budget allowed no round."""
+    """Return means over the seeds; bytes are NaN if a budget allowed no round."""
 
     def per_frame(name: str) -> float:
         return mean(t[name] / t.frames if t.frames else math.nan for t in group)
@@ -267,7 +269,7 @@ def _figures(group: Records) -> dict[str, Any]:
         "accuracy": mean(group.each("accuracy")),
         "half": spread(group.each("accuracy")),
         "epsilon": group[0].epsilon,
-        # A large number instead of infinity, so that no claim about it can hold.
+        # A large number instead of infinity, so no claim about it can hold.
         "worst": largest(t.epsilon if math.isfinite(t.epsilon) else 1e9 for t in group),
         "z": group[0].statement.get("noise_multiplier"),
         "sent": per_frame("uplink"),
@@ -277,7 +279,8 @@ def _figures(group: Records) -> dict[str, Any]:
 
 
 def _vote_sizes(config: Config, candidate: Mapping[str, Any]) -> dict[str, float]:
-    """Return what a vote costs at least: coordinates, votes, entropy and the frame of an empty vote, in bytes."""
+    """Return the minimum cost of a vote: coordinates, votes, and in bytes the entropy and the frame of an empty
+    vote."""
     import numpy as np
 
     from fedcomp.layout import NONE_DENSE, Layout, Update
@@ -287,7 +290,7 @@ def _vote_sizes(config: Config, candidate: Mapping[str, Any]) -> dict[str, float
     model = get_task(str(config.settings["task"]), **_options(config)).model(config.seed)
     layout = Layout.of({name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}, NONE_DENSE)
     ballot = TopkSign(density=float(candidate["density"]))
-    # An update of zeros casts no vote: what is left of its frame is the header.
+    # An update of zeros casts no vote, so its frame is only the header.
     empty, _ = ballot.encode(Update(np.zeros(layout.size, np.float32), layout), {}, Key(config.seed))
     k = ballot.total(layout)
     return {"size": layout.size, "k": k, "entropy": entropy_bits(layout.size, k) / 8, "header": float(len(empty))}
@@ -299,7 +302,7 @@ def _over_entropy(vote: Mapping[str, Any], name: str) -> float:
 
 
 def _trained_tables(trained: Figures, votes: Figures, chosen: Mapping[str, Mapping[str, Any]]) -> list[Table]:
-    # Every method beside dense averaging at the same epsilon; nothing is below FedAvg.
+    # Every method is compared with dense averaging at the same epsilon; FedAvg with nothing.
     dense = {m.name(e): METHODS[0].name(e) for e, m in product(EPSILONS, METHODS) if m.label != DENSE}
     accuracy: dict[str, Any] = {
         "training": str,
@@ -335,19 +338,19 @@ def _trained_tables(trained: Figures, votes: Figures, chosen: Mapping[str, Mappi
             accuracy,
             [FEDAVG, *(m.name(e) for e, m in product(EPSILONS, METHODS))],
             "Means over seeds of the last model, ± half their range. FedAvg averages with a server rate of 1; the "
-            "others' was chosen, so that DP-FedAvg without noise is above it. Epsilon at delta as in the statement "
-            "below, every client in every round; z is the noise multiplier. Points over dense: against DP-FedAvg "
-            "dense at the same epsilon; negative is what votes lose. Bytes: frame of a client and round, uplink, "
-            "which is padded wherever a round is private, so that its length reveals nothing.",
+            "rate of the others was tuned, so DP-FedAvg without noise is above it. Epsilon is at the delta of the "
+            "statement below, with every client in every round; z is the noise multiplier. Points over dense: "
+            "compared with DP-FedAvg dense at the same epsilon; negative values are the loss of votes. Bytes: uplink "
+            "frame of a client and round. Frames in private rounds are padded, so their length reveals nothing.",
         ),
         table(
             "Bytes of a vote",
             sizes,
             votes,
-            "Entropy: log2 C(d, k) + k bits, in bytes: a uniform support and fair signs. Header: the frame of an empty "
-            "vote. The ratios leave the header out. A real support can cost less than a uniform one, and a client with "
-            "fewer than k coordinates that moved sends fewer. Sent: with the padding that makes all frames equally "
-            "long.",
+            "Entropy: log2 C(d, k) + k bits, in bytes: a uniform support and fair signs. Header: the frame of an "
+            "empty vote. The ratios leave the header out. A real support can cost less than a uniform one, and a "
+            "client with fewer than k changed coordinates sends fewer. Sent: with the padding that makes all frames "
+            "equally long.",
         ),
         table(
             "Settings",
@@ -375,8 +378,8 @@ def _published_table() -> Table:
         "The threshold of DataLens' published settings, in closed form",
         columns,
         PUBLISHED,
-        "Probability that a coordinate nobody voted for passes, and that one on which all agree passes with the right "
-        "or the wrong sign. Teachers, votes, noise and threshold are the published commands' (read).",
+        "Probability that a coordinate without votes passes, and that one on which all agree passes with the right or "
+        "the wrong sign. Teachers, votes, noise and threshold come from the published commands (read).",
     )
 
 
@@ -385,7 +388,7 @@ def _against_bytes(results: Mapping[str, RunResult]) -> Curves:
     for label, result in results.items():
         sent = accumulate(record.uplink_payload_bytes for record in result.rounds)
         found = [(label, total, record.accuracy) for total, record in zip(sent, result.rounds, strict=True)]
-        # Before the first byte there is no place on a logarithmic axis, and most rounds are not evaluated.
+        # A logarithmic axis has no place for zero bytes, and most rounds are not evaluated.
         points += [point for point in found if point[1] and not math.isnan(point[2])]
     return curves(
         "Test accuracy against uplink bytes",
@@ -397,14 +400,14 @@ def _against_bytes(results: Mapping[str, RunResult]) -> Curves:
         y_label="%",
         log_x=True,
         x_bytes=True,
-        caption="The rows that were run as messages, one seed.",
+        caption="The rows that ran over messages, one seed.",
     )
 
 
 def quantities(trained: Figures, votes: Figures, differ: Mapping[str, Beside]) -> dict[Any, float]:
-    """Return epsilons, accuracies, what votes cost over their entropy, and how runs with messages differ.
+    """Return epsilons, accuracies, the cost of votes over their entropy, and the differences of runs with messages.
 
-    ``differ``: how the runs with messages differ from those without.
+    ``differ``: the differences of runs with messages from those without.
     """
     dense = METHODS[0]
 
@@ -414,12 +417,12 @@ def quantities(trained: Figures, votes: Figures, differ: Mapping[str, Beside]) -
 
     fewer = [trained[dense.name(e)]["sent"] / trained[m.name(e)]["sent"] for m, e in _votes_at()]
     found: dict[Any, float] = {
-        # The worst seed: a promise is not kept on average.
+        # The worst seed, because a guarantee must hold for each.
         **{(m.name(e), "epsilon of the statement"): trained[m.name(e)]["worst"] for m, e in product(METHODS, FINITE)},
         **{(m.name(e), "accuracy"): trained[m.name(e)]["accuracy"] for m, e in _trainings()},
         **{(m.name(e), "accuracy less that of dense"): over(m, e) for m, e in _trainings()},
         **{(label, "longest vote, times its entropy"): _over_entropy(vote, "longest") for label, vote in votes.items()},
-        # The least of the ratios, as NaN if one is: a budget may have allowed no frame.
+        # The smallest of the ratios, or NaN if one is NaN, because a budget may have allowed no frame.
         "uplink of dense over votes, the longest": -largest(-ratio for ratio in fewer),
         "times fewer bytes": fewer[0],
     }

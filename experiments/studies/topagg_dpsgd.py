@@ -1,7 +1,7 @@
-"""DP-SGD at equal epsilon: private trainings on records, the settings tried for each method, and their results.
+"""DP-SGD at equal epsilon: private trainings on records, the settings to try for each method, and the results.
 
-The training is that of :func:`fedcomp.privacy.dpsgd.private_training`; what is added here is the data, the model, the
-statement, and how long a client's message with such a contribution would be.
+The training is :func:`fedcomp.privacy.dpsgd.private_training`. This module adds the data, the model, the statement, and
+the size of a client's message with such a contribution.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedcomp.experiments.tables import Found, Studied
 TASK: Final = "digits"
 
 LAST: Final = 0.2
-"""Share of the training records that the validation split holds."""
+"""Fraction of the training records in the validation split."""
 
 MOMENTUM: Final = 0.9
 
@@ -38,23 +38,23 @@ METHODS: Final[Mapping[str, str]] = {
     LOW_RANK: "lsg",
     LSG: "lsg",
 }
-"""What is compared, and what :func:`fedcomp.privacy.dpsgd.private_training` calls it."""
+"""By label, the name of the method in :func:`fedcomp.privacy.dpsgd.private_training`."""
 
 TARGETS: Final = (1.0, 3.0, 10.0, math.inf)
-"""Epsilons; at infinity nothing is added to the sums."""
+"""The epsilons; at infinity no noise is added to the sums."""
 
 TUNING_SEEDS: Final = (1000, 1001)
-"""Settings are chosen on a validation split with these; reported are others, on the test split."""
+"""Seeds for choosing settings on a validation split. The report uses other seeds and the test split."""
 
-# One grid for all methods, so that none wins by being tuned more finely; it moves up with epsilon because less noise
-# allows larger steps.
+# One grid for all methods, so none wins by finer tuning. It moves up with epsilon because less noise allows larger
+# steps.
 STEPS: Final[Mapping[float, tuple[float, ...]]] = {
     1.0: (0.03, 0.05, 0.12, 0.3),
     3.0: (0.05, 0.1, 0.25, 0.6),
     10.0: (0.15, 0.4, 1.0, 2.0),
     math.inf: (0.3, 0.8, 2.0),
 }
-"""Step sizes tried, by epsilon, for contributions of norm 1: clipped gradients, and votes over sqrt(k)."""
+"""Step sizes to try, by epsilon, for contributions of norm 1: clipped gradients, and votes over sqrt(k)."""
 
 VARIANTS: Final[Mapping[str, tuple[str, ...]]] = {
     DP_SGD: ("",),
@@ -64,7 +64,8 @@ VARIANTS: Final[Mapping[str, tuple[str, ...]]] = {
     LOW_RANK: ("rank=4", "rank=8"),
     LSG: ("rank=4 keep=0.25", "rank=4 keep=0.5", "rank=8 keep=0.5"),
 }
-"""What ``--set tune=true`` tries with each step size; 2410 votes are all coordinates of the default model."""
+"""The settings that ``--set tune=true`` tries with each step size; 2410 votes are all coordinates of the default
+model."""
 
 CHOSEN: Final[Mapping[str, tuple[str, ...]]] = {
     DP_SGD: ("lr=0.05", "lr=0.1", "lr=0.15", "lr=0.8"),
@@ -74,21 +75,21 @@ CHOSEN: Final[Mapping[str, tuple[str, ...]]] = {
     LOW_RANK: ("lr=0.12 rank=4", "lr=0.1 rank=8", "lr=0.4 rank=8", "lr=2 rank=4"),
     LSG: tuple(f"lr={lr} rank={rank} keep=0.5" for lr, rank in ((0.12, 4), (0.25, 8), (0.4, 8), (0.8, 8))),
 }
-"""What it found, in the order of :data:`TARGETS`."""
+"""The result of the tuning, in the order of :data:`TARGETS`."""
 
 
 def grid(method: str, target: float) -> list[str]:
-    """Return what is tried for a method and an epsilon."""
+    """Return the settings to try for a method and an epsilon."""
     return [f"lr={lr:g} {options}".strip() for options in VARIANTS[method] for lr in STEPS[target]]
 
 
 def label(method: str, target: float) -> str:
-    """Return what a training is called in tables and claims."""
+    """Return the label of a training in tables and claims."""
     return f"{method}, epsilon {target:g}"
 
 
 def study(found: Found) -> Studied:
-    """Train everything, and choose before what is to be chosen."""
+    """Choose settings if asked, then train everything."""
     from fedcomp.tasks import get_task
 
     config, pairs = found.config, list(product(METHODS, TARGETS))
@@ -96,7 +97,7 @@ def study(found: Found) -> Studied:
     shared: dict[str, Any] = {"config": config, "multipliers": multipliers}
     choice = {(method, target): CHOSEN[method][TARGETS.index(target)] for method, target in pairs}
     if config.settings["tune"]:
-        # All methods in one sweep, so that processes are busy to the end.
+        # All methods in one sweep, so processes are busy until the end.
         tried = [
             {"method": method, "epsilon": target, "settings": settings, "seed": seed}
             for method, target in pairs
@@ -135,8 +136,8 @@ def study(found: Found) -> Studied:
                     },
                 },
                 METHODS,
-                "Means over the seeds; ±: half the distance between the best and the worst. Never the best step: the "
-                "last one.",
+                "Means over the seeds; ±: half the distance between the best and the worst. Accuracy is that of the "
+                "last step, not of the best.",
             ),
             table(
                 "What one contribution would cost as a client's message",
@@ -148,8 +149,8 @@ def study(found: Found) -> Studied:
                     "carriers down, bytes": lambda pair: first[pair].downlink,
                 },
                 private,
-                "Lengths of real frames: of one vote, or of as many floats as have noise on them. Carriers go down "
-                "with the model. In a training on one machine nothing is sent.",
+                "Lengths of real frames: one vote, or all floats with noise. Carriers are sent down with the model. "
+                "In a training on one machine nothing is sent.",
             ),
             table(
                 "Settings, and what the ledger says",
@@ -163,14 +164,14 @@ def study(found: Found) -> Studied:
                     "without sampling": lambda pair: first[pair].statement.get("epsilon_unamplified"),
                 },
                 pairs,
-                "Epsilon of the run's ledger at its delta, the largest over the seeds; the last column is what holds "
-                "without the assumption that nobody knows which records were drawn. Empty: infinite.",
+                "Epsilon of the run's ledger at its delta, the largest over the seeds. The last column also holds if "
+                "it is known which records were drawn. Empty: infinite.",
             ),
         ],
         figures=[
             curves(
                 "Accuracy against the bytes of one contribution",
-                # Lines join points of one epsilon by the bytes of their messages.
+                # Lines connect the points of one epsilon, sorted by the bytes of their messages.
                 sorted((t, first[m, t].frame, accuracy(m, t)) for m, t in private),
                 lambda point: point[1],
                 lambda point: point[2],
@@ -179,7 +180,7 @@ def study(found: Found) -> Studied:
                 y_label="test accuracy",
                 log_x=True,
                 x_bytes=True,
-                caption="One point per method and epsilon, in the order of their bytes.",
+                caption="One point per method and epsilon, sorted by bytes.",
             )
         ],
         tasks=[get_task(TASK, hidden=str(config.settings["task.hidden"])).record()],
@@ -191,25 +192,26 @@ def _multiplier(found: Found, target: float) -> float:
     """Return the smallest noise multiplier for ``target``."""
     from fedcomp.privacy.accounting import noise_multiplier_for
 
-    # No noise multiplier gives an infinite epsilon: at 0 nothing is added.
+    # An infinite epsilon needs no noise: at 0 nothing is added.
     if target == math.inf:
         return 0.0
     say, settings, name = found.say, found.config.settings, f"noise multiplier for epsilon {target:g}"
     if not say.has(name):
         say(name)
     delta, rate, releases = float(settings["delta"]), float(settings["rate"]), found.config.rounds
-    # Kept: the search for a multiplier evaluates the accountant many times, and a resumed run must get the same number.
+    # Cached, because the search for a multiplier evaluates the accountant many times and a resumed run must get the
+    # same number.
     return float(say.cell(name, lambda: noise_multiplier_for(target, delta, releases=releases, rate=rate)))
 
 
 def _best(tried: Records) -> str:
-    """Return the settings that did best on the validation split; of equally good ones the first."""
+    """Return the best settings on the validation split; the first of equally good ones."""
     groups = tried.groups("settings")
     return max(groups, key=lambda settings: mean(groups[settings].each("accuracy")))
 
 
 def quantities(runs: Mapping[tuple[str, float], Records]) -> dict[Any, float]:
-    """Return epsilons, accuracies, what statements and ledgers have, and the longest vote over its bound."""
+    """Return epsilons, accuracies, figures from statements and ledgers, and the longest vote over its bound."""
     accuracy = {pair: mean(group.each("accuracy")) for pair, group in runs.items()}
     private = [run for (_, target), group in runs.items() if target < math.inf for run in group]
     promised = [run for run in private if run.statement]
@@ -221,7 +223,7 @@ def quantities(runs: Mapping[tuple[str, float], Records]) -> dict[Any, float]:
             for target in TARGETS[:-1]
         },
         "PRV over Rényi, the largest of all trainings": largest(run.spent / run.rdp for run in promised if run.steps),
-        # A budget may allow no step at all, and then nothing can be released either.
+        # A budget may allow no step at all, and then nothing is released.
         "releases recorded, over steps made": min(
             (run.releases / run.steps for run in promised if run.steps), default=math.nan
         ),
@@ -238,7 +240,7 @@ def quantities(runs: Mapping[tuple[str, float], Records]) -> dict[Any, float]:
 
 
 def _over_bound(run: Record) -> float:
-    """Return the bytes of a vote over its bound, rounded up to whole ones, since a frame has no half ones."""
+    """Return the bytes of a vote over its bound, which is rounded up to whole bytes."""
     from fedcomp.privacy.votes import entropy_bits
 
     bits = entropy_bits(run.coordinates, min(int(parse_settings(run.settings)["k"]), run.coordinates))
@@ -255,30 +257,30 @@ def train(
     multipliers: Mapping[float, float],
     validation: bool = False,
 ) -> dict[str, Any]:
-    """Make one private training on records.
+    """Run one private training on records.
 
     Parameters
     ----------
     method : str
         One of :data:`METHODS`.
     epsilon : float
-        The target that the noise was made for, whose multiplier is in ``multipliers``.
+        The target epsilon, whose noise multiplier is in ``multipliers``.
     settings : str
-        ``lr``, and what the method takes, as ``"key=value key=value"``.
+        ``lr`` and the settings of the method, as ``"key=value key=value"``.
     config : Config
-        Rate, delta, clip, widths of the hidden layers, where noise comes from, and the epsilon at which a training that
-        promises something ends early.
+        Rate, delta, clip, widths of the hidden layers, the source of the noise, and the epsilon at which a private
+        training ends early.
     validation : bool
-        Train on a part of the training records and evaluate on the others; else evaluate on the test split.
+        Train on a part of the training records and evaluate on the rest; otherwise evaluate on the test split.
 
     Returns
     -------
     dict
-        ``loss`` on the training records and ``accuracy`` on those held out after the last step; ``spent`` and ``rdp``,
-        the ledger's epsilon, and by Rényi divergences alone; ``steps`` made, fewer than asked where the budget ended
-        the training, and ``releases`` in the ledger; ``coordinates`` that noise was on in the last step; ``frame``,
-        ``header`` and ``downlink``, bytes of a client's message with such a contribution, of a vote without votes, and
-        of carriers sent to it; ``statement``, empty where nothing is promised.
+        ``loss`` on the training records and ``accuracy`` on the held-out ones after the last step; ``spent``, the
+        ledger's epsilon, and ``rdp``, the epsilon by Rényi divergences only; ``steps``, fewer than requested if the
+        budget ended the training, and ``releases`` in the ledger; ``coordinates`` with noise in the last step;
+        ``frame``, ``header`` and ``downlink``, bytes of a client's message with such a contribution, of an empty vote,
+        and of the carriers sent to the client; ``statement``, empty if nothing is guaranteed.
     """
     import torch
     from torch.nn import functional
@@ -301,7 +303,7 @@ def train(
     x, y = task.train_split.tensors
     held_x, held_y = task.test.tensors
     if validation:
-        # A fixed key: all settings are judged on the same records, whatever their seed.
+        # A fixed key, so settings with any seed are judged on the same records.
         order = torch.from_numpy(Key(0, "topagg_dpsgd/validation").uniform(len(x)).argsort())
         last = round(LAST * len(x))
         held_x, held_y = x[order[:last]], y[order[:last]]
@@ -312,13 +314,13 @@ def train(
         delta=delta,
         population=len(x),
         adjacency="add_remove",
-        # At a rate of 1 there is nothing to sample, and amplification may not be claimed.
+        # At a rate of 1 nothing is sampled, so no amplification may be claimed.
         sampling=Sampling("poisson", rate=rate) if rate < 1.0 else Sampling("everyone"),
         unit="record",
         budget=config.budget if multiplier else None,
     )
     options: dict[str, Any] = parse_settings(settings)
-    # Votes over sqrt(k) are contributions of norm 1, as clipped gradients are: one range of step sizes for all.
+    # Votes over sqrt(k) have norm 1 like clipped gradients, so one range of step sizes suits all.
     step = options.pop("lr") / math.sqrt(options.get("k", 1))
     with single_thread():
         module = task.model(seed)
@@ -349,7 +351,7 @@ def train(
                     break
                 made += 1
             private = training.optimizer
-            # What the training moved stands in for a client's update: it has the shape and the sparsity of one.
+            # The change of the model replaces a client's update; it has the same shape and sparsity.
             frame, header, extra = _message(private, _flat(module) - before, key)
             mechanism = private.mechanism()
         module.eval()
@@ -394,9 +396,9 @@ def _flat(module: Any) -> Any:
 
 
 def _message(private: Any, update: Any, key: Any) -> tuple[int, int, int]:
-    """Return the bytes of a message with a contribution of this kind, of one without votes, and of its carriers.
+    """Return the bytes of a message with a contribution of this kind, of an empty vote, and of its carriers.
 
-    The messages are those that the client-level systems of the same names send; here none is sent.
+    The messages are those of the client-level systems with the same names; none is sent here.
     """
     import numpy as np
 
@@ -419,8 +421,8 @@ def _message(private: Any, update: Any, key: Any) -> tuple[int, int, int]:
 def _bounded(method: str, options: Mapping[str, Any]) -> str:
     kept = "" if options.get("keep", 1.0) == 1.0 else ", over what a public seed keeps of them"
     return {
-        "dp-sgd": "every record's gradient clipped over all parameters together",
-        "topagg": "every record votes for k signs; the norm sqrt(k) follows from counting",
-        "random-mask": "every record's gradient clipped over the coordinates that a public seed keeps",
+        "dp-sgd": "every record's gradient, clipped over all parameters together",
+        "topagg": "every record votes for k signs, so the norm is sqrt(k)",
+        "random-mask": "every record's gradient, clipped over the coordinates that a public seed keeps",
         "lsg": f"every record's products with carriers of the public model clipped together{kept}",
     }[method]

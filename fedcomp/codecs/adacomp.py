@@ -134,7 +134,7 @@ class AdaComp(PositionalCodec):
         return self._step(np.zeros_like(values), values, stretch, np.empty_like(values))
 
     def _step(self, residue: Vector, update: Vector, stretch: Stretch, out: Vector) -> Tensor:
-        """Return the tensor of ``stretch``; ``out`` receives the new residue."""
+        """Return the tensor of ``stretch``, and write the new residue to ``out``."""
         length = self.length(stretch)
         step = adaptive_step(residue, update, length, self.factor, out=out)
         indices, negative, scale = step.indices, step.negative, np.float32(step.scale)

@@ -55,20 +55,20 @@ INNER: Final = 1.0
 """Bits for each value of the columns that travel, where not all do."""
 
 _WHOLE: Final = 0.75
-"""Bits from which all columns travel."""
+"""Number of bits from which all columns are sent."""
 
 _LARGEST: Final = 2.0**125
 _TURNED: Final = 1024
-"""Values at least that are turned together: the mean of shorter blocks is further off (:class:`EDEN`)."""
+"""Minimum number of values that are rotated together; the mean of shorter blocks has a larger error (:class:`EDEN`)."""
 
 AUTO: Final = "auto"
 
 _USUAL: Final = 0.5
-"""Bits where nothing is known: from there on no round is lost, whatever the number of replies (measured on three tasks,
-and derived: :meth:`Auto.settled`)."""
+"""Number of bits if nothing is known. With this many, no round is lost for any number of replies (measured on three
+tasks, and derived: :meth:`Auto.settled`)."""
 
 _MOST_BY_LINK: Final = 2.0
-"""Bits above which a fast link brings nothing (measured)."""
+"""Number of bits above which a fast link gives no gain (measured)."""
 
 _FEWEST: Final = 1e-3
 
@@ -80,7 +80,7 @@ _NOISE_AT_ONE: Final = 0.3
 """ω of a dithered value at one bit: .05 to .39 for updates of five tasks (measured)."""
 
 _UNFILLED: Final = 80
-"""Per cent of a budget below which magnitudes of level 1 are cut rather than all left out."""
+"""If less than this percentage of a budget is used, magnitudes of level 1 are cut instead of all being left out."""
 
 _WORST: Final = 16.0
 """ω of a dithered value at 0.75 bit, less what learning costs: equal magnitudes a, in steps, take h(a) + a bits with
@@ -292,7 +292,7 @@ class Auto(SeededCodec):
         return self.signs(values, stretch, key) if found is None else Tensor(found, (stretch.size,))
 
     def _portable(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return a tensor of the same budget that takes no compiled code."""
+        """Return a tensor of the same budget that needs no compiled code."""
         if not self.rounded:
             return self.signs(values, stretch, key)
         # An index takes about log2(n/k) and two bits, a value two; then as many as fit.
@@ -452,14 +452,14 @@ class Auto(SeededCodec):
 
 
 def _head_of(terms: Terms) -> Head:
-    """Return the form of dithered levels, and the part of the columns that a budget allows."""
+    """Return the form of dithered levels and the fraction of the columns that a budget allows."""
     bits = 8.0 * terms.budget / terms.size
     return Head(DITHERED) if bits >= _WHOLE else Head(PART, fraction=max(1, int(bits / INNER * 65536.0)))
 
 
 def _blocks(size: int, budget: int) -> tuple[int, int]:
-    """Return how many signs fit a budget with a length for each block, and the values of a block; the last one may be
-    shorter, and all are powers of two."""
+    """Return the number of signs that fit a budget with a length for each block, and the number of values in a block.
+    The last block may be shorter; all are powers of two."""
     best = 0, 0
     for bits in range(_TURNED.bit_length() - 1, size.bit_length()):
         block = 1 << bits
@@ -532,7 +532,7 @@ def _dithered(values: Vector, terms: Terms) -> Levels | None:
 
 
 def _control(values: Vector, head: Head, terms: Terms) -> RateControl | None:
-    """Return the search for the step of what travels of ``values``; None where that is nothing."""
+    """Return the search for the step of the sent part of ``values``; None if nothing is sent."""
     if head.form == PART:
         parts = parts_of(head.fraction, terms)
         values = np.concatenate(
@@ -544,7 +544,7 @@ def _control(values: Vector, head: Head, terms: Terms) -> RateControl | None:
 
 
 def _trial(control: RateControl, head: Head, terms: Terms) -> tuple[int, float]:
-    """Return the shortest step whose dithered levels fit the budget, with draws that are not sent, and their error."""
+    """Return the smallest step whose dithered levels fit the budget, for draws that are not sent, and their error."""
 
     def cost(step: int, levels: NDArray[np.int32]) -> int:
         return Levels.coded(replace(head, top=bits_of(levels), step=step), levels, terms).taken

@@ -123,7 +123,7 @@ class _Weights:
         Raises
         ------
         fedcomp.wire.WireError
-            When it does not hold such weights.
+            If the frame does not hold such weights.
         """
         sizes = [math.prod(shape) for shape in cls.SHAPES]
         tensors = wire.decode(frame, tuple(expected_dense(size, wire.Raw) for size in sizes)).tensors
@@ -131,7 +131,7 @@ class _Weights:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the weights are."""
+        """Number of weights."""
         return sum(array.size for array in self.weights)
 
     @cached_property
@@ -139,7 +139,7 @@ class _Weights:
         return bytes(wire.encode([wire.dense(array.reshape(-1)) for array in self.weights]))
 
     def frame(self) -> Frame:
-        """Return the weights as they travel, float32."""
+        """Return the weights as a float32 frame."""
         return self._frame
 
     @cached_property
@@ -280,7 +280,7 @@ def _halved(signal: Signal, kernel: Signal) -> Signal:
 
 
 def _doubled(signal: Signal, kernel: Signal) -> Signal:
-    """Return the transpose of such a convolution, of twice the length."""
+    """Return the transpose of such a convolution, with twice the length."""
     outputs, length = kernel.shape[1], signal.shape[1]
     # What each position of the input adds to three neighbouring ones of the output, the first before its beginning.
     parts = product(np.ascontiguousarray(signal.T), kernel.reshape(len(kernel), -1)).T.reshape(outputs, 3, length)

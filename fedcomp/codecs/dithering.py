@@ -104,7 +104,8 @@ class Dithering(PositionalCodec):
 
 
 def _round_up(norm: float) -> float:
-    """Return the least float32 that is not below ``norm``, at most the largest; 0 below the normal numbers."""
+    """Return the smallest float32 that is not below ``norm``, limited to the largest float32; 0 below the normal
+    numbers."""
     if norm < _TINY:
         return 0.0
     return min(float(round_up(np.array(min(norm, _LARGEST)))), _LARGEST)

@@ -54,26 +54,28 @@ EXPOSED: Final = (
 
 _BYTES: Final = {"float32": 4.0, "fp16": 2.0, "bf16": 2.0, "q8": 1.02}
 _INDEX_BYTES: Final = 0.2
-"""Of a listed index where whole rows are listed, in which most gaps are 0."""
+"""Bytes of a listed index when whole rows are listed; most gaps are 0 then."""
 
 _ENTRY: Final = 64
-"""Bytes by which the entry of a tensor in parts exceeds that of a whole one at most: a dimension, a scale, an index."""
+"""Maximum number of bytes by which the entry of a divided tensor exceeds that of a whole one: a dimension, a scale, an
+index."""
 
 _CLOSE: Final = 1e-3
-"""Relative difference up to which a bias changed by what its layer's factors say. Otherwise it travels."""
+"""Relative difference up to which the change of a bias follows from its layer's factors. Otherwise the bias is sent."""
 
 _MOST_SIGNS: Final = 8
-"""Signs for each entry of a matrix at most: a short frame must not make its receiver draw, and hold, very many."""
+"""Maximum number of signs for each entry of a matrix, so a short frame cannot make its receiver draw and hold very
+many."""
 
 _LARGEST: Final = 0.5 * float(np.finfo(np.float32).max)
-"""Magnitude of sums of slopes at most: however they are rounded, they stay finite."""
+"""Largest allowed magnitude of sums of slopes; they stay finite for any rounding."""
 
 _BIAS = "bias"
 _WEIGHT = "weight"
 
 
 class _Change(NamedTuple):
-    """What a tensor of a frame adds to its place."""
+    """The change that one tensor of a frame adds."""
 
     tensor: TensorSpec
     values: Vector | None = None
@@ -82,7 +84,7 @@ class _Change(NamedTuple):
 
 
 def _names(chain: Any) -> tuple[str, ...]:
-    """Return the layers of a chain; a text has commas between them."""
+    """Return the layers of a chain; in a text they are separated by commas."""
     named = chain.split(",") if isinstance(chain, str) else chain
     return tuple(str(name).strip() for name in named if str(name).strip())
 
@@ -404,7 +406,7 @@ class Factors(Codec):
 
 @dataclass(frozen=True, slots=True)
 class _Sender:
-    """The forms in which one update's tensors travel."""
+    """The forms in which the tensors of one update are sent."""
 
     codec: Factors
     update: Update
@@ -412,7 +414,7 @@ class _Sender:
 
     @property
     def given(self) -> dict[str, OuterProducts]:
-        """What may be used of what was captured."""
+        """The captured outer products that may be used."""
         hidden = self.codec.first_layer == "gradient"
         return {name: outer for name, outer in self.update.outer.items() if not (outer.at_input and hidden)}
 
@@ -446,11 +448,11 @@ class _Sender:
         return forms
 
     def undivided(self) -> dict[str, Tensor]:
-        """Return every tensor whole, or the rows of it that are not zero."""
+        """Return every tensor whole, or only its non-zero rows."""
         return {t.name: self._undivided(t) for t in self.update.layout.tensors}
 
     def _shorten_chain(self, model: Mapping[str, NDArray[Any]], forms: dict[str, Tensor], per_layer: str) -> None:
-        """Let inputs alone travel of the layers of the chain, where that is shorter and the server can do the rest."""
+        """Send only the inputs of the layers of the chain if this is shorter and the server can compute the rest."""
         given, layout = self.given, self.update.layout
         layers = [layer for layer in self.codec.layers if not self._left_out(layer)]
         if reason := "fewer than two layers are left" if len(layers) < 2 else explained(layers, model, given):
@@ -466,7 +468,7 @@ class _Sender:
             forms |= chain | {name: self._absent() for name in biases}
 
     def _follows(self, bias: TensorSpec, outer: OuterProducts) -> bool:
-        """Whether a bias changed by the sum of its layer's left sides: one that is frozen, or shared, does not."""
+        """Whether a bias changed by the sum of its layer's left sides; a frozen or shared bias does not."""
         change = self.update.vector[bias.slice]
         sums = outer.left.sum(axis=0, dtype=np.float64)
         if sums.shape != change.shape:
@@ -497,7 +499,7 @@ class _Sender:
         return reduction.of_matrix(self.update.vector[spec.slice].reshape(_sides(spec)), key)
 
     def _left(self, spec: TensorSpec, outer: OuterProducts) -> NDArray[Any]:
-        """Return what travels of the left sides: slopes alone, where the server draws the signs."""
+        """Return the left sides as they are sent: only slopes if the server draws the signs."""
         signed = outer.signed
         if signed is None or (signed.name, signed.start) != (spec.name, 0) or signed.seed != self.key.u64():
             return outer.left
@@ -516,11 +518,11 @@ class _Sender:
         return Tensor(FORMS[self.codec.values].code(np.ascontiguousarray(array).reshape(-1)), array.shape)
 
     def _absent(self) -> Tensor:
-        """Return what stands for a bias that follows from its layer's factors."""
+        """Return the placeholder of a bias that follows from its layer's factors."""
         return Tensor(self.codec.rest_form.code(np.zeros(0, np.float32)), (0,))
 
     def _cost(self, tensor: Tensor) -> float:
-        """Return about how many bytes a tensor takes."""
+        """Return the approximate number of bytes of a tensor."""
         if len(tensor.shape) == 2:
             return tensor.values.k * _BYTES[self.codec.values]
         index = _INDEX_BYTES if tensor.indices is not None else 0.0
@@ -528,19 +530,19 @@ class _Sender:
 
 
 def _holds(outer: OuterProducts) -> bool:
-    """Whether float32 holds every entry of the matrix, for sure."""
+    """Whether float32 certainly holds every entry of the matrix."""
     left, right = (np.abs(side).max(axis=1, initial=0.0).astype(np.float64) for side in (outer.left, outer.right))
     return float(left @ right) <= float(np.finfo(np.float32).max)
 
 
 def _exponent(rows: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the exponent of each row's largest magnitude, 0 of a row of zeros, shape (k,)."""
+    """Return the exponent of each row's largest magnitude, 0 for a row of zeros, shape (k,)."""
     return np.frexp(np.abs(rows).max(axis=1, initial=0.0))[1].astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
 class _Received:
-    """The tensors of one frame by the names of those they stand for."""
+    """The tensors of one frame, by the names of the tensors that they represent."""
 
     codec: Factors
     layout: Layout
@@ -549,7 +551,7 @@ class _Received:
 
     @classmethod
     def of(cls, codec: Factors, bundle: Bundle, layout: Layout) -> _Received:
-        """Return the tensors of a bundle that has as many as the layout."""
+        """Return the tensors of a bundle, which must have as many as the layout."""
         names = (t.name for t in layout.tensors)
         return cls(codec, layout, dict(zip(names, bundle.tensors, strict=True)), bundle.tlv(SEED) or b"")
 
@@ -573,13 +575,13 @@ class _Received:
 
     @property
     def chain(self) -> list[ChainLayer]:
-        """The layers of which the inputs came alone."""
+        """The layers for which only the inputs arrived."""
         if self.codec.model is None:
             return []
         return [layer for layer in self.codec.layers if self._inputs_alone(layer)]
 
     def require_chain(self) -> None:
-        """Require that layers of which the inputs alone came are followed by others up to the last one."""
+        """Require that the layers with only inputs are followed by other layers up to the last one."""
         if not (sent := self.chain):
             return
         layers, found = self.codec.layers, self.found
@@ -589,7 +591,7 @@ class _Received:
             raise SchemaMismatch("the frame holds inputs of layers that no chain to the last one connects")
 
     def require_signs(self) -> None:
-        """Require a seed where slopes stand for left sides, and slopes of which every sum is finite."""
+        """Require a seed if slopes represent left sides, and slopes with finite sums."""
         for spec in self.layout.tensors:
             tensor = self.found[spec.name]
             if not (slopes := _slopes(spec, tensor)):
@@ -608,7 +610,7 @@ class _Received:
         return tensor.shape[1] == _sides(self.layout.by_name[layer.weight])[1]
 
     def changes(self) -> Iterator[_Change]:
-        """Yield what every tensor adds; the frame was checked."""
+        """Yield the change of every tensor; the frame has been checked."""
         found, layout = self.found, self.layout
         outer: dict[str, OuterProducts] = {}
         for spec in layout.tensors:
@@ -652,7 +654,7 @@ def _sides(spec: TensorSpec) -> tuple[int, int]:
 
 
 def _slopes(spec: TensorSpec, tensor: Tensor) -> int:
-    """Return how many slopes stand for the left side of each outer product; 0 in every other form."""
+    """Return the number of slopes that represent the left side of each outer product; 0 in every other form."""
     if len(tensor.shape) != 2:
         return 0
     rows, columns = _sides(spec)
@@ -665,7 +667,7 @@ def _seed(key: Key) -> bytes:
 
 
 def _whole_rows(tensor: Tensor, columns: int) -> bool:
-    """Whether a sparse tensor lists all columns of every row of which it lists one."""
+    """Whether a sparse tensor that lists one column of a row lists all columns of that row."""
     found = tensor.indices
     if found is None or found.size % columns:
         return False

@@ -246,7 +246,7 @@ class ErrorFeedback(Wrapper):
         return type(codec) is TopK and codec.scope == "global" and codec.values != "float64"
 
     def _recall(self, layout: Layout, state: State, key: Key) -> tuple[Vector, Vector | None]:
-        """Return memory and momentum as they are to be used this round."""
+        """Return memory and momentum for this round."""
         memory = _memory_of(state, layout)
         velocity = vector_of(state, "momentum", layout) if self.momentum else None
         last = number_of(state, "round", "iu")
@@ -261,7 +261,7 @@ class ErrorFeedback(Wrapper):
         return memory, velocity
 
     def _accelerate(self, update: Update, velocity: Vector | None) -> tuple[Vector, Vector | None]:
-        """Return what is added to the memory, and the new momentum (a new array)."""
+        """Return the vector to add to the memory, and the new momentum (a new array)."""
         if velocity is None:
             return update.vector, None
         mu = np.float32(self.momentum)
@@ -277,7 +277,7 @@ class ErrorFeedback(Wrapper):
     def _fused(
         self, gradient: Vector, held: State, warm: float | None, key: Key, update: Update
     ) -> tuple[Frame, Vector, float | None]:
-        """Return frame, p - q and the new threshold; addition, selection and clearing in one pass."""
+        """Return frame, p - q and the new threshold, with addition, selection and clearing in one pass."""
         codec = self.codec
         assert isinstance(codec, TopK)
         memory = held["memory"]
@@ -344,7 +344,7 @@ class ErrorFeedback(Wrapper):
 
 
 def _memory_of(state: State, layout: Layout) -> Vector:
-    """Return the memory, checked; not to be written to."""
+    """Return the memory after checks; the caller must not write to it."""
     memory = recalled(state)
     return vector_of(state if memory is None else {"memory": memory}, "memory", layout)
 

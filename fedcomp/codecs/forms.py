@@ -111,7 +111,7 @@ class _Half(ValueForm):
         return wire.Fp16(chosen)
 
     def kept(self, k: int) -> None:
-        """Nothing is sure: small numbers are lost altogether, large ones cut."""
+        """No bound: small numbers are lost completely and large ones are cut."""
         return
 
 
@@ -129,7 +129,7 @@ class _Brain(ValueForm):
 
 
 class _Levels(ValueForm):
-    """Symmetric levels, rounded to the nearest, of the largest magnitude in every block of 256 values."""
+    """Symmetric levels of the largest magnitude in every block of 256 values, rounded to the nearest."""
 
     values = wire.QsgdLevels
 
@@ -158,7 +158,7 @@ class _Levels(ValueForm):
         return self.levels**2 / (self.levels**2 + others) * (1.0 - 2.0**-20)
 
     def kept_of_largest(self, k: int) -> float:
-        """The largest of all is the largest of its block and arrives exactly; no other error exceeds its value."""
+        """The largest value is the largest of its block and arrives exactly. No other error exceeds its value."""
         return 1.0 - 2.0**-20
 
 
@@ -202,17 +202,18 @@ class _Range(ValueForm):
         return (1.0 - off**2) / (1.0 + max(0, k - 1) * ratio**2 / 4.0) * (1.0 - 2.0**-20)
 
     def kept_of_largest(self, k: int) -> float:
-        """1 - δ² of the smallest mantissa that is chosen: no other error exceeds its value."""
+        """1 - δ² for the smallest possible mantissa; no other error exceeds its value."""
         return (1.0 - self._off(least_mantissa(self.bits)) ** 2) * (1.0 - 2.0**-20)
 
     @staticmethod
     def _off(mantissa: int) -> float:
-        """Return the largest error of a number of so many bits of mantissa, halfway between 1 and its neighbour."""
+        """Return the largest relative error of a number with this many mantissa bits, halfway between 1 and its
+        neighbour."""
         return 1.0 / (2.0 ** (mantissa + 1) + 1.0)
 
 
 class _TwoMagnitudes(ValueForm):
-    """A sign and one of two magnitudes, those of least squared error for all values of the tensor."""
+    """A sign and one of two magnitudes; these have the smallest squared error over all values of the tensor."""
 
     values = wire.Codebook
     form: Mapping[str, int] = {"bits": 2}
@@ -238,12 +239,12 @@ class _TwoMagnitudes(ValueForm):
         return (1.0 - 2.0**-20) / harmonic
 
     def kept_of_top(self, k: int, n: int) -> float:
-        """Two magnitudes also do no worse than one."""
+        """Two magnitudes are never worse than one."""
         return max(self.kept(k) * k / n, _kept_by_one_magnitude(k, n))
 
 
 class _Signs(ValueForm):
-    """Signs and the mean magnitude of all values of the tensor, as sparse ternary compression sends them."""
+    """Signs and the mean magnitude of all values of the tensor, as in sparse ternary compression."""
 
     values = wire.SignScale
     form: Mapping[str, int] = {"block": 0}

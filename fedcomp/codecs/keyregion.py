@@ -182,7 +182,7 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
     def _select(
         self, values: Vector, regions: tuple[tuple[NDArray[np.bool_], _Magnitudes], ...], after: State
     ) -> NDArray[np.int64]:
-        """Return the ascending indices that travel; ``after`` is brought up to date in place."""
+        """Return the ascending indices to send; ``after`` is updated in place."""
         histograms, gains, wanted = after["histograms"], after["gains"], after["wanted"]
         chosen: list[NDArray[np.int64]] = []
         # Nothing lies above infinity: a region without a threshold of its own takes no candidates.
@@ -236,7 +236,8 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
 
 
 class _Magnitudes(NamedTuple):
-    """What a round reports of a region: numbers of elements and non-zeros, sum and histogram of the magnitudes."""
+    """The statistics of a region in one round: numbers of elements and non-zeros, sum and histogram of the
+    magnitudes."""
 
     size: int
     nonzero: int
@@ -245,13 +246,13 @@ class _Magnitudes(NamedTuple):
 
     @classmethod
     def of(cls, values: Vector) -> _Magnitudes:
-        """Return those of ``values``."""
+        """Return the statistics of ``values``."""
         tail = exceedances(values)
         fine = tiers.ops("auto", values.size).histogram(bits_of(values))
         return cls(values.size, tail.count, tail.count * tail.mean if tail.count else 0.0, fine)
 
     def without(self, part: _Magnitudes) -> _Magnitudes:
-        """Return those of the rest; the sum loses what the part's exceeds it by."""
+        """Return the statistics of the rest, without ``part``."""
         total = self.total - part.total
         return _Magnitudes(self.size - part.size, self.nonzero - part.nonzero, total, self.fine - part.fine)
 
@@ -261,7 +262,7 @@ class _Magnitudes(NamedTuple):
         return self.total / self.nonzero
 
     def counters(self) -> NDArray[np.float64]:
-        """Return the counts of the running histogram's bins: those of the fine bins, split log-uniformly."""
+        """Return the counts of the running histogram's bins: the counts of the fine bins, split log-uniformly."""
         zeros = self.size - self.nonzero
         below = np.concatenate([[0.0], np.cumsum(self.fine[: _FINE.size - 1])])
         # Zeros have no logarithm to interpolate at; they are taken out here and counted in the lowest bin again.
@@ -284,7 +285,7 @@ def _block_energies(values: Vector) -> NDArray[np.float64]:
 
 
 def _gathered(values: Vector, blocks: NDArray[np.bool_]) -> Vector:
-    """Return the elements of some blocks, in order; ``values`` itself when these are all."""
+    """Return the elements of some blocks in order; ``values`` itself for all blocks."""
     if blocks.all():
         return values
     full = values.size // BLOCK
@@ -293,7 +294,7 @@ def _gathered(values: Vector, blocks: NDArray[np.bool_]) -> Vector:
 
 
 def _entropy(histogram: NDArray[np.float64]) -> float:
-    """Return the entropy of a histogram over that of one with equal bins, in [0, 1]."""
+    """Return the entropy of a histogram relative to one with equal bins, in [0, 1]."""
     share = histogram[histogram > 0.0] / histogram.sum()
     entropy = -math.fsum(s * math.log(s) for s in share.tolist()) / math.log(COUNTERS)
     # Twelve digits: logarithms differ between processors in the last place, which must not decide how much is sent.

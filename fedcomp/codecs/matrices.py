@@ -22,13 +22,13 @@ DEAD: Final = 1e-12
 """A column of a factor this short, or shortened this much by the columns before it, is noise and redrawn."""
 
 _LONG: Final = 2048
-"""Elements of a block in the direction in which the matrix lies in memory."""
+"""Elements of a block along the contiguous direction of the matrix."""
 
 _CACHED: Final = 1 << 15
-"""Elements of a block that stays in the cache while columns are added to it."""
+"""Elements of a block that stays in the cache while columns are added."""
 
 _LARGE: Final = 1e100
-"""Factors with larger entries are scaled down before they are squared; their basis is the same."""
+"""Factors with larger entries are scaled down before squaring, which does not change their basis."""
 
 
 def product(matrix: Real, basis: Real) -> Real:

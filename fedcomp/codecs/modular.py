@@ -294,7 +294,7 @@ def _dither(name: int) -> Key:
 
 
 def _dithers(stream: Key, count: int) -> NDArray[np.float64]:
-    """Return what :meth:`IntegerGrid.round` added to each value before it rounded to the nearest integer."""
+    """Return the dithers that :meth:`IntegerGrid.round` added to the values before rounding to the nearest integer."""
     return stream.uniform(count) - 0.5
 
 

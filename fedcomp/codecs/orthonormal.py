@@ -202,7 +202,7 @@ class DCT(Orthonormal):
             values[start:stop].reshape(-1, length)[...] = columns.T
 
     def _runs(self, size: int) -> Iterator[tuple[int, int, int]]:
-        """Yield start, stop and chunk length of what is transformed at once."""
+        """Yield start, stop and chunk length of each part that is transformed at once."""
         whole = size - size % self.chunk
         at_once = max(self.chunk, _COLUMNS)
         for start in range(0, whole, at_once):
@@ -238,7 +238,7 @@ def _uncosine(rows: NDArray[np.float32]) -> None:
 
 
 def _fourth(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the orthonormal DCT-IV of every column, the products added in ascending order."""
+    """Return the orthonormal DCT-IV of every column; products are added in ascending order."""
     matrix = _cosines(len(rows))
     out: NDArray[np.float32] = matrix[0][:, None] * rows[0]
     product = np.empty_like(out)
@@ -249,7 +249,7 @@ def _fourth(rows: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @functools.lru_cache(maxsize=16)
 def _cosines(n: int) -> NDArray[np.float32]:
-    """Return the matrix of the orthonormal DCT-IV, which is symmetric; rounded from float64."""
+    """Return the symmetric matrix of the orthonormal DCT-IV, rounded from float64."""
     odd = 2 * np.arange(n) + 1
     matrix = (math.sqrt(2.0 / n) * np.cos(np.outer(odd, odd) * (math.pi / (4 * n)))).astype(np.float32)
     matrix.flags.writeable = False

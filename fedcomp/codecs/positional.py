@@ -393,7 +393,7 @@ class AdaptiveCodec(PositionalCodec):
         return tensors, after
 
     def _known(self, stretch: Stretch, state: State) -> State:
-        """Return the arrays of ``stretch`` under their own names, checked."""
+        """Return the checked arrays of ``stretch`` under their own names."""
         known: State = {}
         for name, fresh in self.start(stretch).items():
             array = state.get(f"{stretch.index}.{name}")
@@ -449,7 +449,7 @@ def require_values(tensor: Tensor, values: type[Values], *, sparse: bool) -> Non
 
 
 def _require_schema(bundle: Bundle, schema: Schema) -> None:
-    """Raise :class:`SchemaMismatch` unless an opened frame has the tensors of ``schema``, by shape and dtype."""
+    """Raise :class:`SchemaMismatch` unless the tensors of an opened frame match ``schema`` in shape and dtype."""
     found = [(t.shape, t.dtype) for t in bundle.tensors]
     expected = [(e.shape, e.dtype) for e in schema]
     if found != expected:
@@ -460,5 +460,5 @@ def _require_schema(bundle: Bundle, schema: Schema) -> None:
 
 
 def _covered(parts: tuple[Stretch, ...]) -> int:
-    """Return where the dense rest begins: stretches are contiguous from 0."""
+    """Return the start of the dense rest; stretches are contiguous from 0."""
     return parts[-1].stop if parts else 0

@@ -51,7 +51,7 @@ def _require_worth(directions: int, size: int, stretch: Stretch) -> None:
 
 
 def _coordinates(size: int) -> Iterator[Vector]:
-    """Yield the directions of a stretch that travels as it is, one at a time."""
+    """Yield the directions of a stretch that is sent unchanged, one at a time."""
     for at in range(size):
         yield np.eye(1, size, at, np.float32)[0]
 
@@ -364,7 +364,7 @@ class Replay(Wrapper):
         return wire.encode([wire.dense(array) for array in (seeds, weights, *columns)])
 
     def _joined(self, frame: Frame | Bundle, layout: Layout) -> Bundle | None:
-        """Return a joined frame, opened and checked; None for one of a single update."""
+        """Return a joined frame after opening and checks; None for the frame of a single update."""
         bundle = frame if isinstance(frame, Bundle) else wire.decode(frame, limits=self.limits(layout))
         if not bundle.tensors or bundle.tensors[0].dtype != "int64":
             return None

@@ -168,7 +168,7 @@ class RandomK(PositionalCodec):
         return 1.0 / min(self._kept(layout), default=1.0) - 1.0 if self.unbiased else None
 
     def _seed(self, stretch: Stretch, key: Key) -> int:
-        """Return the seed of ``stretch`` for the key of its layer."""
+        """Return the seed of ``stretch`` from the key of its layer."""
         # Without the partition of their own all clients of a round draw the same.
         return (key.at(partition=0) if self.shared else key).u64()
 

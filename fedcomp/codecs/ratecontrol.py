@@ -22,18 +22,18 @@ TRIALS: Final = 5
 
 _OCTAVE: Final = 128
 _TENTH: Final = 18
-"""Steps of the grid that make a step a tenth longer."""
+"""Number of grid steps that make a step a tenth longer."""
 
 _GOAL: Final = 99
-"""Per cent of the budget that are aimed at, and those from which a search is over."""
+"""Target percentage of the budget, and the percentage at which a search ends."""
 
 _ENOUGH: Final = 98
 
 _LOOSE: Final = 95
-"""The same of vectors so long that some rows tell beforehand how much contexts save."""
+"""The same for vectors that are long enough to estimate from some rows how much contexts save."""
 
 _SAMPLE: Final = 1 << 17
-"""Values at least of these rows."""
+"""Minimum number of values in these rows."""
 
 _EVERY: Final = 8
 _PIECE: Final = 64
@@ -103,8 +103,7 @@ class Magnitudes:
 
 @functools.cache
 def _logs() -> list[int]:
-    """Return 256 log2(i), half rounded up, of i up to 4096: the bits of i**512 are the whole bits of 512 log2(i) and
-    one."""
+    """Return 256 log2(i) for i up to 4096, half rounded up: the bit length of i**512 is floor(512 log2(i)) + 1."""
     return [0, *((i**512).bit_length() // 2 for i in range(1, 4097))]
 
 
@@ -196,7 +195,8 @@ class RateControl:
         return self._known.step(goal * _GOAL * order0 // (100 * cost), low, high)
 
     def _sampled_ratio(self, goal: int) -> tuple[int, int]:
-        """Return what levels cost in bytes and, without contexts, in 1/256 bit: of some rows, where there are many."""
+        """Return the cost of levels in bytes and, without contexts, in 1/256 bit; only for some rows if there are
+        many."""
         ratio, every = (95, 100 * 2048), min(_EVERY, self.values.size // _SAMPLE)
         if every < 2:
             return ratio

@@ -27,10 +27,10 @@ MAX_NESTING: Final = 16
 _LONGEST_REASON = 200
 
 _KEPT: Final = 64
-"""Objects a registry keeps for configurations that come again, as an announced one does with every message."""
+"""Number of objects that a registry keeps for repeated configurations; an announced one comes with every message."""
 
 _LONGEST_KEPT: Final = 256
-"""Parts of a configuration, and characters of one of its texts, up to which what it describes is kept."""
+"""Largest number of parts of a configuration, and of characters in one text, for which its object is kept."""
 
 
 class UnknownCodec(ConfigError):
@@ -121,7 +121,7 @@ class Registry(Generic[T]):
         return self._classes[name]
 
     def _load(self, point: EntryPoint) -> Any:
-        """Return what an entry point names; raise ConfigError when it cannot be imported or has another id."""
+        """Return the object that an entry point names; raise ConfigError if it cannot be imported or has another id."""
         try:
             cls = point.load()
         except Exception as error:  # whatever another package raises on import
@@ -178,7 +178,7 @@ class Registry(Generic[T]):
 
 
 class _Described:
-    """A configuration as the key of what was made of it: equal when its parts are, by type and text."""
+    """A configuration as the key of its object. Two are equal if their parts are equal in type and text."""
 
     __slots__ = ("config", "parts")
 
@@ -197,7 +197,7 @@ class _Described:
 
 
 def _parts(config: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Return what tells a configuration from any other; None for a long one, and for values JSON does not know."""
+    """Return the unique key of a configuration; None for a long one and for values that are not JSON."""
     parts: list[Any] = []
     waiting: list[Any] = [config]
     while waiting:
@@ -222,7 +222,7 @@ def _parts(config: Mapping[str, Any]) -> tuple[Any, ...] | None:
 
 
 def _nested_deeper(config: Any, most: int) -> bool:
-    """Whether more than ``most`` lists and dictionaries are inside one another; level by level, without recursion."""
+    """Whether lists and dictionaries are nested more than ``most`` levels deep; computed without recursion."""
     level = {id(config): config}
     for _ in range(most):
         inner = (v for c in level.values() for v in (c.values() if isinstance(c, Mapping) else c))

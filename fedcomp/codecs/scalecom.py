@@ -348,7 +348,7 @@ def open_support(frame: Frame, codec: LeaderSelected, layout: Layout) -> Support
 
 
 def _index(leader: PositionalCodec, stretch: Stretch) -> str:
-    """Return the index codec of a block: one offset per chunk where that is shorter."""
+    """Return the index codec of a block: one offset per chunk if this is shorter."""
     return f"auto+bins:{leader.chunk(stretch)}" if isinstance(leader, ChunkTop1) else "auto"
 
 

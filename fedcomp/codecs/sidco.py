@@ -138,7 +138,7 @@ def estimate_threshold(
 
 
 def _quantile(family: str, tail: Exceedances, ratio: float) -> float:
-    """Return the value a fraction ``ratio`` in (0, 1) of the exceedances is expected to be above."""
+    """Return the value that a fraction ``ratio`` in (0, 1) of the exceedances should exceed."""
     mean = tail.mean
     if family == "exponential":
         return -mean * math.log(ratio)
@@ -162,13 +162,13 @@ def _quantile(family: str, tail: Exceedances, ratio: float) -> float:
 
 
 class _Search(NamedTuple):
-    """The integers of a stretch's adaptation, in the order of the state's array ``search``.
+    """The integers of a stretch's adaptation, in the order of the array ``search`` in the state.
 
     Attributes
     ----------
     stages : int
     direction : int
-        The sign of the next step of ``stages``. 2 or -2: to be kept even if that step makes things worse.
+        The sign of the next step of ``stages``. 2 or -2 keeps the direction even if that step makes things worse.
     moves : int
         Steps since the first-stage density last changed.
     moved : int
@@ -323,7 +323,7 @@ class SIDCo(AdaptiveCodec, ListedCodec):
         return self.listed(indices, values[indices], stretch), after
 
     def _decide(self, search: _Search, mean: float, previous: float, limit: int) -> _Search:
-        """Return the search after a period of the given ``mean``; ``previous`` is that of the period before."""
+        """Return the search after a period with the given ``mean``; ``previous`` is the mean of the previous period."""
         if BAND[0] <= mean <= BAND[1]:
             return search._replace(moved=0)
         over = mean > 1.0
@@ -346,7 +346,7 @@ class SIDCo(AdaptiveCodec, ListedCodec):
 
     @staticmethod
     def _shift_first(search: _Search, over: bool, worse: bool, limit: int) -> _Search:
-        """Return the search with another first-stage density, its stages back in the middle."""
+        """Return the search with another first-stage density and the middle number of stages."""
         low, high = _FIRST_RANGE
         direction = -search.first_direction if worse else search.first_direction
         first = search.first - direction if over else search.first + direction
@@ -376,6 +376,6 @@ class SIDCo(AdaptiveCodec, ListedCodec):
 
 
 def _error(ratio: float) -> float:
-    """Return how far selected / wanted is off; twice too many counts as much as twice too few."""
+    """Return the error of selected / wanted; twice too many counts as much as twice too few."""
     # A period in which nothing was selected has ratio 0.
     return abs(math.log(max(ratio, 1e-9)))

@@ -196,7 +196,7 @@ class ModelMessage:
 
 
 def _parts(data: bytes) -> list[bytes]:
-    """Return the frames behind a header, at least one."""
+    """Return the frames after a header, at least one."""
     parts: list[bytes] = []
     at = 0
     while at < len(data) and len(parts) <= 2 * _MAX_STEPS:

@@ -169,7 +169,7 @@ class DeploymentScheduler(Stateful):
         self._first, self._best, self._waited = None, None, 0
 
     def _follow(self, loss: float, s: ScheduleSettings) -> None:
-        """Count how many losses were not lower than the best one; stability ends with one that is far lower."""
+        """Count the losses that are not lower than the best one; a far lower loss ends stability."""
         if self._first is None or self._best is None:
             self._first, self._best = loss, loss
         elif loss < self._best - (s.upper if self.stable else s.low / 20.0) * abs(self._best):
@@ -180,7 +180,7 @@ class DeploymentScheduler(Stateful):
             self._waited += 1
 
     def _turn(self, s: ScheduleSettings) -> bool:
-        """Take the last window into account; return whether losses became stable with it."""
+        """Add the last window; return whether losses became stable with it."""
         self.spread = float(np.std(self._losses) / (abs(np.mean(self._losses)) + _EPSILON))
         self._settled = self._settled + 1 if self.spread <= s.low else 0
         if self.stable:

@@ -37,7 +37,7 @@ _FUSED: Final = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Bilinear,
 
 @dataclass
 class _Call:
-    """One call of a layer: its input, and what comes back to its output once back-propagation has reached it."""
+    """One call of a layer: its input, and the gradient of its output once back-propagation has reached it."""
 
     entered: Tensor
     back: Tensor | None = None
@@ -180,7 +180,7 @@ def _renormalised(module: nn.Module) -> bool:
 
 
 def _watch(model: nn.Module, collected: Captured, hooks: ExitStack, following: Following) -> list[_Layer]:
-    """Put hooks on every layer that can be captured; return their weights."""
+    """Put hooks on every layer that can be captured; return the weights of these layers."""
     hooks.callback(model.register_forward_pre_hook(following.refresh).remove)
     names: dict[nn.Parameter, list[str]] = {}
     # A weight of two layers has two names, and is sent under both.
@@ -221,7 +221,7 @@ def _watch(model: nn.Module, collected: Captured, hooks: ExitStack, following: F
 
 
 def _scale(optimizer: torch.optim.Optimizer, layers: list[_Layer], collected: Captured) -> None:
-    """Multiply what came back since the last step by minus the rate of this one."""
+    """Multiply the gradients since the last step by minus the rate of this one."""
     rates: dict[Any, float] = {}
     for group in optimizer.param_groups:
         plain = isinstance(optimizer, torch.optim.SGD) and not (
@@ -239,7 +239,7 @@ def _scale(optimizer: torch.optim.Optimizer, layers: list[_Layer], collected: Ca
 
 
 def _gather(layer: _Layer, collected: Captured) -> None:
-    """Put the calls of one parameter together, where they are of use."""
+    """Combine the calls of one parameter if they are usable."""
     calls = [(module, call) for module, call in layer.calls if call.back is not None and call.scale]
     # Of an embedding alone the rows that changed are all there is to send.
     if not calls or all(isinstance(module, nn.Embedding) for module, _ in calls):
@@ -256,7 +256,7 @@ def _gather(layer: _Layer, collected: Captured) -> None:
 
 
 def _count(module: nn.Module, call: _Call) -> int:
-    """Return how many outer products a call has, without making them."""
+    """Return the number of outer products in a call, without computing them."""
     assert call.back is not None
     if isinstance(module, nn.Conv2d):
         return call.back.numel() // module.out_channels
@@ -291,7 +291,7 @@ def _rows(tensor: Tensor) -> NDArray[np.float32]:
 
 
 def _note_others(model: nn.Module, layers: list[_Layer], collected: Captured) -> None:
-    """Note which layers with matrices train and show nothing of what comes back to them."""
+    """Record the layers with matrices that train but do not expose the gradients of their outputs."""
     silent = [layer.names[0] for layer in layers if not layer.calls and layer.names[0] not in collected.outer]
     fused: Sequence[str] = [name for name, module in model.named_modules() if isinstance(module, _FUSED)]
     if silent or fused:

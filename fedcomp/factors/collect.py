@@ -22,14 +22,14 @@ Wanted = Callable[[int, int, int, int], bool]
 number of them that stand for a left side whose signs both ends draw, 0 for other left sides."""
 
 _CLOSE: Final = 1e-4
-"""Relative difference up to which what was captured is what changed."""
+"""Relative difference up to which the captured products count as equal to the change."""
 
 _ROUNDED: Final = 4.0 * float(np.finfo(np.float32).eps)
-"""Of the weights themselves: what float32 leaves uncertain in the difference of two of them."""
+"""Relative to the weights: the float32 rounding error in the difference of two weights."""
 
 
 _LARGE: Final = 1 << 31
-"""Whoever cannot use a single outer product in place of so large a matrix can use none."""
+"""A codec that cannot use a single outer product for a matrix this large cannot use any."""
 
 
 class Captured:
@@ -116,7 +116,7 @@ class Captured:
 
 
 def _fitted(outer: OuterProducts, change: NDArray[Any], noise: float) -> OuterProducts | None:
-    """Return the outer products, or a multiple of them, that are ``change``; None where no multiple is."""
+    """Return the outer products, scaled if necessary, that equal ``change``; None if no multiple does."""
     formed = outer.matrix()
     allowed = _CLOSE * float(np.linalg.norm(change)) + noise
     if float(np.linalg.norm(change - formed)) <= allowed:

@@ -28,10 +28,10 @@ _PRODUCTS: Final = {
     "_convolution": (0, 1),
     "mkldnn_rnn_layer": (0, 1, 2),
 }
-"""By function: the arguments that are multiplied and summed over. All others are added to the product."""
+"""By function, the arguments that are multiplied and summed over. All others are added to the product."""
 
 _UNWRITTEN: Final = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
-"""What these return is what others write there later, unseen by torch."""
+"""The results of these functions are written later by others, without torch noticing."""
 
 
 class Following(TorchDispatchMode):
@@ -91,7 +91,7 @@ class Following(TorchDispatchMode):
         return result
 
     def _mixes(self, name: str, args: Any, given: list[Tensor], holds: list[bool]) -> bool:
-        """Whether a function multiplies by a weight, and adds nothing that holds the examples."""
+        """Whether a function multiplies by a weight and adds nothing that depends on the examples."""
         places = _PRODUCTS.get(name)
         if places is None or len(args) <= max(places):
             return False
@@ -113,7 +113,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return what names a tensor's memory; 0 of a tensor without one, which is never known."""
+    """Return the address of a tensor's memory; 0 for a tensor without memory, which is never tracked."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage

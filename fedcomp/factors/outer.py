@@ -35,11 +35,11 @@ FEW: Final = 128
 """Rows up to which "auto" takes the exact solver: it costs rows^2 (m + p)."""
 
 _NOISE: Final = 16.0 * float(np.finfo(np.float32).eps)
-"""A singular value this small beside the largest is what float32 leaves of a zero."""
+"""A singular value this small relative to the largest is zero up to float32 rounding."""
 
 _LEAST: Final = -96
 _MOST: Final = 126
-"""Exponents of the largest magnitude of a left side that float32 holds with all its digits."""
+"""Exponents of the largest magnitude of a left side for which float32 keeps all digits."""
 
 ONE_THREAD: Final = 1 << 18
 """Multiplications in a product of matrices up to which OpenBLAS uses one thread."""
@@ -191,7 +191,8 @@ class Reduction(Configured):
         return self._powers(lambda v: wide @ (wide.T @ v), lambda v: wide.T @ v, m, p, key)
 
     def _require_worth(self, products: int, m: int, p: int) -> None:
-        """Refuse power iterations that take too long, at so many products each: the server chooses their number."""
+        """Refuse power iterations that would take too long with this number of products each, since the server chooses
+        their number."""
         steps = min(self.rank, m, p) * self.iterations
         if steps * products > MOST_PRODUCTS:
             raise ConfigError(
@@ -211,7 +212,7 @@ class Reduction(Configured):
     def _powers(
         self, square: Callable[[Real], Real], across: Callable[[Real], Real], m: int, p: int, key: Key
     ) -> OuterProducts:
-        """Return directions found one after the other: ``square`` is M M', ``across`` is M'."""
+        """Return directions, found one after the other; ``square`` is M M', ``across`` is M'."""
         found, sides, sigmas = np.zeros((0, m)), np.zeros((0, p)), np.zeros(0)
         for number in range(min(self.rank, m, p)):
             v = _beside(key.at(layer=number).uniform(m) - 0.5, found)
@@ -241,10 +242,10 @@ class Reduction(Configured):
 
 
 def _beside(vector: Real, found: Real) -> Real | None:
-    """Return the unit vector along what ``vector`` has beside orthonormal rows; None where that is rounding noise.
+    """Return the unit vector of the part of ``vector`` orthogonal to orthonormal rows; None if it is rounding noise.
 
-    Of a matrix whose rank is found, deflation leaves rounding errors: they point anywhere, along earlier rows too, and
-    what is along those would count twice.
+    Once the rank of a matrix is found, deflation leaves only rounding errors. They point in any direction, also along
+    earlier rows, whose part would then count twice.
     """
     left = vector
     # Twice: one pass leaves a rest where most of the vector cancels.

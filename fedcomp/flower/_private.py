@@ -33,7 +33,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.logs import log
 
 _absent = ""
-"""Which of the names below this Flower does not have."""
+"""The names below that the installed Flower does not have."""
 
 try:
     from flwr.app.message import make_message
@@ -117,7 +117,7 @@ Record = ArrayRecord | ConfigRecord | MetricRecord
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord, RecordDict)
 
 _SCALARS: Final[Mapping[type, str]] = {bool: "bool", int: "sint64", float: "double", str: "string", bytes: "bytes"}
-"""Under which name Flower writes a value of a type."""
+"""By type, the name under which Flower writes a value."""
 
 _PLAIN_TYPES: Final[Mapping[type, tuple[type, ...]]] = {
     ConfigRecord: (bool, int, float, str, bytes),
@@ -174,7 +174,7 @@ class Packer:
         return Packed(root, contents, wire)
 
     def _pack(self, record: Record, contents: dict[str, bytes]) -> _Tree:
-        """Put ``record`` and what is in it into ``contents``; return the tree of their ids."""
+        """Put ``record`` and its contents into ``contents``; return the tree of their ids."""
         known = self._done.get(id(record))
         if known is None:
             own: dict[str, bytes] = {}
@@ -190,7 +190,7 @@ class Packer:
 
 
 class _Tree(NamedTuple):
-    """The id of a deflated object, and the bytes of the tree of ids that Flower sends of it and all that is in it."""
+    """The id of a deflated object, and the size of the tree of ids that Flower sends for it and its contents."""
 
     object_id: str
     size: int
@@ -203,7 +203,7 @@ def _tree(object_id: str, children: Iterable[_Tree]) -> _Tree:
 
 
 def _deflated(kind: type, children: Iterable[_Tree], body: bytes | memoryview, contents: dict[str, bytes]) -> _Tree:
-    """Put one object, of which ``body`` is what it holds itself, into ``contents``; return the tree of its ids."""
+    """Put one object with its own data ``body`` into ``contents``; return the tree of its ids."""
     # Equal children are one object.
     distinct = {tree.object_id: tree for tree in children}
     content = _object(kind, distinct, body)
@@ -213,7 +213,7 @@ def _deflated(kind: type, children: Iterable[_Tree], body: bytes | memoryview, c
 
 
 def _object(kind: type, children: Iterable[str], body: bytes | memoryview) -> bytes:
-    """Return an object as Flower sends it: its kind, the ids of its children and the length of its body, then that."""
+    """Return an object as Flower sends it: its kind, the ids of its children, the length of its body, and the body."""
     head = HEAD_VALUE_DIVIDER.join((kind.__qualname__, ",".join(children), str(len(body))))
     return b"".join((head.encode(), HEAD_BODY_DIVIDER, body))
 
@@ -221,13 +221,13 @@ def _object(kind: type, children: Iterable[str], body: bytes | memoryview) -> by
 def _deflate_references(
     item: RecordDict | ArrayRecord, trees: Mapping[str, _Tree], contents: dict[str, bytes]
 ) -> _Tree:
-    """Deflate an object that holds others by name, which are deflated already."""
+    """Deflate an object that holds other, already deflated objects by name."""
     body = json.dumps({name: tree.object_id for name, tree in trees.items()}).encode()
     return _deflated(type(item), trees.values(), body, contents)
 
 
 def _deflate_array(array: Array, contents: dict[str, bytes]) -> _Tree:
-    """Deflate an array and its chunks, of which equal ones are one object."""
+    """Deflate an array and its chunks; equal chunks are one object."""
     data = memoryview(array.data)
     chunks = [
         _deflated(ArrayChunk, (), data[start : start + FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE], contents)
@@ -381,7 +381,7 @@ def require_engine() -> None:
 
 
 def _deflated_by_flower(item: Any) -> dict[str, bytes]:
-    """Return an object and all that is in it as Flower deflates them, by id."""
+    """Return an object and its contents, deflated by Flower, by id."""
     found: dict[str, bytes] = {}
     for child in (item.children or {}).values():
         found |= _deflated_by_flower(child)
@@ -424,7 +424,7 @@ def _opened(content: bytes) -> tuple[str, list[str], bytes]:
 
 
 def _inflate_array(content: bytes, contents: Mapping[str, bytes]) -> Array:
-    """Do what ``Array.inflate`` does with one copy of the data instead of three."""
+    """Do the same as ``Array.inflate`` with one copy of the data instead of three."""
     _, chunk_ids, body = _opened(content)
     fields = json.loads(body)
     # The head lists each distinct chunk once; the body says by index in which order they follow.
@@ -516,7 +516,7 @@ def context_from_bytes(data: bytes | memoryview) -> Context:
 def _write_records(records: RecordDict, proto: ProtoRecordDict) -> None:
     """Write ``records`` into an empty ``proto`` as Flower does, in place.
 
-    A message that is made first and handed to the one around it is copied there, arrays and all, once for each level.
+    In place, because a finished message that is put into another one is copied with its arrays, once for each level.
     """
     # Also no records are a content.
     proto.SetInParent()
@@ -719,7 +719,7 @@ class WrappedApp(ClientApp):
 
 
 def _inside(mods: Sequence[Callable[[Message, Context, Handler], Message]], call: Handler) -> Handler:
-    """Return ``call`` inside of ``mods``, the outermost first."""
+    """Return ``call`` wrapped in ``mods``, the outermost first."""
     for mod in reversed(mods):
         call = partial(_call_mod, mod, call)
     return call
@@ -745,7 +745,7 @@ _RUNNER_CALLS: Final[Mapping[str, Sequence[str]]] = {
     "install_from_fab": ("fab_file",),
     "get_load_client_app_fn": ("default_app_ref", "app_path", "multi_app"),
 }
-"""What is called of Flower's runner of client apps, and with which arguments, by position."""
+"""The functions of Flower's runner of client apps that are called here, with their positional arguments."""
 
 
 def node_tasks_unsupported() -> str:
@@ -784,7 +784,7 @@ class _Runtime(NamedTuple):
 
 @cache
 def _runtime() -> _Runtime:
-    """Import what talks to a SuperNode; only executors of nodes need it."""
+    """Import the connection to a SuperNode, which only executors of nodes need."""
     from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullAppMessagesRequest
     from flwr.supercore.interceptors import (
         RuntimeTokenHttpInterceptor,
@@ -794,8 +794,8 @@ def _runtime() -> _Runtime:
     from flwr.supercore.runtime import RuntimeHttpClient
 
     class Patient(RuntimeHttpClient):
-        """Waits for a task's message: a SuperNode creates the task first, and a forked process is fast enough to ask
-        in between. Flower's own takes seconds to start."""
+        """Waits for a task's message. A SuperNode creates the task before its message, and a forked process can ask in
+        between. Flower's own process takes seconds to start."""
 
         def PullMessages(self, request: Any) -> Any:
             tries, pause = _MESSAGE_WAIT

@@ -410,11 +410,11 @@ def without(content: RecordDict) -> RecordDict:
 
 
 def _config_of(content: RecordDict) -> str:
-    """Return the name of the strategy's only ConfigRecord, else that of one of this project's."""
+    """Return the name of the strategy's only ConfigRecord, or otherwise a name of this project."""
     names = (name for name, value in content.items() if isinstance(value, ConfigRecord) and not is_frame(value))
     return next((name for name in names if not name.startswith(PREFIX)), OWN_CONFIG)
 
 
 def _entries(config: ConfigRecord) -> dict[str, Any]:
-    """Return the entries of a head, without words and frames."""
+    """Return the entries of a header, without words and frames."""
     return {name: value for name, value in config.items() if not name.startswith((SAY, *BYTES))}

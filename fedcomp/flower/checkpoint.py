@@ -45,8 +45,8 @@ T = TypeVar("T")
 _KIND: Final = "checkpoint"
 _NUMPY: Final = "numpy.ndarray"
 _KINDS: Final = ((bool, np.bool_), Real, str, (bytes, bytearray), list, tuple, dict)
-"""What may stand for each other in a strategy's attributes; of anything else the type decides. The order matters: a
-bool is a number to Python."""
+"""Kinds of values that may replace each other in a strategy's attributes; for all others the type decides. The order
+matters, because a bool is a number in Python."""
 
 _HISTORY: Final = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
 
@@ -211,7 +211,7 @@ def _value(
     result: Result | None,
     extra: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return what a checkpoint holds."""
+    """Return the value in a checkpoint."""
     if ledger is None:
         ledger = getattr(grid, "ledger", None)
     return {
@@ -288,7 +288,7 @@ def resume(path: str | os.PathLike[str], strategy: Any, grid: Grid) -> Checkpoin
 
 @contextmanager
 def _checked(what: str) -> Iterator[None]:
-    """Say of everything that is wrong with stored data where it stands, as a :class:`CheckpointError`."""
+    """Turn every error in stored data into a :class:`CheckpointError` that names its position."""
     try:
         with store.reading(what):
             yield
@@ -402,7 +402,8 @@ INNER: Final = StatePart(
 
 
 def _own(strategy: Any, name: Any) -> Any:
-    """Return an attribute as it stands, of the strategy or its class, nothing computed; an Ellipsis without one."""
+    """Return a stored attribute of the strategy or its class without computing properties; Ellipsis if there is
+    none."""
     # A forged state may name anything: __doc__ and __module__ hold plain texts, and are no state.
     if not isinstance(name, str) or name.startswith("__"):
         return ...
@@ -411,7 +412,7 @@ def _own(strategy: Any, name: Any) -> Any:
 
 
 def _require_fits(name: Any, own: Any, value: Any) -> None:
-    """Raise when ``value`` cannot take the place of a strategy's ``own``."""
+    """Raise if ``value`` cannot replace a strategy's ``own``."""
     if own is ... or not store.is_plain(own):
         raise CheckpointError(
             f"it would set {name!r}, which is not part of this strategy's state: it has no such attribute, or it is "

@@ -148,7 +148,7 @@ class ClientRunner:
         return reply
 
     def _seconds(self, down: int, up: int, delivery: Delivery) -> float:
-        """Return how long the node is busy with a message and a reply of so many bytes."""
+        """Return the seconds that the node is busy with a message and a reply of these sizes."""
         seconds = self.compute_seconds(delivery) if callable(self.compute_seconds) else self.compute_seconds
         link = self.links.of(delivery.partition)
         return seconds if link is None else seconds + link.down_seconds(down) + link.up_seconds(up)
@@ -163,7 +163,7 @@ def _require_answer(out: object, packed: Packed) -> None:
 
 @dataclass(slots=True)
 class _Flight:
-    """A message that was pushed and the replies to it that were not pulled yet; none if it was lost."""
+    """A pushed message and its replies that have not been pulled yet; no replies if it was lost."""
 
     pushed: int
     replies: list[InFlight]

@@ -62,7 +62,7 @@ class FolderError(StateError):
 
 
 class _Unreadable(FedcompError):
-    """A file is damaged, of a newer release, or none of this project's."""
+    """A file is damaged, comes from a newer release, or does not belong to this project."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class StateFolder:
             raise FolderError(f"{path} could not be written: {error.strerror}; the former state is kept") from error
 
     def _prune(self, latest: Path) -> None:
-        """Remove the files of old series, and more of them where those that may stay take too many bytes."""
+        """Remove the files of old series, and further files if the remaining ones take too many bytes."""
         held, gone = 0, []
         for place, path in enumerate([latest, *(path for path in self.stamps() if path != latest)]):
             held += path.stat().st_size
@@ -282,7 +282,7 @@ class StateFolder:
             log.info("state folder %s: removed %s of earlier runs", self.path, ", ".join(gone))
 
     def _stamp(self, data: bytes, path: Path) -> tuple[Stamp, int]:
-        """Return the stamp at the beginning of a file, and where the records begin."""
+        """Return the stamp at the start of a file, and the position of the first record."""
         start = len(_MAGIC) + _HEAD.size
         if data[: len(_MAGIC)] != _MAGIC or len(data) < start:
             raise _Unreadable("it is no state of a node")
@@ -299,7 +299,7 @@ class StateFolder:
 
     @contextlib.contextmanager
     def _whole(self, path: Path) -> Iterator[None]:
-        """Set ``path`` aside when what is read inside shows that it is damaged."""
+        """Move ``path`` aside if reading it shows damage."""
         try:
             yield
         except OSError as error:

@@ -52,7 +52,8 @@ EXPIRY: Final = 64
 
 _LOOKS: Final = 5
 _WAIT_SECONDS: Final = (0.5, 30.0)
-"""So many looks at the same nodes, each so long after the last one and nothing sent in between, are waiting in vain."""
+"""Waiting is futile after this number of polls of the same nodes, with this interval and without a message in
+between."""
 
 
 class InProcessGrid(GridNodes, Grid):
@@ -158,7 +159,7 @@ class InProcessGrid(GridNodes, Grid):
         self.close_states()
 
     def _identify(self, run_id: int | None) -> None:
-        """Give the process identity back, and take that of a run in its place, if one is given."""
+        """Release the process identity, and take that of a run instead if one is given."""
         if self._claim is not None:
             release_identity(self._claim)
             self._claim = None

@@ -48,12 +48,12 @@ MOST: Final = 3
 
 
 _Place = tuple[int, int]
-"""Identity of a lasting value, and how many times it stands before in the whole value."""
+"""Identity of a lasting value, and the number of its earlier occurrences in the whole value."""
 
 
 @dataclass
 class _Written:
-    """A lasting value that is in the file: who it was, its number, and its bytes."""
+    """A lasting value in the file: its identity, its number and its bytes."""
 
     value: weakref.ref[Lasting]
     number: int
@@ -117,7 +117,7 @@ class GrowingFile:
 
 
 class _Entry:
-    """One entry while it is written: what lasts is in it where it is not in ``written``, the entries before."""
+    """One entry during writing. It contains the lasting values that are not in ``written``, the earlier entries."""
 
     def __init__(self, kind: str, written: dict[_Place, _Written], following: int) -> None:
         self._kind = kind
@@ -129,7 +129,7 @@ class _Entry:
         self._members: dict[str, NDArray[Any]] = {}
 
     def packed(self, value: Any) -> list[bytes | memoryview]:
-        """Return the entry in parts, arrays among them as they are."""
+        """Return the entry in parts; arrays are parts without a copy."""
         own = store.encode(value, self._members, self._once)
         parts = [_npy(array) for array in self._members.values()]
         lengths = [sum(map(len, part)) for part in parts]
@@ -165,7 +165,7 @@ def _bytes_of(members: dict[str, NDArray[Any]]) -> int:
 
 
 def _npy(array: NDArray[Any]) -> tuple[bytes, memoryview]:
-    """Return an array as a ``.npy`` file has it: what comes before the data, and the data, mostly not copied."""
+    """Return the header and the data of an array in a ``.npy`` file; the data are usually not copied."""
     fortran = array.flags.f_contiguous and not array.flags.c_contiguous
     head = io.BytesIO()
     described = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": fortran, "shape": array.shape}
@@ -205,7 +205,7 @@ def read(path: Path, kind: str) -> Any:
 
 
 def _entries(file: BinaryIO, kind: str) -> Iterator[int]:
-    """Yield where the whole entries begin; there is at least one."""
+    """Yield the positions of the complete entries; there is at least one."""
     start, size = 0, os.fstat(file.fileno()).st_size
     while start < size:
         file.seek(start)
@@ -226,7 +226,7 @@ def _entries(file: BinaryIO, kind: str) -> Iterator[int]:
 
 
 def _opened(file: BinaryIO, start: int, kind: str) -> tuple[dict[str, Any], Callable[[str], NDArray[Any]]]:
-    """Return an entry's document, and the function that takes out one of its arrays."""
+    """Return an entry's document and a function that extracts one of its arrays."""
     file.seek(start)
     data = file.read(_HEAD.unpack(file.read(_HEAD_BYTES)[: _HEAD.size])[1])
     try:
@@ -254,7 +254,7 @@ def _opened(file: BinaryIO, start: int, kind: str) -> tuple[dict[str, Any], Call
 
 
 def _lasting_of(document: dict[str, Any], take: Callable[[str], NDArray[Any]], wanted: set[int]) -> dict[int, Any]:
-    """Return of the lasting values in an entry those that are wanted, by their numbers."""
+    """Return the wanted lasting values of an entry, by number."""
 
     def shifted(shift: int) -> Callable[[str], NDArray[Any]]:
         return lambda name: take(f"m{shift + int(name[1:])}")

@@ -156,7 +156,7 @@ class MessageTable:
         return ledger
 
     def _count_all(self) -> None:
-        """Make the sums of all rows."""
+        """Compute the sums of all rows."""
         amounts = np.stack([self._view("payload"), self._view("wire"), np.ones(len(self), "<u8")], axis=1)
         groups, inverse = np.unique(
             np.stack([self._view("round"), self._view("kind")], axis=1), axis=0, return_inverse=True
@@ -336,7 +336,7 @@ class TrafficLedger(MessageTable):
         return np.ones(len(self), np.int64) if _place(value) == len(_VALUES) - 1 else self._view(value)
 
     def _kinds_where(self, where: Mapping[str, Any]) -> set[int]:
-        """Return the kinds of message that match, by their numbers."""
+        """Return the numbers of the matching kinds of messages."""
         kinds = set(range(len(self._kinds)))
         for column, wanted in where.items():
             accepted = _accepted(wanted)
@@ -344,7 +344,7 @@ class TrafficLedger(MessageTable):
         return kinds
 
     def _codes(self, column: str) -> tuple[NDArray[Any], list[Any] | None]:
-        """Return one integer per row and what the integers stand for (None: themselves)."""
+        """Return one integer per row and the meanings of the integers (None: the integers themselves)."""
         if column == "round":
             return self._view("round"), None
         if column == "node":

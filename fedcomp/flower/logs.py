@@ -19,7 +19,7 @@ flowers: Final = logging.getLogger("flwr")
 __all__ = ["flowers", "log", "quiet", "unsampled"]
 
 _SAMPLED: Final = "configure_train: Sampled"
-"""How Flower's line begins that says how many nodes a strategy sampled."""
+"""The start of Flower's log line with the number of sampled nodes."""
 
 
 @contextlib.contextmanager

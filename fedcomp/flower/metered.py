@@ -76,12 +76,12 @@ def join(sent: Sequence[Addressed], replies: Iterable[Message], partition_of: Pa
 
 
 class _Look(threading.Thread):
-    """One look for replies, which may take minutes.
+    """One poll for replies, which may take minutes.
 
-    Flower fetches all replies that it finds, one after the other, in one call. Where a node was cut off while it sent
-    one, it waits for the rest until the SuperLink gives it up, three minutes later (read in Flower's source, and
-    measured). There is one look at a time: for what it has handed to a look, the SuperLink answers another with an
-    error (read; rounds lost replies by it).
+    In one call Flower fetches all replies that it finds, one after the other. If a node was cut off while sending, the
+    call waits for the rest until the SuperLink gives up three minutes later (read in Flower's source, and measured).
+    There is one poll at a time: the SuperLink answers a second poll for the same replies with an error (read; rounds
+    lost replies this way).
     """
 
     def __init__(self, grid: Grid, missing: Collection[str]) -> None:
@@ -102,13 +102,13 @@ class _Look(threading.Thread):
                 log.warning("fetching a late reply failed: %s", error)
 
     def replies(self) -> list[Message]:
-        """Return what an ended look found; raise what it raised."""
+        """Return the result of a finished poll, or raise its exception."""
         if self._error is not None:
             raise self._error
         return self._found
 
     def abandon(self) -> None:
-        """Do not wait for it any more."""
+        """Stop waiting for it."""
         self._abandoned = True
 
 
@@ -176,7 +176,7 @@ def engine_lookup(grid: Grid) -> PartitionOf:
 
 
 _REMEMBERED: Final = 10_000
-"""How many unanswered messages are remembered for replies that come late."""
+"""Number of unanswered messages that are remembered for late replies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +274,8 @@ class Meter(Stateful):
             self.sent.pop(reply.metadata.reply_to_message_id, None)
 
     def _believe(self, claims: Iterable[tuple[SentRecord, int | None]]) -> None:
-        """Take over what nodes claim, as far as the engine does not know better and no node online holds it.
-
-        Of the replies of a secret round the log says nothing: its lines would follow who was drawn.
+        """Accept the partitions that nodes claim, unless the engine knows better or another online node holds them.
+        Replies of a secret round are not logged, because the lines would reveal which clients were drawn.
         """
         lookup = self._known
         holders: dict[int | None, int] = {}

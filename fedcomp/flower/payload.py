@@ -130,19 +130,19 @@ def is_frame(holder: object) -> bool:
 
 
 def _header(record: RecordDict) -> ConfigRecord | None:
-    """Return the record in which a client says who it is."""
+    """Return the record that identifies a client."""
     header = record.get(NODE_RECORD)
     return header if isinstance(header, ConfigRecord) else None
 
 
 def _frames_of_header(record: RecordDict) -> dict[str, bytes]:
-    """Return the frames among the entries of the header: bytes under the key of a record of this project."""
+    """Return the frames in the header: bytes under the key of a record of this project."""
     entries = dict(_header(record) or ConfigRecord())
     return {key: data for key, data in entries.items() if key.startswith("fedcomp.") and isinstance(data, bytes)}
 
 
 def _frame_in(holder: object) -> bytes | None:
-    """Return the frame that is all a record holds, or None."""
+    """Return the frame if it is the only content of a record, otherwise None."""
     if isinstance(holder, ConfigRecord) and list(holder) == [STYPE]:
         data = holder[STYPE]
         return data if isinstance(data, bytes) else None

@@ -27,13 +27,13 @@ BFLOAT16: Final = "bfloat16"
 """Dtype of an Array that was made of an ``ml_dtypes`` array. numpy writes its values as two nameless bytes each."""
 
 _HEADER: Final = 256
-"""Longest header that is remembered; numpy's own of a tensor is 128 bytes."""
+"""Longest header in the cache; numpy's header of a tensor has 128 bytes."""
 
 _LARGE: Final = 1 << 22
-"""Bytes of an array from which on numpy, too, asks for large pages."""
+"""Size of an array in bytes from which numpy also asks for large pages."""
 
 _PIECE: Final = 1 << 16
-"""Values that are looked at at a time."""
+"""Number of values that are scanned at a time."""
 
 Named = dict[str, NDArray[Any]]
 Arrays = Mapping[str, NDArray[Any]]
@@ -83,8 +83,8 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 def _advise(address: int, size: int) -> None:
-    """Ask the system for large pages, as numpy does for its own arrays: by small ones, to fill fresh memory takes six
-    times as long (measured)."""
+    """Ask the system for large pages, as numpy does for its own arrays. With small pages, filling fresh memory takes
+    six times as long (measured)."""
     call, first = _madvise(), -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     if call is not None and size >= _LARGE:
         # It may refuse: then the memory is what it was.
@@ -116,7 +116,7 @@ def _array(values: NDArray[Any]) -> Array:
 # As many as those that _header keeps, and for the same reason.
 @lru_cache(256)
 def _npy_header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[bytes, str]:
-    """Return what comes before the data of a C-contiguous array in a ``.npy`` file, and the dtype's name."""
+    """Return the ``.npy`` header of a C-contiguous array, and the dtype's name."""
     data = io.BytesIO()
     np.lib.format.write_array_header_1_0(
         data, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
@@ -266,7 +266,7 @@ def count_differing(a: NDArray[Any], b: NDArray[Any] | float) -> int:
 
 
 def _pieces(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Yield an array of one dimension in parts that fit into the processor's cache, with what is found out of them."""
+    """Yield a one-dimensional array in parts that fit into the processor's cache, with the statistics of each part."""
     for start in range(0, values.size, _PIECE):
         yield values[start : start + _PIECE]
 
@@ -286,7 +286,7 @@ def to_integers(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _agreed(name: str, sent: Sequence[Arrays]) -> NDArray[Any] | None:
-    """Return the buffer when every client sent the same one, else None."""
+    """Return the buffer if every client sent the same one, otherwise None."""
     first = sent[0].get(name) if sent else None
     if first is None or not all(np.array_equal(other[name], first) for other in sent):
         return None

@@ -106,7 +106,7 @@ def _shown(name: str, value: Any, show: Show) -> Iterator[tuple[str, Any]]:
 
 
 class _Figures:
-    """What reports and their sections have in common; the fields are the subclasses' own."""
+    """Common base of reports and their sections; subclasses define the fields."""
 
     def _figures(self, prefix: str, *, public: bool) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -406,7 +406,7 @@ class Reports(dict[int, Report]):
         return {number: report.sections[name] for number, report in self.items() if name in report.sections}
 
     def _repr_html_(self) -> str:
-        """Return a table for notebooks, a row for each round; what was secret stays so."""
+        """Return a table for notebooks with a row for each round; secret values stay hidden."""
         titles = ("round", "asked", "used", "refused", "lost", "payload bytes", "times fewer", "notes")
         rows = [
             (r.round, r.asked, r.used, len(r.refused), r.lost, f"{r.payload_bytes:,}", f"{r.ratio:.3g}", _because(r))

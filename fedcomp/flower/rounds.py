@@ -199,7 +199,7 @@ def _shorter(a: float | None, b: float | None) -> float | None:
 
 
 def _longest(limits: Iterable[float | None]) -> float | None:
-    """Return the longest of ``limits``; None, which waits for ever, is longer than any number."""
+    """Return the longest of ``limits``; None means no limit and is longer than any number."""
     found = list(limits)
     return None if None in found else max((limit for limit in found if limit is not None), default=None)
 

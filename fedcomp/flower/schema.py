@@ -40,7 +40,7 @@ from fedcomp.rules import REQUIRED, Rule, rules_of
 _COMPACT: Final = {sort: json.JSONEncoder(separators=(",", ":"), sort_keys=sort).encode for sort in (False, True)}
 
 _DEEPEST: Final = 32
-"""Levels of a nested document."""
+"""Maximum nesting depth of a document."""
 
 _REMEDY: Final = "run the same release on both sides; if they are the same, the sender or the link is faulty"
 
@@ -308,7 +308,7 @@ def _require_version(entry: Field, value: Any, where: str) -> None:
 
 
 def _depth(value: Any) -> int:
-    """Return the levels of a JSON value; what is deeper than the limit is not followed to its end."""
+    """Return the nesting depth of a JSON value; counting stops beyond the limit."""
     # Level by level: recursion is what a deep document would break.
     level, depth = [value], 0
     while level and depth <= _DEEPEST:

@@ -38,7 +38,7 @@ LASTING: Final = "lasting"
 """The tag of a value that is written elsewhere."""
 
 _ATOMS: Final = frozenset((type(None), bool, int, float, str))
-"""What JSON holds as it is."""
+"""Types that JSON stores directly."""
 
 VERSION: Final = 1
 """Version of the container; a reader refuses newer ones."""
@@ -178,7 +178,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 def _members(data: bytes, kind: str) -> dict[str, NDArray[Any]]:
-    """Return the arrays of an archive by name; nothing is allocated that the archive only claims."""
+    """Return the arrays of an archive by name. Sizes that the archive only claims are never allocated."""
     members: dict[str, NDArray[Any]] = {}
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
@@ -254,7 +254,8 @@ def encode(value: Any, members: dict[str, NDArray[Any]], once: Callable[[Lasting
 
 
 class _NotPlainError(Exception):
-    """A value that cannot be stored. The way to it is put together where it is raised through: there is mostly none."""
+    """A value that cannot be stored. Its path is built while the exception propagates, so it costs nothing
+    otherwise."""
 
     def __init__(self, why: str) -> None:
         self.why = why

@@ -153,7 +153,7 @@ def _record(
 
 
 def _counted(ledger: TrafficLedger, server_round: int, report: Report | None) -> dict[str, int]:
-    """Return a round's bytes, and how many clients were asked to train and what became of it."""
+    """Return a round's bytes, the number of clients that were asked to train, and the outcomes."""
     found = {}
     for value in ("payload", "wire"):
         for way in ("up", "down"):

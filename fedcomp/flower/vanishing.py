@@ -222,7 +222,8 @@ class VanishingGrid(GridWrapper):
         self._situation = self._begin()
 
     def _begin(self) -> Situation:
-        """Return the current round: who is there when. When a client is ready is known when it has trained."""
+        """Return the current round: when each client is present. The time at which a client is ready is known after its
+        training."""
         # By partition id, which indexes the list: one that has left keeps its place.
         presence = [
             self._failures(self._round, client) for client in range(max(self._devices.partitions, default=-1) + 1)
@@ -239,7 +240,7 @@ class VanishingGrid(GridWrapper):
             self._situation = replace(whole, presence=presence)
 
     def _arrivals(self, batch: Sequence[Message], limit: float) -> dict[int, float]:
-        """Return when each message reaches its node, for those that do in time."""
+        """Return the arrival time of each message that reaches its node in time."""
         packer = Packer()
         begins: dict[int, float] = {}
         for message in batch:
@@ -256,7 +257,7 @@ class VanishingGrid(GridWrapper):
     def _starts(
         self, taken: Sequence[Message], replies: Sequence[Message], begins: Mapping[int, float]
     ) -> dict[int, tuple[float, Message]]:
-        """Return by client its reply and when it begins to send it."""
+        """Return by client its reply and the time at which it starts to send."""
         asked = {message.metadata.message_id: message for message in taken}
         starts: dict[int, tuple[float, Message]] = {}
         trained: dict[int, tuple[float, Message]] = {}
@@ -276,7 +277,8 @@ class VanishingGrid(GridWrapper):
         return starts | {client: (at, starts[client][1]) for client, at in done.items()}
 
     def _travel(self, reply: Message, client: int, start: float, limit: float) -> float:
-        """Return when ``reply`` is at the server; what left its sender of one that is too late, or lost, is noted."""
+        """Return the time at which ``reply`` is at the server. For a late or lost reply, the part that left the sender
+        is recorded."""
         log, kind, size = self.log[self._round], reply.metadata.message_type, self._devices.wire_bytes(reply)
         at = self._situation.upload(client, start, size, self._chunk)
         if at > limit:
@@ -293,7 +295,7 @@ class VanishingGrid(GridWrapper):
 
 
 def _sets_up(message: Message) -> bool:
-    """Whether a message passes whoever is away and takes no time: the roll call and the greeting, once per run."""
+    """Whether a message ignores absence and takes no time: the roll call and the hello, once per run."""
     kind = message.metadata.message_type
     return kind == HELLO or (kind == "query" and find_ask(message.content) is None)
 

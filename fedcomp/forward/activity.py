@@ -135,7 +135,7 @@ def _slopes(
     moved: Tensor,
     reached: set[str],
 ) -> Tensor:
-    """Return how far each example's loss changes when the outputs of one layer move, shape (examples,).
+    """Return the change of each example's loss when the outputs of one layer move, shape (examples,).
 
     Layers whose inputs move with them are added to ``reached``.
     """
@@ -144,7 +144,7 @@ def _slopes(
 
 
 class _Watched:
-    """One evaluation, with the layers' inputs, their outputs moved, and which inputs move with them."""
+    """One evaluation: the layers' inputs, their moved outputs, and the inputs that move with them."""
 
     def __init__(self, layers: Mapping[str, nn.Linear], reached: set[str]) -> None:
         self.layers = layers

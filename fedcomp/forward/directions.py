@@ -26,7 +26,7 @@ GROUP: Final = 64
 """Directions that share a stream, word by word: what both ends have to agree on."""
 
 _WORDS: Final = 256
-"""Words of a direction that are drawn at a time: so many elements of a sum stay in the second cache."""
+"""Number of words of a direction drawn at a time, so that the elements of the sum stay in the second-level cache."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Directions(Configured):
         return [slice(first, min(first + GROUP, self.count)) for first in range(0, self.count, GROUP)]
 
     def _drawn(self, block: int, group: int) -> Iterator[tuple[slice, NDArray[np.uint64]]]:
-        """Yield the signs of a group, part by part of the block: which part, and words of shape (words, directions)."""
+        """Yield the signs of a group in parts of the block: the part, and words of shape (words, directions)."""
         key = self.key.at(purpose=f"{self.key.purpose}/{block}", layer=group)
         size, some = self.sizes[block], self._groups[group]
         count, total = some.stop - some.start, -(-size // 64)

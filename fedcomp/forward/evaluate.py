@@ -125,7 +125,7 @@ def _forward(
 
 
 def _together(tangents: Iterable[dict[str, Tensor]], at_once: int) -> Iterator[list[dict[str, Tensor]]]:
-    """Yield the directions in their order, as many as are evaluated at once; all of these move the same parameters."""
+    """Yield the directions in order, in groups that are evaluated at once; a group moves the same parameters."""
     held: list[dict[str, Tensor]] = []
     for tangent in tangents:
         if held and (len(held) == at_once or held[0].keys() != tangent.keys()):
@@ -180,7 +180,7 @@ def _tensors(tangent: Tangent, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def _same_draws() -> Iterator[Callable[[], None]]:
-    """Yield what takes torch's random state back to where it is now; left is it as one evaluation leaves it."""
+    """Yield a function that restores torch's current random state. On exit the state is that after one evaluation."""
     cuda = torch.cuda.is_available()
     state = torch.get_rng_state()
     others = torch.cuda.get_rng_state_all() if cuda else []

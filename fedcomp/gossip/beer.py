@@ -35,7 +35,7 @@ _NAMES: Final = ("h", "g")
 _STEPS: Final = ((0.2, 0.5), (0.1, 0.2), (0.05, 0.05))
 _SMALLEST_STEP: Final = 0.02
 _ROUNDED: Final = 0.99
-"""Values that travel as float32 or float16 take a little off the contraction of top-k."""
+"""Sending values as float32 or float16 reduces the contraction of top-k slightly."""
 
 
 def tracking_step(gamma: float | str, compressor: Compressor, size: int) -> float:

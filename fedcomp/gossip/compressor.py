@@ -71,7 +71,7 @@ class Delta:
 
 
 class _Form(NamedTuple):
-    """What a codec does with stretches of one length and dtype; ``section`` is None where it needs its frame."""
+    """The form of a codec for stretches of one length and dtype; ``section`` is None if it needs its frame."""
 
     layout: Layout
     stretch: Stretch
@@ -240,8 +240,8 @@ class Compressor:
 
 
 def _public(key: Key) -> Key:
-    """Return what a support is drawn from: all of the key but the run's seed, which a node may not have been told yet
-    when a message comes."""
+    """Return the key from which a support is drawn. It lacks the run's seed, which a node may not know yet when a
+    message arrives."""
     return replace(key, seed=0)
 
 

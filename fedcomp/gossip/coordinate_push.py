@@ -53,7 +53,7 @@ from fedcomp.wire.bits import Buffer
 from fedcomp.wire.limits import NUMPY_DTYPES
 
 _SHARE: Final = np.dtype("<f4")
-"""Shares of weights are rounded to float32 before anybody uses them, so nothing is lost by the rounding."""
+"""Shares of weights are rounded to float32 before any use, so rounding loses nothing."""
 
 
 def _pairs(value: np.dtype[Any]) -> np.dtype[Any]:
@@ -61,7 +61,7 @@ def _pairs(value: np.dtype[Any]) -> np.dtype[Any]:
 
 
 class _Pairs(Values):
-    """A share and a value side by side for every coordinate; what they may be is checked by who adds them."""
+    """A share and a value for every coordinate; the code that adds them checks their values."""
 
     codec_id = 255
     name = "pairs of a share and a value"
@@ -237,7 +237,8 @@ class CoordinatePush(Algorithm):
         return {**state, "x": x, "weights": weights, "announced": announced}, tuple(outbox)
 
     def _chosen(self, state: State, z: Real) -> NDArray[np.int64]:
-        """Return the coordinates of a message, ascending: those that moved most, and those that always travel."""
+        """Return the coordinates of a message in ascending order: those that moved most, and those that are always
+        sent."""
         split = int(state["split"])
         # Without weight a coordinate shows an old value: it has not moved, whatever x says.
         moved = np.where(state["weights"] >= self.w_min, z - state["announced"], 0.0)[:split]
@@ -310,7 +311,7 @@ def _travels(values: str, dtype: Any) -> np.dtype[Any]:
 
 
 def _credited(algorithm: CoordinatePush, state: State, message: GossipMessage) -> State:
-    """Return the state with what a message carries added."""
+    """Return the state after adding the content of a message."""
     at, share, moved = _read(algorithm, state, message)
     x, weights = state["x"].copy(), state["weights"].copy()
     with np.errstate(over="ignore", invalid="ignore"):
@@ -322,12 +323,12 @@ def _credited(algorithm: CoordinatePush, state: State, message: GossipMessage) -
 
 
 def _read(algorithm: CoordinatePush, state: State, message: GossipMessage) -> tuple[NDArray[np.int64], Real, Real]:
-    """Return coordinates, shares of w, and what the numerator gains (float64) of a message.
+    """Return coordinates, shares of w and additions to the numerator (float64) from a message.
 
     Raises
     ------
     MessageError
-        When it cannot be one.
+        If the message is invalid.
     """
     n, split = state["x"].size, int(state["split"])
     dtype = state["announced"].dtype

@@ -128,5 +128,6 @@ class DeepSqueeze(Compressing):
 
 
 def _key(seed: int, iteration: int, node: int) -> Key:
-    """Return what a compressor of ``node`` draws from; whoever reads its message needs all of it but the seed."""
+    """Return the key of random draws in the compressor of ``node``. A reader of its message needs all of it except the
+    seed."""
     return Key(seed, "gossip/deepsqueeze", iteration, node)

@@ -45,12 +45,13 @@ from fedcomp.wire import Expected, Tensor, UnitSign
 
 _SCALE: Final = "scale"
 _SMALLEST: Final = 1e-30
-"""Below it nothing shrinks: divisions by s stay finite in float32, too."""
+"""The scale never falls below this value, so divisions by s stay finite also in float32."""
 _RELATIVE: Final = 1e-12
-"""Where the zoom stops in float32, relative to the largest element: far below what float32 resolves, and near enough to
-come back from."""
+"""The limit of the zoom in float32, relative to the largest element: far below the resolution of float32, but near
+enough to grow back."""
 _ROUNDING: Final = 4.0
-"""Innovations of fewer units in the last place of the largest element are rounding; a geometric scale stops there."""
+"""Innovations of fewer units in the last place of the largest element are rounding errors, and a geometric scale stops
+there."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -198,14 +199,16 @@ class DynaCOLD(COLD):
         return self._mixed(new)
 
     def _scale_of(self, kept: np.ndarray, age: int, estimate: Real | None) -> float:
-        """Return s of a message, before zooming out. ``estimate`` is ẑ before it; None when the message brings it."""
+        """Return s of a message before zooming out. ``estimate`` is ẑ before the message; None if the message contains
+        it."""
         if self.scale == "zoom":
             return float(kept)
         least = 0.0 if estimate is None else _ROUNDING * np.finfo(estimate.dtype).eps * _largest(estimate)
         return max(self.s0 * self.rho**age, self.s_min, least, _SMALLEST)
 
     def _next(self, scale: float, outside: bool, estimate: Real) -> float:
-        """Return the zoom's s of the message after one of s = ``scale``, after which the estimate is ``estimate``."""
+        """Return the zoom's s for the message that follows one with s = ``scale``, after which the estimate is
+        ``estimate``."""
         if outside:
             return scale
         least = _RELATIVE * _largest(estimate) if estimate.dtype == np.float32 else 0.0

@@ -107,7 +107,8 @@ class NeighbourTables(Named, ABC):
         return [(i, j) for i, js in enumerate(out) if i in here for j in js if j in here]
 
     def _degrees(self, t: int, alive: frozenset[int]) -> dict[int, int]:
-        """Return the out-degree of every living vertex among the living; once per set, all nodes ask alike."""
+        """Return the out-degree of every living vertex among the living; cached by set, because all nodes ask the
+        same."""
         phase = t if self.period is None else t % self.period
         kept = self._living
         # Identity first: the nodes of an iteration ask with one and the same set, and comparing two takes n steps.

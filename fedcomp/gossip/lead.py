@@ -96,7 +96,7 @@ class LEAD(Compressing, PrimalDual):
         return self._finished(absorbed.state, (0.5 * float(state["gamma"])) * apart)
 
     def _used(self, advanced: Real, delta: Delta) -> Real:
-        """Return h + q from h + α q, by the same arithmetic at both ends."""
+        """Return h + q from h + α q, with the same arithmetic at both ends."""
         used = advanced.copy()
         delta.add_to(used, 1.0 - self.alpha)
         return used

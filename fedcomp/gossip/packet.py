@@ -54,7 +54,8 @@ _ALL_FLAGS: Final = int(
 )
 # The flags fill the low bits without a gap, so every value up to _ALL_FLAGS is valid and every larger one is not.
 _FLAGS: Final = tuple(map(MessageFlag, range(_ALL_FLAGS + 1)))
-"""By value: looked up several times per message, where making one costs as much as the rest of the header."""
+"""Flags by value. They are looked up several times per message, and making one costs as much as the rest of the
+header."""
 
 
 class MessageHeader(NamedTuple):

@@ -195,7 +195,7 @@ class PowerGossip(Algorithm):
         return self.rate
 
     def _edge(self, state: State, j: int, view: View) -> tuple[int, Real | None]:
-        """Return the power step the edge to ``j`` is at, and the factor it begins with: None to draw one."""
+        """Return the current power step of the edge to ``j``, and its initial factor; None means to draw one."""
         factor = state.get(f"factor/{j}")
         # Step 0 carries the flag RESYNC: if the other end went on, both see it and restart.
         if factor is None or j in view.resync:
@@ -332,7 +332,8 @@ class Matrices:
 
 
 def _stream(view: View, j: int) -> Key:
-    """Return the stream of the edge to ``j`` in this iteration: the same at both ends, another one for every edge."""
+    """Return the random stream of the edge to ``j`` in this iteration: the same at both ends, and different for every
+    edge."""
     low, high = min(view.node, j), max(view.node, j)
     # With a comma: run together, the names of edges (1, 112) and (11, 12) would be one, and so would their streams.
     return Key(view.seed, f"gossip/power-gossip/{low},{high}", view.iteration)
@@ -344,7 +345,7 @@ def _digest(factor: Real) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _StepMessage:
-    """A message, read."""
+    """A parsed message."""
 
     header: MessageHeader
     check: bytes
@@ -352,7 +353,7 @@ class _StepMessage:
     vectors: Real
 
     def matches(self, other: _StepMessage) -> bool:
-        """Whether both ends made the same power step with the same factor, as far as messages tell."""
+        """Whether both ends made the same power step with the same factor, as far as messages show."""
         mine, theirs = self.header, other.header
         return (mine.seq, mine.flags, self.check) == (theirs.seq, theirs.flags, other.check)
 

@@ -36,7 +36,7 @@ class PrimalDual(Algorithm):
     lr: float
 
     def _opened(self, model: Real, layout: Layout) -> State:
-        """Return the model, and a dual of zero."""
+        """Return the model and a dual of zero."""
         x = opened(model, layout)
         return {"x": x, "dual": np.zeros_like(x)}
 
@@ -46,16 +46,16 @@ class PrimalDual(Algorithm):
         Raises
         ------
         NonFiniteUpdate
-            When it is not finite.
+            If the result is not finite.
         ConfigError
-            In a closing phase of whole models, which is push-sum's.
+            In a closing phase of whole models, which only push-sum has.
         """
         step, _ = descent(state, gradient, state["x"], self.lr, 0.0)
         z = state["x"] - self.lr * state["dual"]
         return finite(z if step is None else z - step, "the decision vector")
 
     def _finished(self, state: State, u: Real) -> State:
-        """Return the state after D = D + u / η and x = z - u, without what belonged to the begun iteration."""
+        """Return the state after D = D + u / η and x = z - u, without the data of the pending iteration."""
         x = state[DECISION] - u
         moved = state.get(_MOVED)
         # Divided by η, since the next z takes off η D: so it takes off the sum of all u.

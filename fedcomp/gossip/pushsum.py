@@ -53,8 +53,8 @@ SHARE_BYTES: Final = 8
 """A share of w travels as float64."""
 
 _NOTHING: Final = 1e-12
-"""A share of w up to this moves nothing. An honest one is gamma, a node's share and its weight multiplied, and no node
-sends with a weight below ``w_min``."""
+"""A share of w up to this size has no effect. An honest share is gamma times a node's share times its weight, and no
+node sends with a weight below ``w_min``."""
 
 ROUNDING: Final = 1e-9
 """By how much more than all mass, relative to it, a node may seem to hold: sums in float64, in any order, stay far
@@ -134,7 +134,7 @@ class PushSum(Algorithm):
         return found
 
     def _counted(self, state: State, source: int, dense: bool) -> int:
-        """Return the mark of the last message of ``source`` that was counted, whole or compressed; -1 without one."""
+        """Return the mark of the last counted message of ``source``, whole or compressed; -1 if there is none."""
         return int(state.get(f"seen/{source}", -1)) if dense else -1
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
@@ -193,12 +193,12 @@ class PushSum(Algorithm):
         return {**state, "x": state["x"] + float(state["w"]) * change}
 
     def _local(self, state: State, gradient: Gradient | None, view: View) -> LocalStep | None:
-        """Make the local step. None for a node that may only receive: its weight is below ``w_min``.
+        """Make the local step. Returns None for a node that may only receive, because its weight is below ``w_min``.
 
         Raises
         ------
         NonFiniteUpdate
-            When the gradient, the model or the weight is not finite any more.
+            If the gradient, the model or the weight is no longer finite.
         """
         w = float(state["w"])
         if "held" in state or w < self.w_min:
@@ -214,7 +214,7 @@ class PushSum(Algorithm):
         return LocalStep(state, z, w)
 
     def _guarded(self, state: State, before: State) -> State:
-        """Return a state in which messages were counted, with the marks that follow from its weight."""
+        """Return a state after counting messages, with the marks that follow from its weight."""
         w = float(state["w"])
         state = {**state}
         if w < self.w_min:
@@ -228,12 +228,12 @@ class PushSum(Algorithm):
         return state
 
     def _credit_whole(self, state: State, message: GossipMessage) -> State:
-        """Credit a message that carries a whole model or a whole numerator; one that has come before changes nothing.
+        """Credit a message with a whole model or a whole numerator; a duplicate changes nothing.
 
         Raises
         ------
         MessageError
-            When it is not such a message.
+            If it is not such a message.
         """
         header, share, x = read_whole(message, message.source, state)
         if mark_of(header) <= self._counted(state, message.source, dense=True):

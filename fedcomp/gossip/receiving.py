@@ -35,12 +35,13 @@ def received(algorithm: Algorithm, state: State, inbox: Sequence[GossipMessage])
 
 
 def _within(algorithm: Algorithm, state: State, inbox: Sequence[GossipMessage]) -> State:
-    """Return the state after ``inbox`` was received.
+    """Return the state after receiving ``inbox``.
 
     Raises
     ------
     MessageError
-        When it would move the model absurdly far: finite as they may be, such numbers end all models that they reach.
+        If a message would move the model absurdly far. Even finite numbers of this size ruin all models that they
+        reach.
     """
     after = algorithm.receive(state, inbox)
     if not inbox:

@@ -56,13 +56,13 @@ from fedcomp.rules import BelowOne, Inside, Int, Made, Maybe, NotNegative, OneOf
 
 _NAME: Final = "h"
 _GROWING: Final = 20
-"""Iterations in a row in which innovations grow, after which ``adapt`` halves gamma."""
+"""Number of consecutive iterations with growing innovations after which ``adapt`` halves gamma."""
 
 _RISING: Final = 40
-"""First iterations of a node, in which innovations grow from nothing in every run."""
+"""Number of first iterations of a node, in which innovations grow from zero in every run."""
 
 _MEMORY: Final = 0.9
-"""Of the running mean of innovations: single iterations go up and down."""
+"""Memory factor of the running mean of innovations, since single iterations fluctuate."""
 
 
 def automatic_gamma(compressor: Compressor, size: int) -> float:
@@ -213,7 +213,7 @@ class SparsePush(PushSum):
     def _push_along_edges(
         self, local: LocalStep, shares: Mapping[int, float], view: View
     ) -> tuple[State, Outbox, dict[int, Real]]:
-        """Write the message of every edge; return the estimates the shares refer to, by destination.
+        """Write the message of every edge; return the estimates to which the shares refer, by destination.
 
         Edges that have never rested have the same estimate and, with the same share, the same message: one multicast.
         """
@@ -236,7 +236,7 @@ class SparsePush(PushSum):
     def _push_broadcast(
         self, local: LocalStep, shares: Mapping[int, float], view: View
     ) -> tuple[State, Outbox, dict[int, Real]]:
-        """Write one message for all; shares that differ make the first bytes differ."""
+        """Write one message for all; only the first bytes differ if shares differ."""
         sent = broadcast(
             local.state,
             {_NAME: local.z},
@@ -250,10 +250,9 @@ class SparsePush(PushSum):
 
     @staticmethod
     def _remembered(state: State, to: Mapping[int, float], known: Real) -> State:
-        """Keep the estimates that shares under way refer to.
-
-        The relay lets an edge rest whose receiver does not answer: no more than two messages of an edge can come back,
-        while the one estimate goes on with the others' messages.
+        """Keep the estimates to which shares in transit refer. The relay pauses an edge whose receiver does not answer,
+        so at most two messages of an edge can come back, while the common estimate continues with the messages of other
+        edges.
         """
         number = int(state[f"{_NAME}.seq"])
         last = {key: kept for key, kept in state.items() if key.startswith("last/")}
@@ -265,7 +264,7 @@ class SparsePush(PushSum):
         return {**{key: v for key, v in state.items() if not key.startswith("past/")}, **last, **past}
 
     def _watched(self, state: State, innovation: float) -> State:
-        """Return the state with the innovation of this iteration noted, and gamma halved where that is due."""
+        """Return the state with the innovation of this iteration recorded, and gamma halved if necessary."""
         state = {**state, "innovation": np.array(innovation)}
         if not self.adapt:
             return state

@@ -34,7 +34,7 @@ DIGEST_BYTES: Final = 8
 NO_FLAGS: Final = MessageFlag(0)
 # A 64-bit number has at most ten bytes in LEB128.
 _PREFIX: Final = 10
-"""Longest length in front of a section."""
+"""Largest size of the length prefix of a section."""
 
 Compressors = Compressor | Callable[[int, MessageHeader], Compressor]
 
@@ -121,7 +121,7 @@ class Reader:
         self._longest = self._most(compressor) if isinstance(compressor, Compressor) else 0
 
     def _most(self, compressor: Compressor) -> int:
-        """Return the bytes of the longest body."""
+        """Return the size of the longest body in bytes."""
         # The longest body whatever its flags are: a longer one is refused by its length, before anything is read.
         section = compressor.most(self.size, self.split, self.dtype)
         return self.extra + DIGEST_BYTES + len(self.names) * (self.size * self.dtype.itemsize + _PREFIX + section)
@@ -303,7 +303,7 @@ def count(state: State, key: str) -> int:
 
 
 def _key(seed: int, name: str, iteration: int, node: int, to: int | None) -> Key:
-    """Return the stream that ``node`` draws from for one section; receivers form all of it but the seed."""
+    """Return the random stream of ``node`` for one section; receivers know all of it except the seed."""
     # Shifted by one: the broadcast stream has 0, and an edge to node 0 must not share its draws.
     return Key(seed, f"gossip/{name}", iteration, node, 0 if to is None else to + 1)
 

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _ROUNDING: Final = 1e-9
-"""What a user's decimal weights may miss."""
+"""Tolerance for weights that users write as decimals."""
 
 _CHECKED_WINDOWS: Final = 16
 _LONGEST_WINDOW: Final = 10_000
@@ -330,7 +330,8 @@ class Edges(Topology):
         return {j: self._edges[i, j] or 0.0 for j in sources}
 
     def _once(self) -> list[tuple[int, int]]:
-        """Return every edge as the user would write it: undirected ones once; own weights follow from the others."""
+        """Return every edge as a user would write it. Undirected edges appear once; own weights follow from the
+        others."""
         return sorted((i, j) for i, j in self._edges if (i != j if self.directed else i < j))
 
     @property
@@ -403,7 +404,7 @@ _EDGE: Final = re.compile(r"\s*(\d{1,9})\s*([>-])\s*(\d{1,9})\s*(?:=\s*([0-9.eE+
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """Return the configuration that a text describes."""
+    """Return the configuration in a text."""
     name, colon, rest = text.strip().partition(":")
     if name == Edges.name:
         return {"name": name, **_parsed_edges(rest)}

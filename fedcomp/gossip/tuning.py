@@ -32,12 +32,13 @@ ADVICE: Final = (
 )
 
 _BLOCKS: Final = 5
-"""Parts of a window whose medians must all grow: single iterations of stochastic gradients go up and down."""
+"""Number of parts of a window whose medians must all grow, since single iterations of stochastic gradients
+fluctuate."""
 _STEADY: Final = 1.02
-"""By how much each must: noise around a plateau does not grow five times in a row."""
+"""Factor by which each must grow; noise around a plateau does not grow five times in a row."""
 _APART: Final = 1e3
-"""A node whose innovation is this many times that of most nodes is left out of the judgement. Honest nodes with unlike
-data stay within a factor of 3 of the median (measured on three digits per node)."""
+"""A node is ignored if its innovation is this many times that of most nodes. Honest nodes with non-IID data stay within
+a factor of 3 of the median (measured with three digits per node)."""
 
 
 class Observer(Protocol):
@@ -144,7 +145,7 @@ class DivergenceWatch:
         return new
 
     def _broken(self, iteration: int) -> dict[int, tuple[str, str]]:
-        """Return the nodes with figures that cannot be, and which."""
+        """Return the nodes with impossible figures, and these figures."""
         found = {}
         for node, (_, figures) in sorted(self._latest.items()):
             wrong = [f"{name} is {value}" for name, value in figures.items() if not math.isfinite(value)]
@@ -158,7 +159,7 @@ class DivergenceWatch:
         return found
 
     def _saturated(self, iteration: int) -> dict[int, tuple[str, str]]:
-        """Return the nodes that say their innovation left a scale that was given in advance, while they are few."""
+        """Return the nodes that report an innovation beyond a fixed scale, if they are few."""
         found = [node for node, (_, figures) in sorted(self._latest.items()) if figures.get("saturated", 0.0) > 0.0]
         if 2 * len(found) > len(self._latest):
             # In iteration 0 the scale has not fallen yet.
@@ -303,7 +304,7 @@ def _try(make: Callable[[float], Algorithm], pilot: Callable[[Algorithm], Outcom
 
 
 def _loss(trial: Trial[Outcome]) -> float:
-    """Return a pilot's loss, NaN when what it returned is not a number."""
+    """Return a pilot's loss; NaN if the result is not a number."""
     # A bool is an int to Python, but True is no loss.
     number = isinstance(trial.outcome, int | float | np.number) and not isinstance(trial.outcome, bool)
     return float(trial.outcome) if number else math.nan  # type: ignore[arg-type]

@@ -145,7 +145,7 @@ class FeatureCache:
             self._insert(key, row)
 
     def _insert(self, key: int, row: bytes) -> None:
-        """Keep one row as the most recently used one, when it fits at all."""
+        """Keep one row as the most recently used one if it fits."""
         # Out first: the old bytes of the row must not push others out to make room for the new ones.
         before = self._held.pop(key, None)
         if before is not None:
@@ -268,7 +268,7 @@ def _encoded(rows: Floats) -> list[bytes]:
 
 
 def _column_width(d: int) -> np.dtype[Any]:
-    """Return the dtype in which columns of ``d`` features are held."""
+    """Return the dtype for the column numbers of ``d`` features."""
     return np.dtype("u1") if d <= 1 << 8 else np.dtype("<u2") if d <= 1 << 16 else np.dtype("<u4")
 
 

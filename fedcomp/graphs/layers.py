@@ -194,7 +194,7 @@ def _csr(
 
 @cache
 def _quiet() -> None:
-    """Trigger, unseen, the warning that torch gives once in a process: that its CSR tensors are in beta."""
+    """Trigger and hide the warning about beta CSR tensors that torch gives once per process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_csr_tensor(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1.0]), size=(1, 1))

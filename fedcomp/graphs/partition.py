@@ -170,7 +170,7 @@ def _towards(graph: Neighbours, owner: Owner, members: Ids, part: int) -> Ids:
 
 
 def _random(graph: Neighbours, parts: int, key: Key) -> Owner:
-    """Deal in random order; sizes differ by at most one."""
+    """Assign in random order; sizes differ by at most one."""
     owner = np.empty(graph.nodes, np.int32)
     owner[np.argsort(key.bits(graph.nodes), kind="stable")] = np.arange(graph.nodes) % parts
     return owner
@@ -192,9 +192,9 @@ def _metis(graph: Neighbours, parts: int, key: Key) -> Owner:
 
 
 def _kernighan_lin(graph: Neighbours, parts: int, key: Key) -> Owner:
-    """Bisect again and again (Kernighan and Lin 1970, as networkx implements it), for any number of parts: a piece that
-    is to become k parts is split in the proportion of k // 2 to the rest. Each bisection starts from the two halves of
-    a breadth-first order, which a random one is far from (measured). Derived here but for the bisection."""
+    """Bisect recursively (Kernighan and Lin 1970, as networkx implements it) for any number of parts: a piece that will
+    become k parts is split in the proportion of k // 2 to the rest. Each bisection starts from the two halves of a
+    breadth-first order; a random start is far worse (measured). All except the bisection is derived here."""
     with optional("partition method 'kernighan-lin'"):
         import networkx as nx
 
@@ -246,8 +246,8 @@ def _breadth_first(members: list[int], lists: list[Ids], key: Key) -> list[int]:
 
 def _greedy(graph: Neighbours, parts: int, key: Key) -> Owner:
     """Linear deterministic greedy (Stanton and Kliot 2012, recalled) over several passes, derived here: nodes come in
-    random order, and each goes where most of its neighbours are, a part weighing less the fuller it is. From the second
-    pass on a node leaves its part first, and all of its neighbours have one."""
+    random order, and each goes to the part with most of its neighbours; fuller parts weigh less. From the second pass
+    on, a node first leaves its part, and all of its neighbours have one."""
     capacity = bounds(graph.nodes, parts)[1]
     order = np.argsort(key.bits(graph.nodes), kind="stable").tolist()
     # Lists: the loops below read single numbers, which is slow from an array.

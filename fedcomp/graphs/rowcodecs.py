@@ -66,7 +66,7 @@ BITS: Final = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 _F16, _F32, _F64 = (np.dtype(name) for name in ("f2", "f4", "f8"))
 _ALIGN: Final = 8
 _ALIGN_FROM: Final = 1024
-"""Shorter bodies are copied by their receiver: up to seven bytes of padding would be more than .7 % of them."""
+"""The receiver copies shorter bodies, because up to seven bytes of padding would be more than .7 % of them."""
 
 
 class RowBlock:
@@ -304,7 +304,7 @@ class RowCodec(ABC):
         return seal(ROWS, (head, bytes(self.padding(HEAD + len(head), ids.size, d)), *body))
 
     def _open(self, frame: Buffer, nodes: int, limit: int | None) -> tuple[RowCodec, Ids, int, memoryview]:
-        """Return the codec that reads a frame from anyone, its ids, number of features and body."""
+        """Return the codec of a frame from an untrusted sender, its ids, number of features and body."""
         buf = unseal(frame, ROWS)
         form = self._form(_code_of(buf))
         d, pos = take_varint(buf, HEAD + 1, len(buf))
@@ -323,7 +323,7 @@ class RowCodec(ABC):
 
 
 class _OneDtype(RowCodec):
-    """Values in one floating-point dtype, rounded to nearest even; what it cannot hold is refused."""
+    """Values in one floating-point dtype, rounded to nearest even; values that it cannot hold are refused."""
 
     dtype: np.dtype[Any]
 
@@ -331,7 +331,7 @@ class _OneDtype(RowCodec):
         self.codec_id, self.name, self.dtype = codec_id, name, dtype
 
     def _rounded(self, values: Floats, ids: Ids, row_of: Callable[[int], int]) -> Floats:
-        """Return finite values in :attr:`dtype`; raise GraphError, naming the row, when it cannot hold one of them."""
+        """Return finite values in :attr:`dtype`; raise GraphError with the row if it cannot hold one of them."""
         if values.dtype == self.dtype:
             return values
         with np.errstate(over="ignore", under="ignore"):
@@ -515,7 +515,7 @@ class Binary(RowCodec):
 
 
 def _put_singles(values: NDArray[np.float64], counts: Ids) -> bytes:
-    """Return the mode and, after it, the values that it does not imply."""
+    """Return the mode, followed by the values that it does not imply."""
     some = counts > 0
     values = np.where(some, values, 0.0)
     for mode in (0, 1, 2):
@@ -529,7 +529,7 @@ def _put_singles(values: NDArray[np.float64], counts: Ids) -> bytes:
 
 
 def _implied(mode: int, counts: Ids) -> NDArray[np.float64]:
-    """Return the values that modes 0 to 2 of binary rows stand for."""
+    """Return the values of modes 0 to 2 of binary rows."""
     if mode == 0:
         return np.ones(counts.size)
     parts = np.maximum(counts, 1)
@@ -617,5 +617,5 @@ def _code_of(buf: memoryview) -> int:
 
 
 def _called(code: int) -> str:
-    """Return how a message names a codec byte."""
+    """Return the name of a codec byte for error messages."""
     return repr(_FORMS[code].name) if code in _FORMS else f"of the unknown codec {code}"

@@ -188,7 +188,7 @@ def _row_scales(
     lam: Reals,
     given: float,
 ) -> Reals:
-    """Return the scale of every row, ``(R,)``; rows with equal lambda share one, save in mode "measured"."""
+    """Return the scale of every row, ``(R,)``. Rows with equal lambda share one, except in mode "measured"."""
     s = np.ones(len(degree))
     if settings.mode != "measured":
         masses, which = np.unique(lam, return_inverse=True)
@@ -219,10 +219,10 @@ def row_probabilities(degree: Ids, local: Ids, s: Reals, total: Reals, fanout: i
 
 
 def _row_draws(row: Ids, near: Bools, degree: Ids, local: Ids, share: Reals, uniforms: Reals) -> NDArray[np.int64]:
-    """Return how often each entry is drawn; every row draws once for each of its uniform numbers, ``(R, f)``.
+    """Return the number of draws of each entry. Every row draws once for each of its uniform numbers, ``(R, f)``.
 
-    ``share`` is the probability that a draw of the row falls on a favoured entry, ``(R,)``. Among the favoured, and
-    among the others, all are alike.
+    ``share`` is the probability that a draw of the row falls on a favoured entry, ``(R,)``. All favoured entries are
+    equally likely, and so are all others.
     """
     # Favoured entries first within each row: a number below the share then picks among the first ones.
     order = np.lexsort((~near, row))
@@ -242,9 +242,9 @@ def _row_draws(row: Ids, near: Bools, degree: Ids, local: Ids, share: Reals, uni
 def _ladies(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, given: float) -> Draw:
     """LADIES as published (Zou et al. 2019, arXiv 1911.07323) and coded by its authors (read).
 
-    Drawing one after the other without replacement is done by arrival times: the n first of independent exponential
-    times with rates w are such a draw. What is coded as ``1 / clip(n p, 1e-10, 1)`` is here 1 / (n p) for what is drawn
-    and 1 for what is kept as an own column.
+    Sequential draws without replacement use arrival times: the first n of independent exponential times with rates w
+    are such a draw. The factor ``1 / clip(n p, 1e-10, 1)`` in the code is 1 / (n p) for drawn columns here and 1 for a
+    node's own column that is kept.
     """
     kept = layer.kept_columns
     weights = np.where(layer.usable & ~kept, layer.weights("l2sq"), 0.0)
@@ -266,7 +266,7 @@ def _ladies(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms,
 
 
 def _row_correction(rows: AdjacencyRows, factors: Reals) -> Reals:
-    """Return, per entry, what takes its row to the sum of P's row; 1 in a row of which nothing is left."""
+    """Return, per entry, the factor that restores the sum of P's row; 1 in an empty row."""
     lengths = np.diff(rows.indptr)
     row = np.repeat(np.arange(len(lengths)), lengths)
     whole = np.bincount(row, rows.values, len(lengths))
@@ -277,7 +277,7 @@ def _row_correction(rows: AdjacencyRows, factors: Reals) -> Reals:
 def _fastgcn(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, given: float) -> Draw:
     """FastGCN (Chen et al. 2018, arXiv 1801.10247): n draws with replacement from all nodes, by column norms of P.
 
-    Draws that are not a column of U, or cannot be had, are lost, so rows without any input are common.
+    Draws that are not a column of U, or are unavailable, are lost, so rows without any input are common.
     """
     ends = column_ends(layer.part)
     drawn, counts = np.unique(np.searchsorted(ends, _many(uniforms, n), side="right"), return_counts=True)
@@ -319,7 +319,8 @@ def column_ends(part: GraphPart) -> Reals:
 
 
 def _boundary(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, given: float) -> Draw:
-    """BNS-GCN (Wan et al. 2022, arXiv 2203.10983): all that is owned, and each remote candidate with probability q."""
+    """BNS-GCN (Wan et al. 2022, arXiv 2203.10983): all owned candidates, and each remote candidate with probability
+    q."""
     pi = np.where(layer.owned, 1.0, settings.q)
     return _with_probability(layer, settings, np.where(layer.usable, pi, 0.0), uniforms)
 
@@ -353,7 +354,7 @@ _SAMPLERS: Final[Mapping[str, Callable[[Layer, SamplerSettings, int, Uniforms, f
 
 
 def _many(uniforms: Uniforms, count: int) -> Reals:
-    """Return the uniform numbers of ``count`` draws with replacement; nothing else bounds that count."""
+    """Return the uniform numbers of ``count`` draws with replacement. This is the only bound on the count."""
     if count > MOST_DRAWS:
         raise ConfigError(f"{count} draws with replacement in one layer; at most {MOST_DRAWS}. Lower n or fanout")
     return uniforms(count)
@@ -375,7 +376,7 @@ def _energies(layer: Layer, weights: Reals) -> tuple[float, float]:
 
 
 def _hansen_hurwitz(p: Reals, counts: NDArray[np.int64], n: int) -> Reals:
-    """Return the weights m / (n p), 0 for what was not drawn."""
+    """Return the weights m / (n p), with 0 for columns that were not drawn."""
     weights = np.zeros(len(p))
     drawn = (counts > 0) & (p > 0.0)
     weights[drawn] = counts[drawn] / (n * p[drawn])

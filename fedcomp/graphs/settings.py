@@ -26,13 +26,13 @@ MOST_STEPS: Final = 65_536
 """Steps a round may ask for: plans of all of them are in memory at once."""
 
 _LARGEST: Final = 1e9
-"""Of a budget or a scale: what is favoured less keeps a probability that 53 random bits can tell from 0."""
+"""Largest budget or scale; less favoured nodes keep a probability that 53 random bits can distinguish from 0."""
 
 MOST_LAYERS: Final = 64
 """Layers of a network."""
 
 _MOST: Final = 1 << 31
-"""Of n and fanout: more than any layer has candidates."""
+"""Largest n and fanout; no layer has more candidates."""
 
 _Columns = Annotated[int, Int(1, _MOST)]
 

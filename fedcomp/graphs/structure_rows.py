@@ -138,7 +138,7 @@ def decode_structure(
 
 
 def _put_values(values: NDArray[np.float64]) -> bytes:
-    """Return the shortest of: all as float64; all as float32, where that is exact; a table of the different ones."""
+    """Return the shortest of: all as float64; all as float32, if this is exact; a table of the distinct values."""
     # By bits: a plan on rows that were sent has to be the plan on rows that were always here.
     distinct, which = np.unique(values.view(np.uint64), return_inverse=True)
     width = max(0, distinct.size - 1).bit_length()
