@@ -674,12 +674,11 @@ def link_time(theme: str) -> str:
         for j, row in enumerate(shown):
             seconds = 8 * (row.up / up + row.down / down) / TRANSFERS
             colour = colours[row.name]
-            fill = "lane" if colour == "ink" else f"{colour}fill"
-            s.rect(left, y + 18 * j, place(seconds) - left, 15, fill, colour, 2)
+            s.rect(left, y + 18 * j, place(seconds) - left, 15, f"{colour}fill", colour, 2)
             s.text(place(seconds) + 8, y + 18 * j + 13, f"{seconds:.2g} s", 14, colour, "start", "600")
     x = left
     for name, colour in colours.items():
-        s.rect(x, 412, 24, 18, "lane" if colour == "ink" else f"{colour}fill", colour, 2)
+        s.rect(x, 412, 24, 18, f"{colour}fill", colour, 2)
         s.text(x + 34, 427, name, 16, "ink", "start")
         x += 180
     return s.done()
@@ -767,8 +766,8 @@ def two_bits(theme: str) -> str:
         for i, value in enumerate(numbers):
             x = left + cell * i + 14
             if abs(value) > 1e-9:
-                fill = "lane" if colour == "ink" else f"{colour}fill"
-                s.rect(x, zero - max(value, 0) * unit, cell - 28, abs(value) * unit, fill, colour, 2)
+                up = max(value, 0) * unit
+                s.rect(x, zero - up, cell - 28, abs(value) * unit, f"{colour}fill", colour, 2)
                 s.text(x + (cell - 28) / 2, zero + (18 if value > 0 else -8), f"{value:.3g}", 15, colour)
     s.text(500, 506, "Sent and memory add up to the update.", 16, "soft")
     return s.done()
