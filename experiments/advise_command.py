@@ -18,7 +18,13 @@ class Question:
     """What the command line asks; fields as the parameters of :func:`fedcomp.experiments.advise.advise`."""
 
     model: Annotated[
-        str | None, typer.Argument(metavar="[FILE]", help="State dict: .pt, .npz or .safetensors.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[FILE]",
+            help="State dict: .pt, .npz or .safetensors. Or the folder of a Flower app: its ServerApp is run, as "
+            "flwr run does, up to the first model that it sends.",
+            show_default=False,
+        ),
     ] = None
     parameters: Annotated[
         int | None, typer.Option(metavar="N", help="Number of values, instead of a file.", show_default=False)
@@ -38,7 +44,7 @@ class Question:
 
 
 APP = command_line(
-    Question, "Say which line fits a model (a state dict: .pt, .npz or .safetensors) and a link, and what it sends."
+    Question, "Say which line fits a model (a state dict, or a Flower app) and a link, and what it sends."
 )
 
 

@@ -203,6 +203,52 @@ def pages(known: Mapping[str, Experiment], results: Path) -> dict[str, str]:
     return {"index.md": index_page(known, has), **made, "benchmarks.md": benchmarks_page(results)}
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A row of an experiment beside that experiment's FedAvg, with as many clients and rounds.
+
+    Attributes
+    ----------
+    label, experiment : str
+    factor : float
+        Times fewer payload bytes that clients sent, to the server and to each other.
+    points : float
+        Points of test accuracy above FedAvg's; negative below.
+    """
+
+    label: str
+    experiment: str
+    factor: float
+    points: float
+
+
+LEAST_ROWS: Final = 3
+"""A task with fewer is left out of the figure."""
+
+
+def beside_fedavg(has: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Beside]]:
+    """Return by task all stored rows that have an accuracy and a FedAvg to stand beside, the fewest bytes first."""
+
+    def sent(row: Mapping[str, Any]) -> float:
+        return float(row["uplink_payload_bytes"] + row["peer_payload_bytes"])
+
+    tasks: dict[str, list[Beside]] = {}
+    for name, summary in has.items():
+        plain = next((row for row in summary["rows"] if row["system"] == "fedavg"), None)
+        for row in summary["rows"] if plain is not None else ():
+            alike = row is not plain and all(row[key] == plain[key] for key in ("clients", "rounds"))
+            if alike and sent(row) and row["accuracy"] is not None and plain["accuracy"] is not None:
+                # The data of the rows' task come first.
+                task = summary["data"].partition(":")[0]
+                factor, points = sent(plain) / sent(row), 100.0 * (row["accuracy"] - plain["accuracy"])
+                tasks.setdefault(task, []).append(Beside(row["label"], name, factor, points))
+    return {
+        task: sorted(rows, key=lambda row: (-row.factor, row.label))
+        for task, rows in sorted(tasks.items())
+        if len(rows) >= LEAST_ROWS
+    }
+
+
 def _state(experiment: Experiment, summary: Mapping[str, Any]) -> str:
     stale = summary["definition"] != definition(experiment)
     when = f"{summary['environment']['finished'][:10]}, {machine(summary['environment'])}"
@@ -256,7 +302,19 @@ def index_page(known: Mapping[str, Experiment], has: Mapping[str, Mapping[str, A
             (f"{link}<br>{system.paper}", f"{system.claim} ({system.mark})", system.ours, f"**{word}**", why, run)
         )
     heads = ["system and paper", "the paper's claim", "measured here", "verdict", "why", "run"]
-    parts += [table(Sheet("", heads, rows)), "\n## All experiments\n"]
+    parts.append(table(Sheet("", heads, rows)))
+    if beside := beside_fedavg(has):
+        said = ", ".join(f"{task} ({count(len(rows), 'row')})" for task, rows in beside.items())
+        alt = "Bytes that clients sent and test accuracy beside FedAvg, for each stored row"
+        parts += [
+            "\n## Bytes and accuracy\n",
+            "All stored rows with a test accuracy, beside FedAvg of the same experiment, clients and rounds.",
+            "Bytes are the payload that clients sent, to the server and to each other. Experiments differ in model and",
+            f"rounds, so compare a row with its own FedAvg only. Tasks with at least {LEAST_ROWS} rows: {said}.",
+            "`python docs/site/figures.py` draws the figure.\n",
+            *(f"![{alt}](../figures/systems-{theme}.svg#only-{theme})" for theme in ("light", "dark")),
+        ]
+    parts.append("\n## All experiments\n")
     listed = []
     for name, experiment in known.items():
         if name in UNKEPT:

@@ -276,6 +276,10 @@ class Overlapping(ExchangeStrategy, Stateful):
         super().summary()
         self.inner.summary()
 
+    def finish(self) -> None:
+        """Refuse a run in which no step has used an update, as the server inside does; see its ``finish``."""
+        self.inner.finish()
+
     def identity(self) -> dict[str, Any]:
         """Return the settings, which must not change within a run."""
         return {"timeout": self.timeout}

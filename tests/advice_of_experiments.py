@@ -27,6 +27,7 @@ from fedcomp.clients.app import app as generic
 from fedcomp.clients.edge import own_user
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.experiments import convex, engines, plots
+from fedcomp.experiments.advised_app import first_model
 from fedcomp.experiments.bench.__main__ import main as bench_main
 from fedcomp.experiments.catalog import get_experiment
 from fedcomp.experiments.central import run as run_centrally
@@ -120,7 +121,33 @@ def not_shared() -> None:
     raise FedcompError(str(caught.value))
 
 
+def silent_app(path: Path, asks: str) -> Path:
+    """Write an app whose server does ``asks`` with a strategy and sends nothing else."""
+    (path / "pyproject.toml").write_text('[tool.flwr.app.components]\nserverapp = "server:app"\n')
+    (path / "server.py").write_text(
+        "import numpy as np\nfrom flwr.app import Array, ArrayRecord\nfrom flwr.serverapp import ServerApp\n"
+        "from flwr.serverapp.strategy import FedAvg\napp = ServerApp()\n"
+        f"@app.main()\ndef main(grid, context):\n    {asks}\n"
+    )
+    return path
+
+
+THREE = "FedAvg(min_available_nodes=3).start(grid, ArrayRecord({'w': Array(np.ones(3, np.float32))}))"
+
+
 EXPERIMENTS = (
+    Row(
+        "Give a state dict, or",
+        lambda path: fedcomp.advise(silent_app(path, "pass")),
+        lambda path: bool(fedcomp.advise({"w": np.ones(100, np.float32)}, rounds=1).candidates),
+        long=True,
+    ),
+    Row(
+        "; raise clients",
+        lambda path: fedcomp.advise(silent_app(path, THREE), clients=2),
+        lambda path: first_model(silent_app(path, THREE), clients=3)["w"].size == 3,
+        long=True,
+    ),
     Row(
         "give one of the two",
         lambda path: fedcomp.advise(),

@@ -1,7 +1,8 @@
 """Draw the figures of the pages as SVG, one file for each theme: ``python docs/site/figures.py``.
 
 A page includes both: ``![alt](figures/NAME-light.svg#only-light)`` and ``![alt](figures/NAME-dark.svg#only-dark)``.
-Blue is what is sent, orange what is kept, green what counts, red what is lost. Measured numbers are read from README.
+Blue is what is sent, orange what is kept, green what counts, red what is lost. Measured
+numbers are read from README and from the book of results.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from svg import THEMES, Svg
+
+from fedcomp.experiments.book import RESULTS, beside_fedavg, stored
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 
@@ -581,6 +584,66 @@ def bytes_accuracy(theme: str) -> str:
     return s.done()
 
 
+def systems(theme: str) -> str:
+    """All stored rows beside FedAvg, a block for each task: bytes on the left, accuracy on the right."""
+    tasks = beside_fedavg(stored(ROOT / RESULTS))
+    step, lowest = 24.0, -10.0
+    s = Svg(
+        1000,
+        int(64 + sum(52 + step * len(rows) for rows in tasks.values())),
+        "Bytes and accuracy of all stored rows beside FedAvg",
+        " ".join(
+            f"{task}: {row.label} ({row.experiment}), {row.factor:.3g} times fewer bytes, {row.points:+.1f} points."
+            for task, rows in tasks.items()
+            for row in rows
+        ),
+        theme,
+    )
+    left, right, begin, end = 370.0, 640.0, 730.0, 930.0
+    most = 10.0 ** math.ceil(math.log10(max((row.factor for rows in tasks.values() for row in rows), default=10.0)))
+
+    def factor_at(value: float) -> float:
+        return left + math.log(max(value, 0.1) / 0.1) / math.log(most / 0.1) * (right - left)
+
+    def points_at(value: float) -> float:
+        return begin + (min(max(value, lowest), 2.0) - lowest) / (2.0 - lowest) * (end - begin)
+
+    s.text(left, 22, "times fewer bytes from clients (log scale)", 15, "ink", "start", "600")
+    s.text(begin, 22, "points of test accuracy", 15, "ink", "start", "600")
+    s.text(14, 22, "FedAvg is 1 and 0", 15, "ink", "start", "600")
+    top = 64.0
+    for task, rows in tasks.items():
+        bottom = top + 14 + step * len(rows)
+        s.text(14, top, task, 17, "ink", "start", "600")
+        for power in range(-1, round(math.log10(most)) + 1):
+            x = factor_at(10.0**power)
+            s.text(x, top, f"{10.0**power:g}", 13, "soft")
+            s.arrow(x, top + 8, x, bottom, "ink" if power == 0 else "line", 1.2 if power == 0 else 0.6, head=False)
+        for points in range(int(lowest), 3, 2):
+            x = points_at(points)
+            s.text(x, top, f"{points:+d}" if points else "0", 13, "soft")
+            s.arrow(x, top + 8, x, bottom, "ink" if points == 0 else "line", 0.6 if points else 1.2, head=False)
+        for i, row in enumerate(rows):
+            y = top + 24 + step * i
+            s.text(left - 12, y + 5, f"{row.label} ({row.experiment})", 14, "ink", "end")
+            s.arrow(factor_at(1.0), y, factor_at(row.factor), y, "blue", 2.5, head=False)
+            s.circle(factor_at(row.factor), y, 5, "blue", "blue")
+            s.text(right + 8, y + 5, f"{row.factor:.3g}", 13, "blue", "start", "600")
+            colour = "red" if row.points < -1.0 else "green"
+            if row.points < lowest:
+                s.arrow(points_at(lowest) + 20, y, points_at(lowest), y, colour)
+            else:
+                s.arrow(points_at(0.0), y, points_at(row.points), y, colour, 2.5, head=False)
+                s.circle(points_at(row.points), y, 5, colour if row.points < -1.0 else "card", colour)
+            s.text(end + 12, y + 5, f"{row.points:+.1f}", 13, colour, "start", "600")
+        top = bottom + 38
+    s.circle(begin, top - 14, 5, "card", "green")
+    s.text(begin + 12, top - 9, "at most 1 point lost", 14, "ink", "start")
+    s.circle(begin + 172, top - 14, 5, "red", "red")
+    s.text(begin + 184, top - 9, "more", 14, "ink", "start")
+    return s.done()
+
+
 LINKS: Final = ((1, 1), (1, 10), (10, 10), (10, 50))
 """Rates up and down, in Mbit/s."""
 
@@ -611,12 +674,11 @@ def link_time(theme: str) -> str:
         for j, row in enumerate(shown):
             seconds = 8 * (row.up / up + row.down / down) / TRANSFERS
             colour = colours[row.name]
-            fill = "lane" if colour == "ink" else f"{colour}fill"
-            s.rect(left, y + 18 * j, place(seconds) - left, 15, fill, colour, 2)
+            s.rect(left, y + 18 * j, place(seconds) - left, 15, f"{colour}fill", colour, 2)
             s.text(place(seconds) + 8, y + 18 * j + 13, f"{seconds:.2g} s", 14, colour, "start", "600")
     x = left
     for name, colour in colours.items():
-        s.rect(x, 412, 24, 18, "lane" if colour == "ink" else f"{colour}fill", colour, 2)
+        s.rect(x, 412, 24, 18, f"{colour}fill", colour, 2)
         s.text(x + 34, 427, name, 16, "ink", "start")
         x += 180
     return s.done()
@@ -704,8 +766,8 @@ def two_bits(theme: str) -> str:
         for i, value in enumerate(numbers):
             x = left + cell * i + 14
             if abs(value) > 1e-9:
-                fill = "lane" if colour == "ink" else f"{colour}fill"
-                s.rect(x, zero - max(value, 0) * unit, cell - 28, abs(value) * unit, fill, colour, 2)
+                up = max(value, 0) * unit
+                s.rect(x, zero - up, cell - 28, abs(value) * unit, f"{colour}fill", colour, 2)
                 s.text(x + (cell - 28) / 2, zero + (18 if value > 0 else -8), f"{value:.3g}", 15, colour)
     s.text(500, 506, "Sent and memory add up to the update.", 16, "soft")
     return s.done()
@@ -721,6 +783,7 @@ FIGURES: Final[Mapping[str, Callable[[str], str]]] = {
     "secure-sum": secure_sum,
     "push-sum": push_sum,
     "bytes-accuracy": bytes_accuracy,
+    "systems": systems,
     "link-time": link_time,
     "who-sees": who_sees,
     "two-bits": two_bits,

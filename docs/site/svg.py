@@ -11,6 +11,7 @@ from typing import Final
 THEMES: Final[Mapping[str, Mapping[str, str]]] = {
     "light": {
         "ink": "#1b1f24",
+        "inkfill": "#f6f8fa",
         "soft": "#57606a",
         "line": "#8c959f",
         "lane": "#f6f8fa",
@@ -25,6 +26,7 @@ THEMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "dark": {
         "ink": "#e6edf3",
+        "inkfill": "#262b35",
         "soft": "#9da7b3",
         "line": "#6e7681",
         "lane": "#262b35",

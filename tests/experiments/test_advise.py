@@ -20,6 +20,7 @@ import fedcomp as fc
 from fedcomp.experiments import advise as advising
 from fedcomp.experiments import program
 from fedcomp.experiments.advise import advise, load
+from fedcomp.experiments.advised_app import first_model
 from fedcomp.experiments.advised_lines import ACCURACY, LINES, Situation, amounts
 from fedcomp.gossip.choco import CHOCO
 from fedcomp.gossip.sparse_push import SparsePush
@@ -33,6 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mlp": ("digits", {"hidden": "64"}, {"epochs": 1}),
     "cnn": ("digits", {"model": "cnn"}, {"epochs": 1}),
     "lstm": ("tiny-shakespeare", {"model": "lstm"}, {"epochs": None, "max_steps": 5}),
+    "transformer": ("tiny-shakespeare", {"model": "transformer"}, {"epochs": None, "max_steps": 5}),
 }
 LONG = pytest.mark.long
 BY_NAME = {line.name: line for line in LINES}
@@ -66,7 +68,9 @@ def traffic(task: Any, strategy: Any, clients: int, rounds: int, **limits: Any) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=LONG if n in ("cnn", "lstm") else ()) for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=LONG if n in ("cnn", "lstm", "transformer") else ()) for n in MODELS]
+)
 def test_bytes_are_those_of_a_real_run(name: str) -> None:
     task_name, options, limits = MODELS[name]
     task = get_task(task_name, **options)
@@ -141,8 +145,11 @@ def test_what_lines_lose_is_what_the_page_says() -> None:
 def test_every_line_can_be_pasted(line: Any) -> None:
     names = {"fc": fc, "FedAvg": FedAvg, "FedMedian": FedMedian, "CHOCO": CHOCO, "SparsePush": SparsePush}
     for at in (Situation(20, 1.0, 30), Situation(100, 0.2, 30)):
-        made = eval(line.code(at), names)
-        assert type(made) is type(line.make(FedAvg(fraction_evaluate=0.0), amounts(at))) or line.name == "FedAvg"
+        pasted, tried = eval(line.code(at), names), line.make(FedAvg(fraction_evaluate=0.0), amounts(at))
+        assert type(pasted) is type(tried)
+        if line.name not in ("FedAvg", "DpFedAvg", "RecordDp"):
+            # A trial of the others has no budget and draws nobody, so that it does not end early.
+            assert pasted.identity() == tried.identity()
 
 
 @pytest.mark.slow
@@ -268,6 +275,74 @@ def test_a_damaged_file_is_a_config_error(name: str, data: bytes, tmp_path: Path
 def test_a_wrong_header_is_a_config_error(entry: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(fc.ConfigError):
         load(safetensors(tmp_path / "a.safetensors", {"w": entry}, bytes(8)))
+
+
+def app(folder: Path, server: str) -> Path:
+    """Write a Flower app whose ServerApp's module is ``server``."""
+    (folder / "pyproject.toml").write_text(
+        '[tool.flwr.app.components]\nserverapp = "server:made.app"\n[tool.flwr.app.config]\nwidth = 7\nsgd.lr = 0.5\n'
+    )
+    begin = "import types, numpy as np, fedcomp as fc\nfrom flwr.app import *\nfrom flwr.serverapp import ServerApp\n"
+    begin += (
+        "from flwr.serverapp.strategy import FedAvg\nmade = types.SimpleNamespace(app=ServerApp())\n@made.app.main()\n"
+    )
+    lines = [f"    {line}\n" for line in ("config = context.run_config", *server.split("\n"))]
+    (folder / "server.py").write_text(f"{begin}def main(grid, context):\n{''.join(lines)}")
+    return folder
+
+
+STARTS = "strategy.start(grid, ArrayRecord({'file': Array(np.ones((config['width'], 3), np.float32))}))"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "FedAvg()",
+        pytest.param("fc.Compressed(FedAvg(), fc.TopK(0.1), fc.TopK(0.1))", marks=LONG),
+        pytest.param(
+            "fc.CodedFedAvg(FedAvg(fraction_evaluate=0.0), code='mds', symbols=2, transport='peers')", marks=LONG
+        ),
+    ],
+)
+def test_the_model_of_an_app_is_the_first_that_it_sends(strategy: str, tmp_path: Path) -> None:
+    """Also where the first messages introduce clients. What the app does afterwards is not run."""
+    asks = f"strategy = {strategy}\ntry:\n    {STARTS}\nexcept Exception:\n    pass\nopen(__file__ + '.ran', 'w')"
+    found = first_model(app(tmp_path, asks), clients=4)
+    assert {name: array.shape for name, array in found.items()} == {"file": (7, 3)}
+    assert not (tmp_path / "server.py.ran").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("server", "why"),
+    [
+        ("print(config['sgd.lr'])", "it ended before it sent a model. Give a state dict"),
+        pytest.param("raise OSError('no data\\nhere')", "it raised OSError: no data here", marks=LONG),
+        pytest.param(
+            f"strategy = FedAvg(min_available_nodes=5)\n{STARTS}", "waits for more than 4 clients", marks=LONG
+        ),
+    ],
+)
+def test_an_app_that_sends_no_model_is_an_error_that_says_why(server: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(fc.ConfigError, match=why):
+        advise(app(tmp_path, server), clients=4)
+
+
+@pytest.mark.slow
+def test_a_folder_without_an_app_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    with pytest.raises(fc.ConfigError, match=r"names no .*serverapp"):
+        advise(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_advice_for_an_app_is_that_for_its_model() -> None:
+    zeros = {"weights": np.zeros((784, 10), np.float32), "biases": np.zeros(10, np.float32)}
+    found, expected = (advise(model, rounds=3) for model in (ROOT / "examples" / "template", zeros))
+    assert found.candidates == expected.candidates
+    assert found.notes == (*expected.notes, found.notes[-1])
+    assert "The model of 7,850 values is the first that the app sent" in found.notes[-1]
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ from fedcomp.errors import ConfigError
 from fedcomp.experiments import run
 from fedcomp.experiments.book import (
     RESULTS,
+    Beside,
     BookRequest,
+    beside_fedavg,
     finished,
     judge,
     keep_benchmarks,
@@ -154,6 +156,31 @@ def test_what_was_missed_comes_first_on_a_page(tmp_path: Path) -> None:
     page = pages(KNOWN, tmp_path)["scalecom.md"]
     assert "`python -m experiments.run scalecom`" in page
     assert page.index("a missed one") < page.index("CLT-k: downlink")
+
+
+def trained(system: str, up: int, accuracy: float | None, **other: Any) -> dict[str, Any]:
+    bytes_sent = {"uplink_payload_bytes": up, "peer_payload_bytes": 0}
+    return {"system": system, "label": system, "accuracy": accuracy, "clients": 4, "rounds": 9, **bytes_sent, **other}
+
+
+def test_rows_stand_beside_the_fedavg_of_their_own_experiment() -> None:
+    """Not beside that of another one, and not beside one with other clients or rounds."""
+    coded = trained("coded", 50, 0.75, peer_payload_bytes=150)
+    others = [trained("few", 1, 0.9, clients=2), trained("short", 1, 0.9, rounds=3), trained("regression", 1, None)]
+    first = {"data": "digits: here. mnist: there.", "rows": [trained("fedavg", 400, 0.9), coded, *others]}
+    second = {"data": "digits: here.", "rows": [trained("fedavg", 4000, 0.5), trained("a", 400, 0.5)]}
+    third = {"data": "digits: here.", "rows": [trained("b", 400, 0.5), trained("c", 400, 0.5)]}
+    fourth = {**second, "rows": [trained("d", 100, 0.45), trained("fedavg", 4000, 0.5)]}
+    rare = {**second, "data": "rare: here."}
+    has = {"first": first, "second": second, "third": third, "fourth": fourth, "rare": rare}
+    found = beside_fedavg(has)
+    assert list(found) == ["digits"], "one row of a task is no picture of it"
+    expected = [
+        Beside("d", "fourth", 40.0, pytest.approx(-5.0)),
+        Beside("a", "second", 10.0, 0.0),
+        Beside("coded", "first", 2.0, pytest.approx(-15.0)),
+    ]
+    assert found["digits"] == expected
 
 
 def test_full_runs_of_benchmarks_are_added_once(tmp_path: Path) -> None:

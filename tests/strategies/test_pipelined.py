@@ -553,6 +553,22 @@ def test_clients_that_all_fail_from_the_start_end_the_run() -> None:
         fit(strategy, MeteredGrid(grid), start(), 3)
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: pipe(timeout=5.0), lambda: Buffered(quiet(), concurrency=3, buffer=2, timeout=5.0)]
+)
+def test_a_run_in_which_nobody_ever_answers_is_an_error_that_says_so(make: Callable[[], Any]) -> None:
+    """Silence is no reason to stop in the first round; it is one at the end of the last."""
+
+    silent = True
+    fault = lambda _: "silent" if silent else None  # noqa: E731
+    with InProcessGrid(squares(), 4, seed=3, fault=fault, compute_seconds=1.0) as grid:  # type: ignore[arg-type]
+        with pytest.raises(NoUsableReply, match=r"learnt nothing.*messages without a reply"):
+            fit(make(), MeteredGrid(grid), start(), 4)
+        silent, learning = False, make()
+        fit(learning, MeteredGrid(grid), start(), 4)
+        assert learning.steps
+
+
 def test_random_faults_cost_updates_and_nothing_else() -> None:
     plan = RandomFaults(Key(9), {"lost_reply": 0.1, "raise": 0.1, "late": 0.1, "duplicate": 0.1, "offline": 0.1})
     strategy = Buffered(
