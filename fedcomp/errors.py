@@ -100,10 +100,31 @@ def optional(purpose: str) -> Iterator[None]:
         library = (error.name or "").partition(".")[0]
         if library not in EXTRAS:
             raise
-        raise MissingExtra(
-            f"{purpose} needs {library}, which is not installed: "
-            f"pip install '.[{EXTRAS[library]}]' in fedcomp's checkout"
-        ) from error
+        raise _missing(purpose, library) from error
+
+
+def require_installed(purpose: str, library: str) -> None:
+    """Refuse at once what would need a library of :data:`EXTRAS` only later; imports nothing.
+
+    Raises
+    ------
+    MissingExtra
+        When the library is not installed.
+
+    Examples
+    --------
+    >>> require_installed("computing", "numpy")
+    """
+    if importlib.util.find_spec(library) is None:
+        raise _missing(purpose, library)
+
+
+def _missing(purpose: str, library: str) -> MissingExtra:
+    extra = EXTRAS[library]
+    return MissingExtra(
+        f"{purpose} needs {library}, which is not installed: install fedcomp with its extra [{extra}] "
+        f"(in a checkout: pip install '.[{extra}]')"
+    )
 
 
 def why_missing(library: str) -> str:

@@ -151,6 +151,19 @@ def test_the_pair_needs_no_extra() -> None:
             "from fedcomp.coding import prime; prime.inverse(prime.PrimeField(7), __import__('numpy').eye(2))",
             "needs galois",
         ),
+        # Before the run: the first sum is decoded after a round of training.
+        (
+            "import fedcomp as fc; from flwr.serverapp.strategy import FedAvg; "
+            "fc.CodedFedAvg(fc.Compressed(FedAvg(), fc.FixedPoint(fc.RandomK(1.0), clip=0.5)), construction='sumcode', "
+            "symbols=3, threshold=1)",
+            "decoding a sum needs galois",
+        ),
+        (
+            "import fedcomp as fc; from flwr.serverapp.strategy import FedAvg; "
+            "fc.DistributedDp(FedAvg(fraction_evaluate=0.0), fc.ShareSettings(clip=1.0, tolerated=2), "
+            "noise_multiplier=2.0, population=20)",
+            "decoding a sum needs galois",
+        ),
         ("from fedcomp.privacy.accounting import _sampled_curve; _sampled_curve(0.1, 1.0)", "rounds needs opacus"),
     ],
 )
@@ -158,7 +171,9 @@ def test_a_missing_extra_is_one_line_that_names_it(code: str, line: str) -> None
     done = run(WITHOUT_EXTRAS + code)
     last = done.stderr.strip().splitlines()[-1]
     assert line in last
-    assert re.search(r"which is not installed: pip install '\.\[\w+\]' in fedcomp's checkout$", last), last
+    assert re.search(r"not installed: install fedcomp with its extra \[(\w+)\] \(.*pip install '\.\[\1\]'\)$", last), (
+        last
+    )
 
 
 def test_a_command_without_its_extra_says_so_in_one_line() -> None:
@@ -167,7 +182,8 @@ def test_a_command_without_its_extra_says_so_in_one_line() -> None:
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.strip().splitlines()
     assert re.fullmatch(
-        r"error: .* needs \w+, which is not installed: pip install '\.\[\w+\]' in fedcomp's checkout", line
+        r"error: .* needs \w+, which is not installed: install fedcomp with its extra \[\w+\] \(in a checkout: .*\)",
+        line,
     ), line
 
 

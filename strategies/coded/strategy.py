@@ -11,7 +11,7 @@ from typing import Any, Final
 from flwr.serverapp.strategy import Strategy
 
 from fedcomp.codecs import Identity
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, require_installed
 from fedcomp.flower.logs import log
 from fedcomp.program import Now, Step, System
 from fedcomp.strategies.adaptive import Outcome
@@ -71,6 +71,8 @@ class CodedFedAvg(CodedServer):
     ------
     ConfigError
         For anything that cannot work.
+    MissingExtra
+        For a sum, where galois, which decodes it, is not installed.
 
     Examples
     --------
@@ -110,6 +112,7 @@ class CodedFedAvg(CodedServer):
 
 def _summed(inner: Strategy, given: CodedSettings) -> tuple[System, Compressed]:
     """Return the coded sum of what a pair sends, and the pair."""
+    require_installed("decoding a sum", "galois")
     own = given.own(SumOptions)
     if not isinstance(inner, Compressed):
         raise ConfigError(

@@ -42,6 +42,8 @@ from fedcomp.systems.gossip import Course, Gossip
 __all__ = ["GossipRelay", "Iterations", "Observed", "figures_of", "mean_of"]
 
 _POLL_SECONDS: Final = 0.1
+_REASONS: Final = 3
+"""How many different answers an error of the run quotes."""
 
 
 class _Everybody(FedAvg):
@@ -232,6 +234,10 @@ class GossipRelay(Server):
             program = Gossip.closing if last else Gossip.observing
             x, now = yield from self._run(report, config, grid, program)
             observed = self._observed(x.layout, now, section)
+        if last and observed is None:
+            raise StateError(
+                "no node has shown its model after the last round, so the run has no result" + _reasons(report)
+            )
         report.asked, report.used = len(section.members), section.answers
         self._log.conclude(report)
         return observed, section.metrics()
@@ -262,7 +268,10 @@ class GossipRelay(Server):
                 f"{x.layout.wide[0].name} of the model is float64, and nodes would compute in float32, where small "
                 "steps of large values are lost: set dtype='float64', or convert the model to float32"
             )
-        yield from self._in_time(self._play(x, now, program(self.system, now)))
+        try:
+            yield from self._in_time(self._play(x, now, program(self.system, now)))
+        except StateError as error:
+            raise StateError(f"{error}{_reasons(report)}") from error
         self.state, self.mailbox = dict(now.state), x.mailbox
         self.traffic.add(now.told["traffic"])
         self.events.add(now.told)
@@ -343,3 +352,10 @@ def _vertices(topology: Topology | Mapping[str, Any], nodes: int) -> int:
     if nodes and given != nodes:
         raise ConfigError(f"nodes={nodes!r}, but the graph has {given!r} vertices; leave nodes out")
     return int(given)
+
+
+def _reasons(report: Report) -> str:
+    """Return the end of a sentence on what nodes answered in a round that failed; empty where none was refused."""
+    found = list(dict.fromkeys(report.refused.values()))
+    more = f"; and {len(found) - _REASONS} more" if len(found) > _REASONS else ""
+    return f". Nodes answered: {'; '.join(found[:_REASONS])}{more}" if found else ""

@@ -28,7 +28,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedcomp.codecs import Codec, FixedPoint, RandomK, get_codec
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.errors import ConfigError, NoUsableReply
+from fedcomp.errors import ConfigError, NoUsableReply, require_installed
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.layout import NONE_DENSE, Layout
@@ -206,6 +206,8 @@ class DistributedDp(CodedServer):
 
     Raises
     ------
+    MissingExtra
+        Where galois, which decodes sums, is not installed.
     ConfigError
         For settings that cannot keep the guarantee; those that depend on the population or the model are checked before
         the first round.
@@ -232,6 +234,7 @@ class DistributedDp(CodedServer):
         seed: int = 0,
         **promise: Any,
     ) -> None:
+        require_installed("decoding a sum", "galois")
         # Handed on where they were given: their defaults are the coded strategy's.
         links = {name: promise.pop(name) for name in ("max_store_bytes", "spool") if name in promise}
         self.settings = CodedSettings(

@@ -274,6 +274,24 @@ def test_without_any_answer_the_run_ends_with_a_reason() -> None:
         run(relay, grid(fault=lambda delivery: "offline" if delivery.message_type == "train" else "none"))
 
 
+class Blindfolded(Pull):
+    """It learns, and cannot show what it has learnt."""
+
+    evaluate = None  # type: ignore[assignment]
+
+
+def test_a_run_whose_models_nobody_shows_ends_with_what_the_nodes_said() -> None:
+    app = with_halves([compression(), gossip_node(lambda msg, context, setup: Blindfolded(0))])
+    with pytest.raises(StateError, match=r"no node has shown its model.*'NoneType' object is not callable"):
+        run(strategy("choco"), grid(app), rounds=2)
+
+
+def test_a_run_whose_nodes_all_fail_ends_with_what_they_said() -> None:
+    app = with_halves([compression(), gossip_node(lambda context: Pull(0))])  # type: ignore[arg-type,misc]
+    with pytest.raises(StateError, match=r"(?s)no node is left.*Nodes answered.*takes 1 positional argument but 3"):
+        run(strategy("choco", patience=2), grid(app))
+
+
 def test_d5_the_state_of_another_number_of_nodes_is_refused() -> None:
     relay = strategy("sparse-push", nodes=NODES)
     state = relay.state_dict()
