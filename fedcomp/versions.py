@@ -217,8 +217,9 @@ class Broadcast(Stateful):
         return self._advance(exact, layout)
 
     def _replay(self, codec: Replay, target: Vector, exact: Arrays, layout: Layout, summands: Summands) -> int:
-        """Return a step as the added frames if they lead to ``target`` bit for bit, otherwise as the whole model. It
-        must be exact, because no later step would contain a part that is left out.
+        """Return a step as the added frames if they lead to ``target`` bit for bit, otherwise as the whole model.
+
+        It must be exact, because no later step would contain a part that is left out.
         """
         if summands:
             frame = codec.join(summands, layout)

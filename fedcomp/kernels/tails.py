@@ -21,8 +21,10 @@ from fedcomp.kernels.interface import INFINITY, LANES, Bits, Floats, Ops
 from fedcomp.kernels.tiers import Tier
 
 _FAR_OUT: Final = 256.0
-"""Squared distance of origin and mean, in variances, beyond which the sums are computed again about the mean. Up to
-this distance cancellation costs at most eight of the 53 bits. One in 1e7 exponential exceedances starts beyond it.
+"""Squared distance of origin and mean, in variances, beyond which the sums are computed again about the mean.
+
+Up to this distance cancellation costs at most eight of the 53 bits. One in 1e7 exponential exceedances starts beyond
+it.
 """
 _LARGEST: Final = INFINITY - 1
 """Magnitude bits of the largest finite number; only NaN and infinity lie above."""

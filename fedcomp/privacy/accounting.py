@@ -394,8 +394,9 @@ def _prv_of(history: tuple[tuple[tuple[float, float], int], ...], delta: float, 
 
 
 def _reach(history: Sequence[tuple[tuple[float, float], int]], error: float, delta_error: float) -> float:
-    """Return the range of losses, bit for bit the same as Opacus' ``compute_safe_domain_size``. Opacus evaluates every
-    order of every mechanism twice; this function uses those that the Rényi curve has evaluated.
+    """Return the range of losses, bit for bit the same as Opacus' ``compute_safe_domain_size``.
+
+    Opacus evaluates every order of every mechanism twice; this function uses those that the Rényi curve has evaluated.
     """
     from opacus.accountants import RDPAccountant
     from opacus.accountants.analysis import rdp
@@ -542,6 +543,7 @@ def upper_bound(rounds: Rounds, delta: float, *, cap: int = 0) -> float:
 
 def _left(rounds: Rounds, delta: float, cap: int) -> float:
     """Return ``delta`` minus the parts for failures and for the lattice of integer noise; 0 or less if nothing remains.
+
     Rényi curves hold for integers directly (Canonne et al. 2020, recalled), so if only they are used, nothing is
     subtracted for the lattice.
     """

@@ -79,8 +79,9 @@ def unpack_gamma(buf: Buffer, count: int, longest: int) -> NDArray[np.uint32]:
 
 
 def _unpack_lengths(buf: Buffer, count: int, longest: int) -> tuple[NDArray[np.uint8], int]:
-    """Return the first ``count`` numbers of a unary stream and their size in bytes; ``count`` is positive. The stream
-    is read in pieces, because its end is unknown and an unpacked bit takes 64 times its packed size.
+    """Return the first ``count`` numbers of a unary stream and their size in bytes; ``count`` is positive.
+
+    The stream is read in pieces, because its end is unknown and an unpacked bit takes 64 times its packed size.
     """
     lengths = np.empty(count, np.uint8)
     raw = np.frombuffer(buf, np.uint8)

@@ -139,8 +139,9 @@ def _only(expected: Expected) -> tuple[int, str]:
 
 
 def _support(n: int, most: int, index: str) -> tuple[int, int]:
-    """Return the maximum bytes of parameters and section for any support of up to ``most`` of ``n`` indices. Every
-    figure below grows with k, so its value at ``most`` bounds all.
+    """Return the maximum bytes of parameters and section for any support of up to ``most`` of ``n`` indices.
+
+    Every figure below grows with k, so its value at ``most`` bounds all.
     """
     if index == "seeded":
         return 9, 0

@@ -445,9 +445,10 @@ class LinearModel:
 
 @dataclass
 class _Iteration:
-    """One round on the server. Devices are nodes. :attr:`fedcomp.program.Now.state` keeps between rounds: the labels
-    and digests of the owners' data, the devices that have joined and are present, and those that hold their
-    combination.
+    """One round on the server.
+
+    Devices are nodes. :attr:`fedcomp.program.Now.state` keeps between rounds: the labels and digests of the owners'
+    data, the devices that have joined and are present, and those that hold their combination.
 
     Attributes
     ----------
@@ -736,9 +737,10 @@ class _Iteration:
 
 
 def _again(step: CodedStep, pools: tuple[list[int], ...], attempt: int, *, again: bool) -> dict[int, Doubles]:
-    """Return the devices for a retry: replacements of the lost devices from the first of ``pools`` that suffices. Every
-    second time, and if there are no replacements, the same devices are asked again (if ``again``), as if only messages
-    were lost. From the third retry on, an approximate step gives up rows that no other device has.
+    """Return the devices for a retry: replacements of the lost devices from the first of ``pools`` that suffices.
+
+    Every second time, and if there are no replacements, the same devices are asked again (if ``again``), as if only
+    messages were lost. From the third retry on, an approximate step gives up rows that no other device has.
 
     Raises
     ------

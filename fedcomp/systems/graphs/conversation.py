@@ -434,8 +434,9 @@ class Conversation:
                     requester.take(owner, ids, self.codec.select(frame, ids) if owner in together else frame)
 
     def _fetch(self, say: Fetch, asked: Mapping[int, Mapping[int, Ids]]) -> Answers:
-        """Ask owners for rows of one kind; return the usable frames by owner and requester. An owner that does not
-        answer, or gives a wrong answer, counts as absent from now on.
+        """Ask owners for rows of one kind; return the usable frames by owner and requester.
+
+        An owner that does not answer, or gives a wrong answer, counts as absent from now on.
         """
         asks = []
         for owner, wanted in sorted(asked.items()):

@@ -236,8 +236,9 @@ def _without_norms(part: GraphPart, layers: int, norms: NodeValues, absent: froz
 
 
 def _taught(part: GraphPart, sent: Sequence[tuple[int, Frame]]) -> tuple[GraphPart, NodeValues]:
-    """Return the part with the received rows of the adjacency, and the feature norms that came with them. Rows that do
-    not belong to their sender, or that this owner must not have, raise a GraphError or WireError.
+    """Return the part with the received rows of the adjacency, and the feature norms that came with them.
+
+    Rows that do not belong to their sender, or that this owner must not have, raise a GraphError or WireError.
     """
     norms = NodeValues()
     structure = part.structure
