@@ -217,9 +217,9 @@ class Broadcast(Stateful):
         return self._advance(exact, layout)
 
     def _replay(self, codec: Replay, target: Vector, exact: Arrays, layout: Layout, summands: Summands) -> int:
-        """Take a step as the frames that were added, where they lead to ``target`` bit for bit; else the whole model.
+        """Return a step as the added frames if they lead to ``target`` bit for bit, otherwise as the whole model.
 
-        Nothing less will do: what a step left out would be in no later one.
+        It must be exact, because no later step would contain a part that is left out.
         """
         if summands:
             frame = codec.join(summands, layout)
@@ -283,7 +283,7 @@ def advance(
 
 
 def _apply(codec: Codec, frame: Frame, vector: Vector, layout: Layout) -> Vector:
-    """One step, performed identically at both ends: a lossless frame is the model, any other one is added in place."""
+    """Apply one step identically at both ends: a lossless frame is the model; any other frame is added in place."""
     if codec.lossless:
         return codec.decode(frame, layout)
     codec.accumulate(frame, 1.0, Update(vector, layout))

@@ -275,6 +275,7 @@ class Meter(Stateful):
 
     def _believe(self, claims: Iterable[tuple[SentRecord, int | None]]) -> None:
         """Accept the partitions that nodes claim, unless the engine knows better or another online node holds them.
+
         Replies of a secret round are not logged, because the lines would reveal which clients were drawn.
         """
         lookup = self._known

@@ -60,7 +60,7 @@ class Node:
         self._last()
 
     def _last(self) -> None:
-        """Use the currently stored value until it is replaced."""
+        """Let ``lasting`` read the bytes that are stored now, until they are replaced."""
         # Of the bytes alone: a method of the node would show those that come after.
         state, file = self.state, self.file
         self.lasting = store.Lasting((lambda: state) if state or file is None else file.read_bytes)

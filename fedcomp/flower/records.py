@@ -266,7 +266,7 @@ def count_differing(a: NDArray[Any], b: NDArray[Any] | float) -> int:
 
 
 def _pieces(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Yield a one-dimensional array in parts that fit into the processor's cache, with the statistics of each part."""
+    """Yield a one-dimensional array in parts that fit into the processor's cache together with their results."""
     for start in range(0, values.size, _PIECE):
         yield values[start : start + _PIECE]
 

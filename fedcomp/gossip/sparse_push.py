@@ -250,9 +250,10 @@ class SparsePush(PushSum):
 
     @staticmethod
     def _remembered(state: State, to: Mapping[int, float], known: Real) -> State:
-        """Keep the estimates to which shares in transit refer. The relay pauses an edge whose receiver does not answer,
-        so at most two messages of an edge can come back, while the common estimate continues with the messages of other
-        edges.
+        """Keep the estimates to which shares in transit refer.
+
+        The relay pauses an edge whose receiver does not answer, so at most two messages of an edge can come back, while
+        the common estimate continues with the messages of other edges.
         """
         number = int(state[f"{_NAME}.seq"])
         last = {key: kept for key, kept in state.items() if key.startswith("last/")}

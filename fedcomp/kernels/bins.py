@@ -269,7 +269,7 @@ def _check_length(length: int) -> None:
 
 
 def _check_rule(length: int, factor: float) -> np.float32:
-    """Return the gradient's factor in the look-ahead."""
+    """Check the rule and return the gradient's factor in the look-ahead."""
     _check_length(length)
     with np.errstate(over="ignore"):
         soft = np.float32(factor - 1.0)

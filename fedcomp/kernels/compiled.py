@@ -118,8 +118,8 @@ def _block_add_hits(typingctx: Any, memory: Any, update: Any, decay: Any, out: A
 def _compact(word, start, bits, indices, magnitudes, written):
     """Append the positions and magnitudes of ``word``'s hits; return the new count.
 
-    Four slots are written whatever is left of the word: what is too much is overwritten by the next block, and one
-    well-predicted branch per four hits remains.
+    Four slots are always written. The next block overwrites the excess, which leaves one well-predicted branch per four
+    hits.
     """
     end = written + population(word)
     while written < end:

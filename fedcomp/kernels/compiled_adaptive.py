@@ -43,7 +43,7 @@ from fedcomp.kernels.lanes import (
 )
 
 _CHUNK: Final = 2048
-"""Elements between two looks at the room for indices; as sums they stay in the first-level cache."""
+"""Elements between two checks of the room for indices; their sums stay in the first-level cache."""
 
 
 @intrinsic
@@ -92,7 +92,7 @@ def _ahead(
 
 
 def _passing(builder: Any, found: Any, ahead: Any, peak: Any) -> list[Any]:
-    """Return the words of elements that pass, and of those whose look-ahead is not finite."""
+    """Return the words of elements that pass and of elements whose look-ahead is not finite."""
     vector = found.type
     enough = builder.icmp_signed(">=", ahead, splat(builder, peak, vector))
     # A bin of zeros has peak 0, which every element reaches.
@@ -167,7 +167,7 @@ def _adaptive_block(typingctx: Any, total: Any, gradient: Any, soft: Any, start:
 
 
 def _largest_two(*, add: bool) -> Any:
-    """Make the kernel part for the first look at a bin of at least 64 elements."""
+    """Make the kernel part for the first pass over a bin of at least 64 elements."""
     vector = ir.VectorType(I32, WIDTH)
 
     @intrinsic
@@ -211,7 +211,7 @@ _add_peaks = _largest_two(add=True)
 
 @part
 def _search_long(total, gradient, soft, start, length, peak, indices, written):
-    """Append what passes in a bin of at least 64 elements whose largest magnitude is known."""
+    """Append the elements that pass in a bin of at least 64 elements with a known largest magnitude."""
     last = start + length - 64
     for at in range(start, start + length, 64):
         word = _adaptive_block(total, gradient, soft, min(at, last), peak)
@@ -224,9 +224,9 @@ def _search_long(total, gradient, soft, start, length, peak, indices, written):
 
 @kernel
 def _adaptive_bins(residue, update, out, total, bits, soft, length, add, state, indices, peaks):
-    """Go through the bins from ``state`` on until the indices might not suffice.
+    """Go through the bins from ``state`` on until the index array might be too small.
 
-    ``total`` and ``bits`` see the sum: ``out``, or the residue where nothing is to be added.
+    ``total`` and ``bits`` read the sum: ``out``, or the residue if nothing is added.
     """
     bins = (total.size - 1) // length + 1
     full = total.size // length
@@ -340,7 +340,7 @@ def take_scaled(values: Floats, indices: NDArray[np.int64], scale: np.float32) -
 def _search(
     vector: Floats, gradient: Floats, soft: np.float32, length: int, out: Floats | None
 ) -> tuple[NDArray[np.int64], float, bool]:
-    """Search ``vector`` or, with ``out``, the sum of both; the indices' memory grows as they are found."""
+    """Search ``vector`` or, with ``out``, the sum of both; memory for indices grows as they are found."""
     vector, gradient = fixed(vector), fixed(gradient)
     total = vector if out is None else fixed(out)
     # Enough for all of one chunk to pass; and nothing is to be written where nothing is to be added.

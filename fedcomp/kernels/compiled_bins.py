@@ -92,7 +92,7 @@ def _bin_tiny(typingctx: Any, bits: Any, start: Any, length: Any) -> Any:
 def _bin_long(typingctx: Any, bits: Any, start: Any, length: Any) -> Any:
     """Return the position of the first largest magnitude of a bin of at least 64 elements, and that magnitude.
 
-    Every lane keeps its largest and where it was: no second pass, no branch that depends on the data.
+    Every lane keeps its largest value and its position, so there is no second pass and no data-dependent branch.
     """
     vector = ir.VectorType(I32, WIDTH)
 

@@ -41,8 +41,8 @@ _HALF = np.uint64(HALF)
 
 @part
 def _decide(mode, low, span, at, words, one, known):
-    """Return the coder's state after a decision, and the bit. ``low`` is the lower end, or how far the number
-    that is read lies above it; ``one`` the probability of a 1."""
+    """Return the coder's state after a decision, and the bit. ``low`` is the lower end or, when decoding, the distance
+    of the number above it; ``one`` is the probability of a 1."""
     bound = (span >> _SIXTEEN) * one
     if mode == _READ:
         known = low < bound
@@ -84,8 +84,8 @@ def _learn(ones, counts, place, bit):
 
 @part
 def _code(mode, levels, shapes, top, most, words, state):
-    """Code ``levels``; ``state`` are low, span and the place among the words, before and after. Return the decisions,
-    -1 for more than ``most``, -2 for a row of zeros without a flag, -3 where the words are full."""
+    """Code ``levels``; ``state`` holds low, span and the position in the words, before and after. Return the number of
+    decisions, -1 for more than ``most``, -2 for a row of zeros without a flag, -3 if the words are full."""
     ones, counts = _FIRST.copy(), np.zeros(_FIRST.size, np.uint8)
     below, used = np.full(3 * SIZES, TOP_BITS, np.uint16), np.zeros(3 * SIZES, np.uint8)
     flags, seen = np.full(2, HALF, np.uint16), np.zeros(2, np.uint8)

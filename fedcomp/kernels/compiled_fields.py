@@ -12,7 +12,7 @@ from fedcomp.kernels.interface import BLOCK
 from fedcomp.kernels.lanes import fixed, kernel
 
 _COLUMNS = 512
-"""Columns taken at once: their words, up to 64 rows of them, stay in the cache while 64 rows of fields are taken."""
+"""Columns processed at once; their words, up to 64 rows, stay in the cache while 64 rows of fields are read."""
 
 
 @kernel
@@ -95,9 +95,9 @@ def _unary(numbers, out):
 
 
 _PLACES = np.zeros((256, 8), np.uint8)
-"""Which bits of a byte are set, lowest first; zeros behind them."""
+"""Positions of the set bits of a byte, lowest first, followed by zeros."""
 _ONES = np.zeros(256, np.uint8)
-"""How many are."""
+"""Number of set bits of a byte."""
 for _byte in range(256):
     _set = np.flatnonzero(np.unpackbits(np.uint8(_byte), bitorder="little"))
     _PLACES[_byte, : _set.size] = _set
@@ -215,7 +215,7 @@ def unpack_columns(words: NDArray[np.uint64], out: NDArray[Any]) -> None:
 
 
 def _unsigned(fields: NDArray[Any]) -> NDArray[Any]:
-    """Return a view of integers by their bits: one compiled form for both signs of a type."""
+    """Return an unsigned view of integers, so one compiled form serves both signs of a type."""
     return fields.view(f"u{fields.dtype.itemsize}")
 
 

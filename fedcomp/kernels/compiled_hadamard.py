@@ -19,13 +19,14 @@ from fedcomp.kernels import portable
 from fedcomp.kernels.lanes import F32, F64, I1, I32, I64, WIDTH, fixed, intrinsic, kernel, load, part, splat, store
 
 _NEAR: Final = 1 << 12
-"""Elements that stay in the first cache while their distances are taken."""
+"""Elements that stay in the first-level cache while their distances are processed."""
 
 _BLOCK: Final = 1 << 18
-"""Elements whose short distances are finished before the next are touched: a MiB of float32 in the second cache."""
+"""Elements whose short distances are finished before the next ones are read: a MiB of float32 in the second-level
+cache."""
 
 _ROWS: Final = 1 << 6
-"""Blocks that one strip of columns joins: eight times eight."""
+"""Number of blocks that one strip of columns combines: eight times eight."""
 
 _LANES: Final = 16
 
@@ -36,7 +37,7 @@ def _vector(array_type: Any, lanes: int) -> Any:
 
 @intrinsic
 def _head(typingctx: Any, values: Any, start: Any, word: Any, scale: Any) -> Any:
-    """Scale 64 elements, negate those whose bit is set, and transform them among themselves."""
+    """Scale 64 elements, negate those whose bit is set, and transform them."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array, vector = signature.args[0], _vector(signature.args[0], WIDTH)
@@ -59,10 +60,10 @@ def _head(typingctx: Any, values: Any, start: Any, word: Any, scale: Any) -> Any
 
 
 def _step(stages: int) -> Any:
-    """Return the kernel part that takes ``stages`` distances at once for 16 neighbours.
+    """Return the kernel part that processes ``stages`` distances at once for 16 neighbours.
 
     Elements that belong together are ``gap`` apart in the source, from ``at`` on, and ``width`` in the target. With
-    words of signs those are negated whose bit of their place in the target is set; None changes no sign.
+    words of signs, elements are negated if the bit of their position in the target is set; None changes no sign.
     """
 
     def step(typingctx: Any, source: Any, at: Any, gap: Any, target: Any, to: Any, width: Any, signs: Any) -> Any:
@@ -90,7 +91,7 @@ def _step(stages: int) -> Any:
 
 
 def _signed(context: Any, builder: Any, array_type: Any, array: Any, place: Any, value: Any) -> Any:
-    """Negate the lanes of ``value``, which goes to ``place``, whose bit is set."""
+    """Negate the lanes of ``value``, destined for ``place``, whose bit is set."""
     data = context.make_array(array_type)(context, builder, array).data
     word = builder.load(builder.gep(data, [builder.lshr(place, ir.Constant(I64, 6))]))
     bits = builder.lshr(word, builder.and_(place, ir.Constant(I64, 63)))
@@ -103,7 +104,7 @@ _step0, _step1, _step2, _step3 = _step(0), _step(1), _step(2), _step(3)
 
 @part
 def _distances(values, start, width, end):
-    """Take all distances from ``width`` to below ``end`` among the ``end`` elements from ``start`` on."""
+    """Process all distances from ``width`` to below ``end`` among the ``end`` elements from ``start`` on."""
     while width < end:
         if width * 8 <= end:
             for block in range(start, start + end, width * 8):
@@ -123,7 +124,7 @@ def _distances(values, start, width, end):
 
 @part
 def _back(source, at, gap, rows, target, to, width, signs):
-    """Take the distances among eight rows of 64 elements, or 4, 2 or 1, on the way to their place."""
+    """Process the distances among eight rows of 64 elements, or 4, 2 or 1, while moving them to their target."""
     for i in range(0, WIDTH, _LANES):
         if rows == 8:
             _step3(source, at + i, gap, target, to + i, width, signs)

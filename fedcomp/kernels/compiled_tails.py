@@ -44,7 +44,7 @@ _EXPONENT_BIAS = 1023
 
 
 def _row(context: Any, builder: Any, signature: Any, args: Any, at: Any) -> tuple[Any, Any]:
-    """Return what lies above ``args[2]`` in the row of ``args[0]`` from ``at`` on, and the magnitudes in float64."""
+    """Return the elements above ``args[2]`` in the row of ``args[0]`` from ``at`` on, and the magnitudes in float64."""
     vector = ir.VectorType(I32, LANES)
     found = magnitudes(builder, load(context, builder, signature.args[0], args[0], at, vector))
     above = builder.icmp_signed(">", found, splat(builder, args[2], vector))
@@ -52,7 +52,7 @@ def _row(context: Any, builder: Any, signature: Any, args: Any, at: Any) -> tupl
 
 
 def _each_hit(context: Any, builder: Any, signature: Any, args: Any) -> Iterator[tuple[Any, list[tuple[Any, Any]]]]:
-    """Write the loop over ``args[3]`` blocks from ``args[1]`` on; its body, what follows, sees blocks with hits only.
+    """Write the loop over ``args[3]`` blocks from ``args[1]`` on; its body only sees blocks with hits.
 
     Yields the word of hits and both rows.
     """
@@ -166,7 +166,7 @@ def _find_above(bits, limit):
 
 @kernel
 def _select_above(bits, limit, state, indices):
-    """Append from ``state[0]`` on until the indices might not suffice; ``state[2]`` says what is not finite."""
+    """Append from ``state[0]`` on until the index array might be too small; ``state[2]`` marks non-finite values."""
     at, written, bad = state[0], state[1], np.uint64(state[2])
     full = bits.size // WIDTH * WIDTH
     while at < full and written + SLACK <= indices.size:
@@ -218,7 +218,7 @@ def tail_product(bits: Bits, limit: int, origin: float) -> tuple[int, NDArray[np
 
 
 def _full_and_rest(bits: Bits) -> list[Bits]:
-    """Return the full blocks of the sums, and what is left filled up to a multiple of 64 with zeros."""
+    """Return the full blocks of the sums, and the rest padded with zeros to a multiple of 64."""
     full = bits.size // BLOCK * BLOCK
     # Zeros lie above no limit, so that what is filled up adds nothing.
     rest = np.zeros(-(-(bits.size - full) // WIDTH) * WIDTH, np.int32)

@@ -37,7 +37,7 @@ _STREAM_BITS: Final = 22
 """A vector shorter than two to this power is one stream."""
 
 _MOST_STREAMS: Final = 4
-"""Two to this power are the most streams."""
+"""The maximum number of streams is two to this power."""
 
 
 @functools.cache

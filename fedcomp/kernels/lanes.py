@@ -120,7 +120,7 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, start: Any
 
 
 def _align(vector: Any) -> int:
-    """Arrays are aligned to their elements, vectors in them to no more."""
+    """Return the alignment: arrays are aligned to their elements, and vectors in them no more strictly."""
     return 8 if vector.element in (F64, I64) else 4
 
 

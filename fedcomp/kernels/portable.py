@@ -32,13 +32,13 @@ _ONE = np.float64(1.0).view(np.int64)
 _FRACTION = np.int64(2**52 - 1)
 _BIAS = 1023
 _SUMMED = 1 << 16
-"""Elements whose products exist at a time."""
+"""Number of elements whose products are in memory at a time."""
 
 _GAPS = 1 << 14
-"""Gaps whose float64 forms exist at a time: they stay in the cache."""
+"""Number of gaps in float64 at a time; they stay in the cache."""
 
 _EXACT = 1 << 53
-"""Float64 holds all integers up to here."""
+"""Float64 represents all integers up to this one."""
 
 _COLUMNS = 4096  # columns of packed fields taken at once: temporaries of 2 MiB, few enough calls
 
@@ -207,7 +207,7 @@ def tail_product(bits: Bits, limit: int, origin: float) -> tuple[int, NDArray[np
 
 
 def _tail_chunks(bits: Bits, limit: int) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.float64]]]:
-    """Yield which elements lie above ``limit`` and their magnitudes, shape (blocks, BLOCK // LANES, LANES)."""
+    """Yield a mask of the elements above ``limit`` and their magnitudes, shape (blocks, BLOCK // LANES, LANES)."""
     for start in range(0, bits.size, _CHUNK):
         chunk = bits[start : start + _CHUNK] & np.int32(MAGNITUDE)
         padded = np.pad(chunk, (0, -chunk.size % BLOCK)).reshape(-1, BLOCK // LANES, LANES)
@@ -442,7 +442,7 @@ def shifted_sums(rows: NDArray[Any], shifts: NDArray[np.uint8]) -> NDArray[np.in
 
 
 def _rows(width: int) -> tuple[NDArray[np.intp], NDArray[np.uint64], NDArray[np.intp]]:
-    """Return for each of the 64 rows the word it starts in and its shift there, and which rows reach the next word."""
+    """Return for each of the 64 rows its first word and its shift in it, and the rows that reach into the next word."""
     bit = np.arange(64) * width
     crossing = np.flatnonzero((bit & 63) + width > 64)
     return bit >> 6, (bit & 63).astype(np.uint64), crossing

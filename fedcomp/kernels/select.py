@@ -194,7 +194,8 @@ def _gather(
     scan: Callable[[int, int, Candidates], None],
     better: Callable[[int], int] | None = None,
 ) -> tuple[Found, int]:
-    """Return the elements >= a guess in one pass, and the guess; of k or more, the k largest and perhaps others.
+    """Return the elements >= a guess in one pass, and the guess; if there are k or more, the k largest and possibly
+    others.
 
     ``scan`` is one of the kernels' two passes over ``bits`` with its arrays; memory is O(k) on any input. ``better``
     guesses again, given how far the pass has come, when the first guess proves much too low.
@@ -225,7 +226,7 @@ def _gather(
 
 
 def _keep(candidates: Candidates, which: NDArray[np.int64]) -> None:
-    """Drop all candidates but those at the ascending positions ``which``."""
+    """Drop all candidates except those at the ascending positions ``which``."""
     candidates.indices[: which.size] = candidates.indices[which]
     candidates.magnitudes[: which.size] = candidates.magnitudes[which]
     candidates.state[0] = which.size
@@ -234,7 +235,7 @@ def _keep(candidates: Candidates, which: NDArray[np.int64]) -> None:
 def _select(
     kernels: Ops, bits: Bits, k: int, guess: int, found: Found, sample: Callable[[], Bits]
 ) -> tuple[NDArray[np.int64], float]:
-    """Return the top k and the smallest selected magnitude, from what a pass at ``guess`` found."""
+    """Return the top k and the smallest selected magnitude from the result of a pass at ``guess``."""
 
     def collect(*to: Any) -> None:
         kernels.collect(bits, *to)
@@ -310,16 +311,16 @@ def _lines_of_sum(memory: Floats, update: Floats, decay: float, out: Floats, at:
 
 
 def _expected(sample: Bits, size: int, k: int) -> float:
-    """Return how many of the k largest of ``size`` elements a sample holds on average."""
+    """Return the expected number of the k largest of ``size`` elements in a sample."""
     return k * sample.size / size
 
 
 def _guess(sample: Bits, expected: float, spread: float = 1.0) -> int:
-    """Return magnitude bits that very probably all wanted elements reach and few more do.
+    """Return magnitude bits that very probably all wanted elements reach, and few others.
 
     The rank 1.1 e + 4 sqrt(e) for e expected sample hits (times ``spread`` under the root, their variance over that of
-    independent elements): no fallback in 150 calls on layered heavy-tailed data, 1.1
-    to 2.2 k candidates (measured). A sample too small to say so gives 1: every non-zero element is a candidate.
+    independent elements): no fallback in 150 calls on layered heavy-tailed data, 1.1 to 2.2 k candidates (measured). A
+    sample that is too small gives 1, so every non-zero element is a candidate.
     """
     rank = int(1.1 * expected + 4.0 * (spread * expected) ** 0.5) + 1
     # Without the zeros, of which numpy's partition is slow where there are many.

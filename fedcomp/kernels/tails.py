@@ -21,12 +21,13 @@ from fedcomp.kernels.interface import INFINITY, LANES, Bits, Floats, Ops
 from fedcomp.kernels.tiers import Tier
 
 _FAR_OUT: Final = 256.0
-"""Squared distance of origin and mean, in variances, beyond which the sums are taken again about the mean.
+"""Squared distance of origin and mean, in variances, beyond which the sums are computed again about the mean.
 
-Up to there cancellation costs at most eight of the 53 bits. Of exponential exceedances one in 1e7 starts beyond.
+Up to this distance cancellation costs at most eight of the 53 bits. One in 1e7 exponential exceedances starts beyond
+it.
 """
 _LARGEST: Final = INFINITY - 1
-"""Magnitude bits of the largest finite number: only NaN and infinity lie above."""
+"""Magnitude bits of the largest finite number; only NaN and infinity lie above."""
 
 
 class Exceedances(NamedTuple):

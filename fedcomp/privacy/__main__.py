@@ -204,7 +204,7 @@ def _cost(z: float, rate: float, releases: int, delta: float, cap: int) -> Cost:
 
 
 def _up(value: float) -> str:
-    """Return six digits, rounded up: less noise than was planned would cross the budget."""
+    """Return six digits, rounded up, because less noise than planned would exceed the budget."""
     if not 0.0 < value < math.inf:
         return f"{value:.6g}"
     unit = 10.0 ** (math.floor(math.log10(value)) - 5)

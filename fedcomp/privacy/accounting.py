@@ -53,17 +53,18 @@ PRV_ERROR: Final = 0.01
 """Largest error of PRV in epsilon; it is part of the epsilon that is returned."""
 
 _PRV_POINTS: Final = 1 << 23
-"""Points of the distribution PRV may hold (64 MiB each array, about eight of them). Tiny rates over many releases ask
-for more without end."""
+"""Maximum number of points of the distribution in PRV (64 MiB per array, about eight arrays). Tiny rates over many
+releases would need more and more."""
 
 _PRV_LOSS: Final = 600.0
-"""Largest privacy loss PRV may tabulate: exp(709) is the last double, and what overflows comes out too small."""
+"""Largest privacy loss that PRV may tabulate. exp(709) is the last double, and an overflow would give a result that is
+too small."""
 
 _PRV_DELTA: Final = 1e-11
 """Smallest delta for PRV: its Fourier transforms carry an error of about 1e-16 a point."""
 
 _PRV_KINDS: Final = 24
-"""Different (rate, noise multiplier) pairs PRV convolves; a budget is checked every round."""
+"""Maximum number of distinct (rate, noise multiplier) pairs in PRV, since a budget is checked every round."""
 
 
 def _orders() -> NDArray[np.float64]:
@@ -78,7 +79,7 @@ ORDERS: Final = _orders()
 """Rényi orders: Opacus' own, closer to 1 for large and up to 2^24 for small epsilons. Shape (n,)."""
 
 _SAMPLED_ORDERS: Final = 1024.0
-"""Highest order at which a sampled mechanism is evaluated: binomial coefficients of more overflow a double."""
+"""Highest order at which a sampled mechanism is evaluated; higher binomial coefficients overflow a double."""
 
 CLASSICAL_ORDERS: Final = np.array([1.1, *range(2, 200)])
 """The orders of DataLens' released code."""
@@ -118,7 +119,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Part:
-    """What is spent at once on the same units: equal noise, and one draw of who takes part.
+    """A joint cost on the same units: equal noise, and one draw of the participants.
 
     Attributes
     ----------
@@ -207,7 +208,7 @@ def _rounds(events: Iterable[Event | Sequence[Event]]) -> Counter[Profile]:
 # Enough for the orders of a few hundred mechanisms; a plan asks two accountants about each it tries.
 @lru_cache(maxsize=1 << 16)
 def _sampled_order(rate: float, noise_multiplier: float, order: float) -> float:
-    """Return what Opacus says of one sampled Gaussian at one Rényi order; raises what its series raise."""
+    """Return Opacus' figure for one sampled Gaussian at one Rényi order; raises the exceptions of its series."""
     with optional("accounting of sampled rounds"):
         from opacus.accountants.analysis import rdp
 
@@ -252,7 +253,7 @@ def renyi_curve(part: _Part) -> NDArray[np.float64]:
 
 
 def _rdp_total(rounds: Rounds, cap: int) -> NDArray[np.float64]:
-    """Return the Rényi curve of all rounds, or of the ``cap`` dearest at each order. Shape (n,)."""
+    """Return the Rényi curve of all rounds, or of the ``cap`` most expensive ones at each order. Shape (n,)."""
     curves = [
         (sum((renyi_curve(part) for part in parts), np.zeros(ORDERS.shape)), n) for (parts, _), n in rounds.items()
     ]
@@ -393,9 +394,9 @@ def _prv_of(history: tuple[tuple[tuple[float, float], int], ...], delta: float, 
 
 
 def _reach(history: Sequence[tuple[tuple[float, float], int]], error: float, delta_error: float) -> float:
-    """Return how far losses reach, as Opacus' ``compute_safe_domain_size`` does it and bit for bit the same.
+    """Return the range of losses, bit for bit the same as Opacus' ``compute_safe_domain_size``.
 
-    That evaluates every order of every mechanism twice; here they are those which the Rényi curve has evaluated.
+    Opacus evaluates every order of every mechanism twice; this function uses those that the Rényi curve has evaluated.
     """
     from opacus.accountants import RDPAccountant
     from opacus.accountants.analysis import rdp
@@ -481,7 +482,7 @@ def compose_rounds(rounds: Rounds, delta: float, *, cap: int = 0) -> Cost:
 
 
 def _sampled(rounds: Rounds, delta: float, left: float) -> Cost:
-    """Return the cost of sampled Gaussians: the tightest of PRV, RDP and no amplification at all, all three bounds."""
+    """Return the cost of sampled Gaussians: the tightest of the three bounds PRV, RDP and no amplification."""
     with optional("accounting of sampled rounds"):
         import opacus
 
@@ -520,7 +521,7 @@ def failures(rounds: Rounds, cap: int) -> float:
 
 
 def _largest(values: Iterable[tuple[float, int]], cap: int) -> float:
-    """Return the sum of the ``cap`` largest values (0: of all), each given with how often it occurs."""
+    """Return the sum of the ``cap`` largest values (0: of all); each value comes with its count."""
     total, room = 0.0, cap or math.inf
     for value, count in sorted(values, reverse=True):
         taken = min(count, room)
@@ -541,10 +542,10 @@ def upper_bound(rounds: Rounds, delta: float, *, cap: int = 0) -> float:
 
 
 def _left(rounds: Rounds, delta: float, cap: int) -> float:
-    """Return what failures and the lattice of integer noise leave of ``delta``; not above 0 where it is nothing.
+    """Return ``delta`` minus the parts for failures and for the lattice of integer noise; 0 or less if nothing remains.
 
-    Rényi's curves hold for integers as they are (Canonne et al. 2020, recalled): where they alone answer, nothing is
-    taken off for the lattice.
+    Rényi curves hold for integers directly (Canonne et al. 2020, recalled), so if only they are used, nothing is
+    subtracted for the lattice.
     """
     left = delta - failures(rounds, cap)
     grid = grid_of(rounds)

@@ -35,7 +35,7 @@ from fedcomp.privacy.mechanism import Mechanism, Votes
 from fedcomp.rules import Configured, Inside, NotNegative, Positive
 
 _USUAL: Final = 20.0
-"""The published choice of the noise on the count: its standard deviation is the number of clients over this."""
+"""The published choice of the noise on the count: its standard deviation is the number of clients divided by this."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -201,7 +201,8 @@ def most_errors(errors: NDArray[Any] | int, trials: int, confidence: float) -> N
 
 
 def _distance(errors: NDArray[Any] | int, trials: int, confidence: float) -> Floats:
-    """Return how far beyond the threshold a world must lie, in standard deviations, to err no more often than seen."""
+    """Return the distance of a world beyond the threshold, in standard deviations, for which it errs no more often than
+    observed."""
     with optional("an audit"):
         from scipy.special import ndtri
 
@@ -276,7 +277,7 @@ def project(outputs: NDArray[Any], without: NDArray[Any], within: NDArray[Any]) 
 
 @lru_cache(maxsize=8)
 def _reach(trials: int, confidence: float) -> Floats:
-    """Return :func:`_distance` of 0 to ``trials`` errors, shape (trials + 1,); what is infinitely low is -40."""
+    """Return :func:`_distance` for 0 to ``trials`` errors, shape (trials + 1,); minus infinity is given as -40."""
     # Not minus infinity, which times a probability of 0 would make the mean NaN.
     return np.maximum(_distance(np.arange(trials + 1), trials, confidence), -40.0)
 

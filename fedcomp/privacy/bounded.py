@@ -191,7 +191,7 @@ class BoundedFixedPoint(FixedPoint):
 
 
 class _Tries:
-    """Uniform numbers of one key, others at every call."""
+    """Uniform numbers of one key, new ones at every call."""
 
     def __init__(self, key: Key) -> None:
         self._key = key.at(purpose=f"{key.purpose}/bounded")

@@ -21,7 +21,7 @@ MOST: Final = 1 << 31
 """Largest bound in grid steps: the squared norm of a rounded vector then fits 64 bits, whatever its size."""
 
 _TRIES: Final = 1000
-"""Conditional rounding succeeds with probability 0.39 or more each time; 1000 failures mean a wrong bound."""
+"""Each try of conditional rounding succeeds with probability 0.39 or more, so 1000 failures mean a wrong bound."""
 
 
 class Draws(Protocol):

@@ -23,8 +23,8 @@ _STATE: Final = np.dtype(
         ("normals", "u1", (40,)),
     ]
 )
-"""State of the processor's generator, as torch.get_rng_state() gives it: a Mersenne twister, and normal deviates that
-are kept for later (none here)."""
+"""State of torch's CPU generator, in the form of torch.get_rng_state(): a Mersenne twister, and stored normal deviates
+(none here)."""
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def secret_draws(entropy: Entropy) -> Iterator[None]:
 
 
 def _twister(entropy: Entropy) -> Tensor:
-    """Return a state of 624 random words, about to be twisted. Of a seed the generator would take 32 bits."""
+    """Return a state of 624 random words before their next twist. A seed would give the generator only 32 bits."""
     state = np.zeros((), _STATE)
     state["left"], state["seeded"] = 1, 1
     state["words"] = entropy.words(_WORDS) & np.uint64(0xFFFFFFFF)

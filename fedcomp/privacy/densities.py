@@ -20,10 +20,10 @@ TOLERANCE: Final = 2.0**-40
 """Relative error of :meth:`Density.relative`, at most, down to densities of e^-64; the real one is near 2^-46."""
 
 _NEAR: Final = 1 << 16
-"""Factorials below this are divided as products; above, Stirling's series has more digits than are ever needed."""
+"""Quotients of factorials below this are computed as products; above, Stirling's series has more digits than needed."""
 
 _LOOKED_UP: Final = 1 << 12
-"""Poisson means below this have their density in an array."""
+"""Poisson densities with a mean below this are stored in an array."""
 
 
 class Density(ABC):
@@ -172,7 +172,7 @@ def _stirling_error(count: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _log_factorial(count: int, context: decimal.Context) -> decimal.Decimal:
-    """Return ln k! without ln(2 pi) / 2, by Stirling's series, whose error is less than the first term left out."""
+    """Return ln k! without ln(2 pi) / 2, by Stirling's series, whose error is below the first omitted term."""
     k = decimal.Decimal(count)
     total = context.multiply(context.add(k, decimal.Decimal("0.5")), context.ln(k))
     total = context.subtract(total, k)

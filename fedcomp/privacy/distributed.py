@@ -43,10 +43,10 @@ _HEADROOM: Final = 2.0**40
 """Two distributions that are each within CUT of the ideal ones cost (1 + e^epsilon) CUT of delta: for epsilon < 27."""
 
 _FINEST: Final = 4096.0
-"""Scale up to which a grid is made finer for the sake of the noise: every bit of it is a bit of each coordinate."""
+"""Largest scale to which a grid is refined for the noise, because every bit adds a bit to each coordinate."""
 
 _SPIKE: Final = 1e-6
-"""Probability with which a public rotation leaves some coordinate of one vector so large that it is cut off."""
+"""Probability that a public rotation leaves some coordinate of one vector so large that it is cut off."""
 
 
 def divergence(shares: int, variance: float) -> float:

@@ -296,7 +296,7 @@ def check_module(module: nn.Module) -> None:
 
 
 def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
-    """Return every buffer with the module and the name it belongs to, and a copy of what it holds."""
+    """Return every buffer with its module and name, and a copy of its values."""
     return [
         (owner, name, buffer, buffer.detach().clone())
         for owner in module.modules()

@@ -22,7 +22,7 @@ _KEY_BYTES = 32
 # The same for all: every key makes one stream.
 _NONCE = bytes(16)
 _REKEY = 1 << 30
-"""Bytes after which a new key is drawn; far below where ChaCha20's block counter of 32 bits turns over."""
+"""Number of bytes after which a new key is drawn, far below the overflow of ChaCha20's block counter of 32 bits."""
 
 
 class Entropy(ABC):

@@ -39,11 +39,11 @@ _CHECK: Final = "check"
 _DIGITS: Final = 16
 
 _HEAD: Final = '{{"events":{events:>20},"last":"{last}","check":"{check}"}}\n'
-"""As long for any number of events, so that it can be written over in place."""
+"""Format of the head, which has the same length for any number of events and can be overwritten in place."""
 
 _KEY: Final = b'{"events":'
 _NONE: Final = _KEY + b"%20d" % 0
-"""How the head of a file without entries begins."""
+"""The start of the head of a file without entries."""
 
 
 class Chain:
@@ -260,12 +260,12 @@ class Journal:
             self._put(self._chain.head(), 0)
 
     def _read_head(self, line: bytes) -> tuple[int, str]:
-        """Return how many entries the head counts, and the checksum of the last one.
+        """Return the number of entries by the head, and the checksum of the last one.
 
         Raises
         ------
         PrivacyLedgerError
-            When it is damaged.
+            If the head is damaged.
         """
         try:
             document = json.loads(line)
@@ -281,7 +281,7 @@ class Journal:
         return count, last
 
     def _compare(self, count: int, last: str) -> None:
-        """Refuse lines that the head does not agree with, but for the one that a crash may leave beyond it.
+        """Refuse lines that disagree with the head, except for one that a crash may leave after its end.
 
         Raises
         ------
@@ -311,7 +311,7 @@ class Journal:
             self.entries.append(entry)
 
     def _follow(self, check: str, size: int) -> None:
-        """Note one more line of the chain, ``size`` bytes long with its end."""
+        """Add one more line of the chain, ``size`` bytes long with its end."""
         self._chain.checks.append(check)
         self._size += size
         if len(self._chain.checks) == 1:
@@ -388,7 +388,7 @@ def _dump(entry: Mapping[str, Any]) -> str:
 
 
 def _stands_at(place: Path, file: os.stat_result) -> bool:
-    """Whether who resumes will find ``file`` at ``place``."""
+    """Whether a resumed run will find ``file`` at ``place``."""
     try:
         return os.path.samestat(os.stat(place), file)
     except FileNotFoundError:

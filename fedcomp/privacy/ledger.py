@@ -133,7 +133,7 @@ class PrivacyLedger(Spending):
         return "" if self._journal is None else self._journal.head
 
     def _check_people(self, entries: Sequence[LedgerEntry]) -> None:
-        """Refuse participants that cannot all be different units."""
+        """Refuse a list of participants that cannot all be distinct units."""
         for entry in entries:
             if len(entry.participants) > self.population:
                 raise PrivacyLedgerError(
@@ -329,7 +329,7 @@ class PrivacyLedger(Spending):
             )
 
     def _join(self, journal: Journal) -> None:
-        """Take over what a file holds, and write into it what it lacks."""
+        """Take over the entries of a file, and write the missing ones into it."""
         if journal.header is None:
             if self._had_file:
                 raise PrivacyLedgerError(
@@ -373,7 +373,7 @@ class PrivacyLedger(Spending):
         return entries
 
     def _check_room(self, entry: LedgerEntry) -> None:
-        """Refuse a span of rounds that meets others: their units would be counted as drawn apart."""
+        """Refuse a span of rounds that overlaps others, because their units would be counted as separate draws."""
         stop = entry.round + entry.times
         met = any(first < stop and entry.round < last for first, last in self._spans.get(entry.attempt, ()))
         if entry.times > 1:
@@ -392,7 +392,7 @@ def check_population(delta: float, population: int) -> None:
 
 
 def _union(first: list[LedgerEntry], second: list[LedgerEntry], one: str, other: str) -> list[LedgerEntry]:
-    """Return the longer of two lists of one run's entries, which agree as far as both go."""
+    """Return the longer of two lists of one run's entries, which agree over the length of the shorter."""
     common = min(len(first), len(second))
     for mine, theirs in zip(first[:common], second[:common], strict=True):
         if mine != theirs:

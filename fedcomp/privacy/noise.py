@@ -140,7 +140,7 @@ def _check(sigma: float, count: int) -> None:
 
 
 class _Coins:
-    """Random decisions with rational probabilities, and with exp(-x) of rational x, without a floating-point number."""
+    """Random decisions with rational probabilities, and with exp(-x) for rational x, without floating-point numbers."""
 
     def __init__(self, entropy: Entropy) -> None:
         self._entropy = entropy
@@ -174,7 +174,8 @@ class _Coins:
 
 
 def _canonne(variance: Fraction, coins: _Coins) -> int:
-    """Return one draw of the discrete Gaussian: discrete Laplace noise, kept with the ratio of the two densities."""
+    """Return one draw of the discrete Gaussian: discrete Laplace noise, accepted with the ratio of the two
+    densities."""
     # Laplace noise about as wide as the Gaussian: a proposal is then kept with a chance that hardly depends on sigma.
     scale = math.isqrt(math.floor(variance)) + 1
     while True:

@@ -91,12 +91,12 @@ def clip_rows(rows: Tensor, mechanism: GridGaussian) -> Tensor:
 
 
 def _norms(whole: Tensor) -> Tensor:
-    """Return the L2 norms of rows of whole numbers: their squares and sums are exact in float64."""
+    """Return the L2 norms of rows of integers, whose squares and sums are exact in float64."""
     return torch.linalg.vector_norm(whole, dim=1, dtype=torch.float64)
 
 
 def _finite(rows: Tensor) -> Tensor:
-    """Return which rows hold neither NaN nor infinity, (B,)."""
+    """Return which rows contain neither NaN nor infinity, (B,)."""
     # A sum is finite only if all its terms are; it may overflow where they are.
     suspect = ~torch.isfinite(rows.sum(dim=1))
     if bool(suspect.any()):

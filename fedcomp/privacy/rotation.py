@@ -54,7 +54,8 @@ def largest_coordinate(size: int, probability: float) -> float:
 
 
 def _parts(size: int, seed: int) -> list[tuple[slice, NDArray[np.uint64]]]:
-    """Return what is turned, in order: a slice whose length is a power of two, and the signs before it is."""
+    """Return the rotated parts in order: a slice whose length is a power of two, and the signs that are applied
+    before."""
     if size < 2:
         return []
     # The largest power of two that fits: two blocks of it, one from each end, reach every coordinate.
@@ -65,7 +66,8 @@ def _parts(size: int, seed: int) -> list[tuple[slice, NDArray[np.uint64]]]:
 
 
 def _signs(key: Key, count: int) -> NDArray[np.uint64]:
-    """Return the top bits of as many words, packed; frames have been turned by these signs since there are any."""
+    """Return the top bits of this number of words, packed. These signs must not change, because existing frames are
+    rotated with them."""
     words = np.zeros(-(-count // 64), "<u8")
     packed = np.packbits((key.bits(count) >> np.uint64(63)).astype(np.bool_), bitorder="little")
     words.view(np.uint8)[: packed.size] = packed

@@ -128,7 +128,7 @@ class MaskedSum:
         return [client for client in range(self.clients) if client not in present]
 
     def _mask(self, client: int, other: int) -> NDArray[np.int64]:
-        """Return what ``client`` adds on behalf of the pair, residues."""
+        """Return the residues that ``client`` adds for the pair."""
         mask = _expand(self.seeds[min(client, other), max(client, other)], self.size, self.modulus)
         return mask if client < other else -mask % self.modulus
 

@@ -162,7 +162,7 @@ class Spending:
         return [node for node in nodes if node not in self._taken][max(0, self.population - len(self._taken)) :]
 
     def _recount(self, entries: Iterable[LedgerEntry]) -> None:
-        """Count ``entries`` in place of those so far; what is recorded from now on is another attempt."""
+        """Replace the counted entries by ``entries``; events recorded from now on belong to another attempt."""
         self._entries: list[LedgerEntry] = []
         self._counts: Counter[Profile] = Counter()
         self._single: dict[tuple[int, int], tuple[Event, ...]] = {}

@@ -19,17 +19,18 @@ from fedcomp.privacy.densities import TOLERANCE, Density
 from fedcomp.privacy.entropy import Entropy
 
 _COLUMNS: Final = 11
-"""Bits of the alias table's index. 2048 columns hold every staircase."""
+"""Bits of the alias table's index; 2048 columns are enough for every staircase."""
 _CAPACITY: Final = 1 << (64 - _COLUMNS)
 _STAIRS: Final = 32
-"""Stairs of one standard deviation, at least, where it has as many integers: one draw in a hundred is rejected."""
+"""Minimum number of stairs in one standard deviation, if it contains as many integers; one draw in a hundred is
+rejected."""
 _TAIL: Final = 4
 """Weight of one side's tail."""
 _BLOCK: Final = 1 << 15
-"""Draws at a time: the intermediate arrays stay in the cache."""
+"""Number of draws at a time, so the intermediate arrays stay in the cache."""
 _DIGITS: Final = 30
 _TINY: Final = 2.0**-900
-"""Chances below this are left to exact arithmetic."""
+"""Probabilities below this are decided with exact arithmetic."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +211,8 @@ def staircase(density: Density) -> Staircase:
 
 
 def _measure(density: Density, width: int, tail: int) -> tuple[int, int]:
-    """Return how many stairs each side has, and the scale: the tails' weights must reach over what is beyond."""
+    """Return the number of stairs on each side, and the scale; the weights of the tails must cover everything
+    beyond."""
     most = ((1 << _COLUMNS) - 3) // 2
     entry = np.arange(2 * most)
     side = -(entry & 1)

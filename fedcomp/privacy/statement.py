@@ -38,7 +38,7 @@ _MANY_IDS: Final = (
     "more ids than the population took part: some came back under another id, or the population was declared too "
     "small, and delta is then too large"
 )
-"""Beside the unit, where that is so. With a cap the ledger refuses it."""
+"""The addition to the unit if this is the case. With a cap the ledger refuses it."""
 
 Epsilon = Annotated[float, Null(math.inf, "infinite")]
 """An epsilon; JSON has no number for an infinite one and gets this word."""
@@ -350,7 +350,7 @@ def make_statement(
 
 
 def _precision(noise: str, ledger: PrivacyLedger) -> str:
-    """Return what was done about floating point."""
+    """Return the statement about floating-point precision."""
     if noise == "gaussian":
         return (
             "INSECURE: noise is drawn and added in floating point, whose last bits can give the sum away; epsilon "

@@ -61,14 +61,16 @@ digits). So several orders are tried, and the shortest frame is sent.
 """
 
 _FACTORS: Final = (2654435769, 1779033703, 1013904242)
-"""2^32 times (sqrt 5 - 1)/2, sqrt 2 - 1 and sqrt 5 - 2: multiples of such numbers spread evenly, whatever the period of
-what is multiplied."""
+"""2^32 times (sqrt 5 - 1)/2, sqrt 2 - 1 and sqrt 5 - 2: multiples of such numbers are spread evenly for any period of
+the multiplied values."""
 
 _FEW: Final = 1 << 16
-"""Elements of a frame up to which all factors are tried; longer supports differ by less than a percent."""
+"""Largest number of elements for which all factors are tried; for longer supports they differ by less than one per
+cent."""
 
 _LONGEST: Final = 1 << 31
-"""Vectors of this many elements or more are not scattered: products of two indices would not fit into 64 bits."""
+"""Vectors of this many elements or more are not scattered, because products of two indices would not fit into 64
+bits."""
 
 
 def topk_stochastic_sign(
@@ -177,7 +179,8 @@ def repeated_votes(
 
 
 def _largest(magnitudes: NDArray[Any], k: int) -> NDArray[np.int64]:
-    """Return the columns of the ``k`` largest of each row, ascending; of equal ones the first. Shape (rows, k)."""
+    """Return the columns of the ``k`` largest values of each row in ascending order; the first of equal ones. Shape
+    (rows, k)."""
     rows, size = magnitudes.shape
     if k == size:
         return np.broadcast_to(np.arange(size), (rows, size))
@@ -367,7 +370,7 @@ class TopkSign(PositionalCodec):
 
 
 def _multiplier(n: int, order: int) -> int:
-    """Return the factor of ``order`` (4, 8 or 12) for ``n`` elements; it has no divisor in common with n."""
+    """Return the factor of ``order`` (4, 8 or 12) for ``n`` elements, which is coprime to n."""
     a = max(1, n * _FACTORS[(order >> 2) - 1] >> 32)
     # Only a factor without a common divisor moves every index to a place of its own, so that it can be undone.
     while math.gcd(a, n) != 1:
@@ -376,7 +379,7 @@ def _multiplier(n: int, order: int) -> int:
 
 
 def _scatter(tensor: Tensor, order: int) -> Tensor:
-    """Return votes with every index i as ``i a mod n``."""
+    """Return votes with every index i replaced by ``i a mod n``."""
     return _moved(tensor, _multiplier(tensor.size, order)) if tensor.size else tensor
 
 
@@ -395,7 +398,7 @@ def _moved(tensor: Tensor, factor: int) -> Tensor:
 
 
 def _shortest(tensors: list[Tensor]) -> Frame:
-    """Return the shortest frame of votes over the orders that are tried; the first of equals."""
+    """Return the shortest frame of votes over the tried orders; the first of equal ones."""
     frames = [wire.encode(tensors)]
     sizes = [tensor.size for tensor in tensors]
     if max(sizes, default=0) < _LONGEST:
@@ -405,7 +408,7 @@ def _shortest(tensors: list[Tensor]) -> Frame:
 
 
 def _check_order(bundle: Bundle) -> None:
-    """Refuse a frame with other flags than :data:`ORDER`'s, or with these on vectors that are not scattered."""
+    """Refuse a frame with flags other than :data:`ORDER`'s, or with these on vectors that are not scattered."""
     if bundle.flags & ~ORDER:
         raise SchemaMismatch(f"a frame of votes has flags 0, 4, 8 or 12, found {bundle.flags}")
     if bundle.flags and any(tensor.size >= _LONGEST for tensor in bundle.tensors):
@@ -415,7 +418,7 @@ def _check_order(bundle: Bundle) -> None:
 def _shares(k: int, sizes: list[int], densities: list[float | None]) -> list[int]:
     """Split ``k`` votes over tensors in proportion to size times density, at least one and at most all of each.
 
-    A tensor without a density of its own counts with the mean density, k over the sum of sizes.
+    A tensor without its own density counts with the mean density, k over the sum of sizes.
     """
     total = sum(sizes)
     if k >= total:

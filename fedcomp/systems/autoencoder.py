@@ -139,7 +139,7 @@ class AutoencoderTraining(Configured):
     def _train(
         self, halves: Halves, names: Sequence[str], losses: Callable[..., Sequence[torch.Tensor]]
     ) -> tuple[Halves, tuple[float, ...]]:
-        """Take the steps of a round on the halves ``names``, which are the last to be given up from then on."""
+        """Take the steps of a round on the halves ``names``, which are from then on the last to be evicted."""
         # A node's own decoder begins as the one that unknown nodes share, as it is now.
         begun = [halves.get(name) or {"weights": halves["decoder"]["weights"]} for name in names]
         with optional("the training of an autoencoder"):
@@ -200,7 +200,7 @@ def half_of(kind: type[H], half: Half) -> H:
 
 
 def _signals(vectors: Sequence[Vector]) -> torch.Tensor:
-    """Return signals as torch takes them: (nodes, 1, positions), zeros at the end."""
+    """Return signals in torch's shape (nodes, 1, positions), padded with zeros."""
     import torch
 
     out = torch.zeros(len(vectors), 1, STEP * math.ceil(vectors[0].size / STEP))
@@ -215,7 +215,7 @@ def _layers(leaf: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch
 
 
 def _encode(batch: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """Return latents, (nodes, 4, positions / 16): what :class:`ConvEncoder` computes."""
+    """Return latents of shape (nodes, 4, positions / 16), as :class:`ConvEncoder` computes them."""
     from torch.nn import functional as f
 
     *layers, kernel, bias = _layers(leaf, ConvEncoder.SHAPES)
@@ -225,7 +225,7 @@ def _encode(batch: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _decode(latents: torch.Tensor, leaf: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
-    """Return signals, (nodes, 1, positions): what :class:`ConvDecoder` computes."""
+    """Return signals of shape (nodes, 1, positions), as :class:`ConvDecoder` computes them."""
     import torch
     from torch.nn import functional as f
 

@@ -206,7 +206,7 @@ class ConditionalRounds(Pair, id="conditional"):
         return now.mean_of(self.codec, given)
 
     def _sort(self, now: Now, answers: Sequence[Answer], unaware: list[int]) -> tuple[list[int], list[int]]:
-        """Return who is quiet and who is not; note who decides by nothing, or anew."""
+        """Return the quiet nodes and the others; record nodes that cannot decide and nodes whose settings changed."""
         quiet, others = list[int](), list[int]()
         for answer in answers:
             say = answer.say if isinstance(answer.say, Status) else Status()
@@ -260,5 +260,5 @@ class ConditionalRounds(Pair, id="conditional"):
 
 
 def _codecs(memory: State) -> State:
-    """Return a memory without what is decided by."""
+    """Return a memory without the state of the decision."""
     return {name: array for name, array in memory.items() if name != DECIDES}

@@ -116,7 +116,7 @@ class FactorSharing(System, id="factors"):
         return self._downward(now, codec, total, given)
 
     def _by_layer(self, now: Now, codec: Codec) -> Generator[Sequence[Ask], Sequence[Answer], list[Given]]:
-        """Collect frames in parts; return those of which all came."""
+        """Collect frames in parts; return the complete ones."""
         count, limits = len(layers(now.layout)), codec.limits(now.layout)
         answers = yield [Ask(node, expects=FramePart) for node in now.nodes]
         weights = {answer.node: answer.weight for answer in answers}
@@ -139,7 +139,7 @@ class FactorSharing(System, id="factors"):
         return sorted(given)
 
     def _part(self, now: Now, answers: Sequence[Answer], number: int, count: int, limits: Limits) -> dict[int, Bundle]:
-        """Return by node the part of that number; refuse other answers."""
+        """Return by node the part with this number; refuse other answers."""
         # With the first one all of the update leaves the memory.
         asked, name = FramePart(number, count), _PART if number else self.SENT
         for answer in answers:
@@ -151,7 +151,7 @@ class FactorSharing(System, id="factors"):
         return now.read(answers, name, lambda frame: wire.decode(frame, limits=limits))
 
     def _downward(self, now: Now, codec: Codec, total: Step, given: Sequence[Given]) -> Step | None:
-        """Return the step as the factors of all that are in it, where they are shorter than the model."""
+        """Return the step as the factors of all its frames if they are shorter than the model."""
         layout, down = now.layout, now.downward(total, 1.0)
         if down is None:
             return None
@@ -199,7 +199,7 @@ def _inner(codec: Codec) -> Codec:
 
 
 def _own(memory: State) -> State:
-    """Return what the codec remembers: all but parts that were not fetched."""
+    """Return the memory of the codec, without parts that were not fetched."""
     return {name: array for name, array in memory.items() if not name.startswith(_PART)}
 
 

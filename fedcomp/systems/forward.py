@@ -181,7 +181,7 @@ class Forward(System, id="forward"):
         return self._replayed(now, total, [a for a in answers if a.node in total.consumed])
 
     def _replayed(self, now: Now, total: Step, answers: Sequence[Answer]) -> Step:
-        """Return the step as the numbers of which it is the sum, where they are shorter than the model."""
+        """Return the step as the numbers from which it is computed if they are shorter than the model."""
         down, weight = Replay(self.codec), sum(answer.weight for answer in answers)
         shares = [answer.weight / weight * now.scales.get(answer.node, 1.0) for answer in answers]
         frames = [answer.frames[self.SENT] for answer in answers]

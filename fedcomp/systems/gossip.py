@@ -410,7 +410,7 @@ class Gossip(System, id="gossip"):
         return Course(members=members, starts=dict.fromkeys(members, "common"))
 
     def _kept(self, now: Now, run: Course) -> Step | None:
-        """Keep how far the run is; return the mean of the models that were shown."""
+        """Store the progress of the run; return the mean of the models that nodes sent."""
         now.state["course"] = to_plain(run)
         now.told["course"] = run
         models = [shown.model for _, shown in sorted(now.told["models"].items())]
@@ -419,7 +419,8 @@ class Gossip(System, id="gossip"):
         return Step((), model=np.asarray(np.mean(models, axis=0, dtype=np.float64), np.float32))
 
     def _iteration(self, now: Now, run: Course, *, dense: bool = False) -> Exchange:
-        """Begin an iteration on all nodes that can; of a synchronous algorithm wait until everybody has, or is gone."""
+        """Start an iteration on all nodes that can. With a synchronous algorithm, wait until all have started or are
+        gone."""
         run.finished.clear()
         # Not those whose iterations failed: they would fail again, and every return costs all others an epoch.
         there = {node for node in now.nodes if node < self.graph.n and node in now.keys}
@@ -437,7 +438,7 @@ class Gossip(System, id="gossip"):
             yield from self._exchange(now, run, [])
 
     def _observed(self, now: Now, run: Course) -> Exchange:
-        """Ask all that have answered for their models, as they will be after the messages that wait for them."""
+        """Ask all nodes that have answered for their models, after the messages that wait for them."""
         if now.open and not self.algorithm.asynchronous:
             return
         # Who has yet to begin has no model.
@@ -460,7 +461,7 @@ class Gossip(System, id="gossip"):
         return Ask(node, SHOW, say, mail=tuple(mail), expects=Done, model=False)
 
     def _restart(self, now: Now, run: Course, *, finishing: bool = False) -> None:
-        """Begin an epoch of a synchronous run where the set of nodes has changed or an iteration was in vain."""
+        """Start a new epoch of a synchronous run if the set of nodes has changed or an iteration failed."""
         if run.unread:
             run.vain += 1
         elif not run.restarted:
@@ -486,7 +487,7 @@ class Gossip(System, id="gossip"):
         run.torn, run.unread = finishing, ""
 
     def _enter(self, now: Now, run: Course) -> None:
-        """Let those in who want to join, with new states."""
+        """Admit nodes that want to join, with new states."""
         for node in sorted(run.joining - run.departing):
             run.joining.discard(node)
             run.members.add(node)
@@ -502,7 +503,7 @@ class Gossip(System, id="gossip"):
                     run.broken.setdefault(other, set()).add(node)
 
     def _turns(self, now: Now, run: Course, dense: bool) -> list[Ask]:
-        """Return the next turn of everybody who has answered the last; edges to the others rest."""
+        """Return the next turn of all nodes that have answered the last one; edges to the others pause."""
         asks, idle = [], sorted(run.members - now.open.keys())
         # A leaver gets no messages any more: it would only have to pass them on.
         living = set(idle) - run.leaving
@@ -526,7 +527,7 @@ class Gossip(System, id="gossip"):
         return asks
 
     def _see_off(self, now: Now, run: Course, living: set[int], gone: Sequence[int] | None = None) -> list[Ask]:
-        """Let nodes that have left take back what could not be delivered, and leave with it once more."""
+        """Let nodes that have left take back undelivered messages, and then leave again."""
         asks = []
         for node in sorted(run.departing - now.open.keys()) if gone is None else gone:
             if not now.mailbox.waiting.get(node):
@@ -549,7 +550,7 @@ class Gossip(System, id="gossip"):
         return self._turn(run, "finish", View(node, run.iteration, seed=now.seed))
 
     def _view(self, now: Now, run: Course, node: int, alive: frozenset[int] | None, dense: bool) -> View:
-        """Return what a node must know of the iteration that begins; ``alive`` None: everybody is."""
+        """Return what a node must know about the new iteration. ``alive`` is None if all nodes are alive."""
         # Of a new epoch's neighbours nothing is known.
         anew = run.starts.get(node) in ("reset", "empty") and not self.algorithm.asynchronous
         return self.graph.view(
@@ -586,7 +587,8 @@ class Gossip(System, id="gossip"):
     def _exchange(
         self, now: Now, run: Course, asks: Sequence[Ask], calls: Sequence[Ask] = (), *, closing: bool = False
     ) -> Exchange:
-        """Ask, and repeat what has no answer; settle what comes back, and give up who is silent for too long."""
+        """Send asks and repeat those without an answer; settle the answers, and give up nodes that are silent for too
+        long."""
         traffic, asked = now.told["traffic"], {node: stamped.ask for node, stamped in now.mailbox.asked.items()}
         repeated = [Ask(node) for node in asked]
         asked |= {ask.node: ask._replace(mail=waiting(now.mailbox, ask.node)) for ask in asks}
@@ -636,7 +638,7 @@ class Gossip(System, id="gossip"):
         return bool(now.mailbox.waiting.get(node)) or sent
 
     def _settle(self, now: Now, run: Course, ask: Ask, answer: Answer) -> None:
-        """Take an answer: what it says counts, and its messages are on their way, or nothing of it is."""
+        """Take an answer completely or not at all: its content counts and its messages are sent, or it is refused."""
         node, turn, done = answer.node, ask.say, answer.say
         assert isinstance(turn, Turn)
         assert isinstance(done, Done)
@@ -678,7 +680,7 @@ class Gossip(System, id="gossip"):
         self._post(now, run, turn, answer)
 
     def _wrong(self, now: Now, ask: Ask, turn: Turn, answer: Answer) -> str:
-        """Return why an answer cannot be one to this ask; empty where it can."""
+        """Return the reason why an answer does not fit this ask; empty if it does."""
         done, posts = answer.say, answer.post
         assert isinstance(done, Done)
         synchronous = not self.algorithm.asynchronous
@@ -721,7 +723,7 @@ class Gossip(System, id="gossip"):
                 _note(now, "noticed", source, f"node {node} says: {remark}")
 
     def _shown(self, now: Now, answer: Answer) -> None:
-        """Take a model that was shown; leave out one that is not of the run."""
+        """Take a model that a node sent; leave out one that does not belong to the run."""
         node, done, layout, wide = answer.node, answer.say, now.layout, np.dtype(self.dtype)
         assert isinstance(done, Done)
         if done.fresh or done.needs:
@@ -743,7 +745,7 @@ class Gossip(System, id="gossip"):
         now.told["models"][node] = Shown(model, own, dict(zip(done.figures, done.measured, strict=True)), facts)
 
     def _post(self, now: Now, run: Course, turn: Turn, answer: Answer) -> None:
-        """Count what a node sent and put it on its way, or back where nobody can take it."""
+        """Count the messages of a node and post them, or return them if no node can take them."""
         node, counted = answer.node, dict[str, dict[Phase, int]]()
         broken = run.broken.get(node, set())
         for post in answer.post:
@@ -765,7 +767,7 @@ class Gossip(System, id="gossip"):
             now.told["traffic"].count(_size_in(name), phases)
 
     def _returned(self, now: Now, run: Course, node: int, ask: Ask, sources: Collection[int]) -> None:
-        """Send back what a node could not apply, and whatever else of these sources waits for it: it follows that."""
+        """Return messages that a node could not apply, and all later messages of the same sources that wait for it."""
         others = now.mailbox.take(node)
         back = [p for p in (*ask.mail, *others) if p.source in sources and not p.name.startswith(RETURNED)]
         now.mailbox.put(p for p in others if p.source not in sources or p.name.startswith(RETURNED))
@@ -781,14 +783,14 @@ class Gossip(System, id="gossip"):
                 now.mailbox.put([Post(post.to, post.source, RETURNED + post.name, post.data)])
 
     def _give_up(self, now: Now, run: Course, node: int, reason: str, ask: Ask) -> None:
-        """Declare a node gone. Whatever it did with its last ask, its state is never used again."""
+        """Declare a node gone. Its state is never used again, even if it carried out its last ask."""
         # Of a node that leaves the others' iteration knows nothing any more.
         run.torn |= not self.algorithm.asynchronous and isinstance(ask.say, Turn) and ask.say.do != "leave"
         _note(now, "gone", node, reason)
         self._end(now, run, node, () if node in now.open else ask.mail)
 
     def _end(self, now: Now, run: Course, node: int, mail: Sequence[Post] = ()) -> None:
-        """End the part a node takes; what was for it goes back, what came back to it is lost with it."""
+        """End the participation of a node. Messages for it go back; messages that came back to it are lost with it."""
         posts = (*mail, *now.mailbox.give_up(node))
         run.drop(node)
         self._send_back(now, run, (post for post in posts if not post.name.startswith(RETURNED)))
@@ -797,12 +799,12 @@ class Gossip(System, id="gossip"):
             _note(now, "split", node, f"groups that cannot all reach each other: {[sorted(group) for group in groups]}")
 
     def _exclude(self, now: Now, run: Course) -> None:
-        """Give up the nodes whose iterations failed too often.
+        """Give up nodes whose iterations failed too often.
 
         Raises
         ------
         Diverged
-            When more than half of all nodes are: then it is not they that fail, but the run.
+            If these are more than half of all nodes, since then the run itself has failed.
         """
         most = self.patience if self.algorithm.asynchronous else 1
         failing = sorted(n for n, (times, _) in run.failures.items() if times >= most and n in run.members)
@@ -845,7 +847,7 @@ class Gossip(System, id="gossip"):
         return held.memory(turn), answer
 
     def _carried_out(self, held: _Held, turn: Turn, mail: Sequence[Post], me: Me) -> tuple[_Held, Answer]:
-        """Finish the iteration before with what came; do what the turn says."""
+        """Finish the previous iteration with the received messages, then carry out the turn."""
         algorithm, view, data = self.algorithm, turn.view(me.node, me.seed), me.data
         inbox = tuple(GossipMessage(p.source, me.node, p.data) for p in mail if not p.name.startswith(RETURNED))
         back = tuple(GossipMessage(me.node, p.source, p.data) for p in mail if p.name.startswith(RETURNED))
@@ -911,8 +913,8 @@ class Gossip(System, id="gossip"):
 
 @dataclass(frozen=True)
 class _Held:
-    """What a node's memory holds: the algorithm's state, tensors that stay at home, how running statistics moved, and
-    the last turn and its epoch."""
+    """The content of a node's memory: the algorithm's state, tensors that are not sent, changes of running statistics,
+    and the last turn and its epoch."""
 
     state: State
     own: Arrays
@@ -963,7 +965,8 @@ def _life(post: Post) -> str:
 
 
 def _size(post: Post) -> int:
-    """Return the bytes of a message, by its sender's word: what is here may stand for one that a link has brought."""
+    """Return the size of a message as its sender reported it, because the message here may be a placeholder for one
+    delivered over a link."""
     return _size_in(post.name)
 
 
@@ -977,6 +980,6 @@ def waiting(mailbox: Mailbox, node: int) -> tuple[Post, ...]:
 
 
 def _withdraw(mailbox: Mailbox, post: Post) -> None:
-    """Take back what was posted just now."""
+    """Withdraw the messages that were just posted."""
     box = mailbox.waiting[post.to]
     del box[max(at for at, each in enumerate(box) if each == post)]

@@ -141,7 +141,7 @@ class FittedBasis(System, id="gradiveq"):
         return self.codec.mean(self._basis(blobs, layout))
 
     def _basis(self, blobs: Frames, layout: Layout) -> SliceBasis:
-        """Return the basis of a round: that of its blobs, or none where everything travels."""
+        """Return the basis of a round from its blobs, or none if everything is sent."""
         return self.codec.read_basis(blobs["basis"], layout) if "basis" in blobs else SliceBasis.nothing(layout)
 
     def _resumed(self, now: Now) -> tuple[Cycle, Moments]:
@@ -164,7 +164,8 @@ class FittedBasis(System, id="gradiveq"):
         return Moments(self.codec.slices(layout), self.codec.fit, self.sampling - max(1, self.sampling // 5))
 
     def _count(self, now: Now, cycle: Cycle, moments: Moments, moved: Vector, drift: float | None) -> None:
-        """Count a round that made a step: sample it, fit a basis after the last sample, give one up that drifts."""
+        """Count a round that made a step: sample it, fit a basis after the last sample, and drop a basis that
+        drifts."""
         phase, most = cycle.phase, self.codec.refresh_tol
         refit = most is not None and drift is not None and drift > most
         if phase == SAMPLING:
@@ -185,7 +186,8 @@ class FittedBasis(System, id="gradiveq"):
 
 
 def _drift(answers: Sequence[Answer], consumed: Sequence[int]) -> float | None:
-    """Return the weighted mean share that the basis misses, over clients whose values were used; None if none weigh."""
+    """Return the weighted mean of the fraction that the basis misses, over clients whose values were used; None if
+    their weights are zero."""
     found = [(a.say.drift, a.weight) for a in answers if a.node in consumed and isinstance(a.say, Drift)]
     total = sum(weight for _, weight in found)
     # Nobody misses more than everything: one client's word counts for its weight and no more.

@@ -264,7 +264,8 @@ class LearnedGradients(System, id="lgc"):
         return replace(self.codec, dense=True) if number <= self.warmup_rounds else self.codec
 
     def _stage(self, now: Now) -> tuple[LGC, LatentEncoder, Mapping[int | None, LatentDecoder]]:
-        """Return the codec of a round, its encoder, and decoders by node; that of None is for all others."""
+        """Return the codec of a round, its encoder, and decoders by node; the decoder under None is for all other
+        nodes."""
         codec, halves = self._at(now.number), now.state.get("halves")
         if now.number <= self.warmup_rounds + self.training_rounds or halves is None:
             if now.number > self.warmup_rounds + self.training_rounds:
@@ -277,7 +278,8 @@ class LearnedGradients(System, id="lgc"):
         return replace(codec, encoder=encoder.id), encoder, {None: shared, **own}
 
     def _learn(self, now: Now, codec: LGC, supports: Supports, used: Sequence[Given]) -> dict[str, float]:
-        """Train on what the nodes sent of their coded tensors; return the losses, none if they are not finite."""
+        """Train on the values that nodes sent of their coded tensors; return the losses, or none if they are not
+        finite."""
         layout, coded, fixed = now.layout, codec.coded(now.layout), codec.on(supports, now.number)
         if codec.coded_support(supports, layout).size < FEWEST:
             now.note("too few values are sent for an autoencoder: raise density, or lower raw")
@@ -303,13 +305,14 @@ class LearnedGradients(System, id="lgc"):
 
 
 def _by_node(codec: LGC) -> bool:
-    """Whether one client sends latents, and all innovations."""
+    """Whether one client sends latents and all send innovations."""
     return codec.sends_latents and codec.instance == "server"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _Innovation(Innovation):
-    """A client's innovation, whose norm is that of all that it adds: with what is decoded, as it says itself."""
+    """A client's innovation. Its norm covers everything the client adds, including the decoded values, as the client
+    reports."""
 
     scale: float = 1.0
     decoded: int = 0
@@ -320,7 +323,7 @@ class _Innovation(Innovation):
 
 
 def _innovation(codec: LGC, layout: Layout, scale: float, decoded: int) -> _Innovation:
-    """Return the codec of the innovation of a client with ``scale``, beside which so many values are decoded."""
+    """Return the codec for the innovation of a client with ``scale``, in addition to this number of decoded values."""
     return _Innovation(**codec.innovations(layout).get_config(), scale=scale, decoded=decoded)
 
 
@@ -329,7 +332,7 @@ def _scales(answers: Sequence[Answer]) -> dict[int, float]:
 
 
 def _opened(codec: LGC, layout: Layout, answer: Answer, frame: Frame) -> tuple[Supports, Vector]:
-    """Return the support that a leader chose, and its latents where it is the common node."""
+    """Return the support that a leader chose, and its latents if it is the common node."""
     supports = open_support(frame, codec, layout)
     if not _by_node(codec):
         return supports, np.zeros(0, np.float32)

@@ -47,7 +47,7 @@ class Pair(System, id="pair"):
         return now.mean_of(codec, [self._voting(now, answer) for answer in answers])
 
     def _voting(self, now: Now, answer: Answer) -> Answer:
-        """Return an answer with the vote that a client without this half would have cast."""
+        """Return an answer with the vote that this client would have cast with the client half installed."""
         if answer.update is None or not self.codec.votes:
             return answer
         update = Update(answer.update, now.layout)

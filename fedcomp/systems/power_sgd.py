@@ -133,7 +133,7 @@ class SharedBasis(System, id="power-sgd"):
         return None if self.codec.memory == "aggregated" else self.codec.settle(memory, layout)["memory"]
 
     def _follows(self, last: Mapping[str, Any] | None, number: int, seed: int, layout: Layout) -> Basis:
-        """Return the basis that round ``number`` begins with: it follows from the last step, at both ends."""
+        """Return the initial basis of round ``number``, which follows from the last step at both ends."""
         mean = None
         if last is not None:
             codec = self.at(last["number"])
@@ -142,7 +142,7 @@ class SharedBasis(System, id="power-sgd"):
         return self.at(number).start(mean, layout, _key(last, seed))
 
     def _keep_mean(self, now: Now, mean: Frame, consumed: tuple[int, ...]) -> None:
-        """Keep the means that nodes' memories are still to be corrected by, of one model's bytes at most."""
+        """Keep the means that will still correct nodes' memories, in at most the bytes of one model."""
         sent = {**now.state.get("sent", {}), **{str(node): str(now.number) for node in consumed}}
         means = {number: kept for number, kept in now.state.get("means", {}).items() if number in sent.values()}
         means[str(now.number)] = mean
@@ -152,7 +152,7 @@ class SharedBasis(System, id="power-sgd"):
         now.state["sent"] = {node: number for node, number in sent.items() if number in means}
 
     def _means(self, now: Now) -> dict[int, Frames]:
-        """Return by node, as a blob, the mean that its last frame was part of."""
+        """Return by node, as a blob, the mean that contains its last frame."""
         sent, means = now.state.get("sent", {}), now.state.get("means", {})
         return {node: {"mean": means[sent[str(node)]]} for node in now.nodes if str(node) in sent}
 
@@ -169,5 +169,5 @@ def basis_of(codec: PowerSGD, blobs: Frames, layout: Layout) -> Basis:
 
 
 def _key(last: Mapping[str, Any] | None, seed: int) -> Key:
-    """Return what columns without a direction are drawn from: by the last step, which both ends know."""
+    """Return the key for drawing columns without a direction, from the last step, which both ends know."""
     return basis_key(seed, 1 if last is None else last["number"] + 1)

@@ -28,7 +28,7 @@ from fedcomp.wire import Frame
 T = TypeVar("T")
 
 _CANDIDATES: Final = 4
-"""How many clients are asked to lead, after the first, before a round is given up: each may cost a timeout."""
+"""Number of clients, after the first, that are asked to lead before a round is given up; each may cost a timeout."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -238,7 +238,7 @@ class Task(ABC):
         return other
 
     def _test_on(self, out: NDArray[np.bool_]) -> None:
-        """Put these training examples in place of the test split, so that what is chosen by them has not seen that."""
+        """Replace the test split by these training examples, so choices based on them do not use the test split."""
         x, y = self.train_split.x, self.train_split.y
         self.train_split, self.test = Split(x[~out], y[~out]), Split(x[out], y[out])
         self._ids = None if self._ids is None else self._ids[~out]
@@ -247,7 +247,7 @@ class Task(ABC):
 
     @abstractmethod
     def _make_model(self) -> nn.Module:
-        """Return the module; its values are filled in by :meth:`model`."""
+        """Return the module; :meth:`model` sets its values."""
 
     @abstractmethod
     def objective(self, model: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:

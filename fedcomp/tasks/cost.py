@@ -100,7 +100,7 @@ def scalecom_policy(multiplies: Mapping[str, float], *, uncompressed: Collection
 
 @dataclass(frozen=True, slots=True)
 class _Guided(TablePolicy):
-    """The table where it says something, the default policy elsewhere."""
+    """The policy of the table where it has an entry, and the default policy elsewhere."""
 
     default: SmallDense = field(default_factory=SmallDense)
 

@@ -36,10 +36,10 @@ SECOND: Final = 0.999
 """Adam's epsilon and second decay rate, which the published settings leave at their defaults (Kingma, Ba 2015)."""
 
 _SLOPE: Final = 0.2
-"""Of leaky ReLU in the discriminators."""
+"""Slope of leaky ReLU in the discriminators."""
 
 _REFERENCE: Final = 64
-"""Public images whose statistics stand for those of a batch where labels are those of records."""
+"""Number of public images whose statistics replace those of a batch when the labels are those of records."""
 
 
 class Generator(nn.Module):

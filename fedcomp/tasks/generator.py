@@ -29,10 +29,10 @@ from fedcomp.tasks.sources import DataSource, LabelledExamples, load
 from fedcomp.tasks.teachers import by_hash
 
 _PIECE: Final = 1000
-"""Images generated at once; it bounds memory alone, since the generator is in evaluation mode."""
+"""Number of images generated at once; it only bounds memory, since the generator is in evaluation mode."""
 
 _TRAININGS: Final = 5
-"""Trainings of one evaluation's classifier, at most; the last has a sixteenth of the step size."""
+"""Maximum number of trainings of the classifier in one evaluation; the last has a sixteenth of the step size."""
 
 
 class Ensemble(NamedTuple):
@@ -209,7 +209,7 @@ class GeneratorTask(Classification):
         return classifier
 
     def _tells_apart(self, classifier: nn.Module, made: Split) -> bool:
-        """Return whether a classifier names more than one class on images of more than one."""
+        """Return whether a classifier predicts more than one class on images of more than one class."""
         if len(np.unique(made.y)) == 1:
             return True
         images = made.tensors[0]

@@ -65,7 +65,7 @@ _NOT_THE_ROWS: Final = (
     *("root", "download", "structure", "hidden", "layers", "dropout", "split", "split_seed", "held_out"),
     *("cut", "partition_seed", "normalisation", "self_loops"),
 )
-"""Options that do not change feature rows. What the last four of them change, the digest covers by its arrays."""
+"""Options that do not change feature rows. The digest covers the effect of the last four by its arrays."""
 
 
 _REFUSAL: Final = (
@@ -372,7 +372,7 @@ def train_centrally(
 
 
 def _split(graph: LabelledGraph, options: Mapping[str, Any]) -> tuple[Ids, Ids]:
-    """Return the nodes to learn from and those that are held out, ascending."""
+    """Return the training nodes and the held-out nodes, ascending."""
     if options["split"] == "public":
         assert graph.public is not None
         return graph.public
@@ -386,7 +386,7 @@ def _split(graph: LabelledGraph, options: Mapping[str, Any]) -> tuple[Ids, Ids]:
 
 
 def _prepared(features: NDArray[np.float32], kind: str, dtype: str) -> NDArray[np.floating]:
-    """Return features as asked for; a row without any stays as it is."""
+    """Return the features in the requested form; an empty row stays unchanged."""
     if kind == "binary":
         return (features != 0).astype(dtype)
     if kind == "rows":

@@ -72,7 +72,7 @@ class _LinearTask(Task):
         return (next(model.parameters()),)
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return where the score's sign is the label's."""
+        """Return a mask of the examples whose score has the sign of the label."""
         return (outputs.squeeze(1) > 0) == (targets > 0)
 
     @property

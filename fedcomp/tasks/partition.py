@@ -202,7 +202,7 @@ def _checked(labels: NDArray[Any]) -> NDArray[Any]:
     Raises
     ------
     ConfigError
-        When there is not one for each example.
+        If there is not one label for each example.
     """
     labels = np.asarray(labels)
     if labels.ndim != 1:

@@ -25,7 +25,7 @@ class PlanetoidError(FedcompError, ValueError):
 
 
 class _Matrix:
-    """What was pickled as scipy's csr_matrix: its arrays, nothing else of it."""
+    """The arrays of a pickled scipy csr_matrix, without anything else."""
 
     shape: tuple[int, int]
     data: NDArray[Any]
@@ -37,7 +37,7 @@ class _Matrix:
         self.data, self.indices, self.indptr = (state[name] for name in ("data", "indices", "indptr"))
 
     def dense(self) -> NDArray[np.float32]:
-        """Return all of it as rows."""
+        """Return the whole matrix as dense rows."""
         out = np.zeros(self.shape, np.float32)
         out[np.repeat(np.arange(self.shape[0]), np.diff(self.indptr)), self.indices] = self.data
         return out
@@ -54,7 +54,7 @@ _KNOWN: Final[Mapping[tuple[str, str], Any]] = {
     ("collections", "defaultdict"): defaultdict,
     ("__builtin__", "list"): list,
 }
-"""Every name the published files use, and what it stands for here."""
+"""Every name in the published files, and its replacement here."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -102,5 +102,5 @@ def read(files: Mapping[str, bytes]) -> LabelledGraph:
 
 
 def _classes(one_hot: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the class of each row, -1 where there is none."""
+    """Return the class of each row, or -1 if it has none."""
     return np.where(one_hot.any(1), one_hot.argmax(1), -1).astype(np.int64)

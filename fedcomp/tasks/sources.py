@@ -190,17 +190,17 @@ def local_stamp(name: str, root: str | None) -> Stamp | None:
 
 
 def _shares(entry: _Set) -> bool:
-    """Return whether another set has other files in the same folder."""
+    """Return whether another set keeps other files in the same folder."""
     return any(other.folder == entry.folder and other.files != entry.files for other in SETS.values())
 
 
 def _rest(entry: _Set) -> str:
-    """Return what has to go for the search to go on, without the files of other sets."""
+    """Return what must be deleted before the search can continue, without the files of other sets."""
     return "all files of this set" if _shares(entry) else "the folder"
 
 
 def _is_folder(path: Path) -> bool:
-    """Return whether ``path`` is a folder (True) or nothing at all (False); raise DataError for the rest."""
+    """Return True if ``path`` is a folder and False if it does not exist; raise DataError otherwise."""
     # lstat first: it tells a link that leads nowhere, which is an error, from nothing at all.
     try:
         os.lstat(path)
@@ -223,7 +223,7 @@ def _is_folder(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """One set: its local files with their SHA-256, its readers, and what stands in for it."""
+    """One data set: its local files with their SHA-256, its readers, and its substitute."""
 
     offline: Callable[[], Content]
     offline_is: str
@@ -277,7 +277,7 @@ def _verified(folder: Path, entry: _Set, files: Mapping[str, str]) -> dict[str, 
 
 
 def _frozen(content: Content) -> Content:
-    """Make shared arrays read-only: they are kept for the life of the process."""
+    """Make shared arrays read-only, because they are kept for the life of the process."""
     if isinstance(content, LabelledExamples):
         for array in (content.x_train, content.y_train, content.x_test, content.y_test):
             array.flags.writeable = False
@@ -312,8 +312,8 @@ def _split(x: NDArray[Any], y: NDArray[Any], *, standardise: bool = False) -> La
 def _embedded(name: str, skip: int = 0) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return rows and targets of a table embedded in scikit-learn, whose last column is the target.
 
-    The file is read as it lies there: importing the library takes a second, which a deployed client, a process per
-    message, would spend on every message.
+    The file is read directly, because importing the library takes a second, and a deployed client, with a process per
+    message, would spend it on every message.
     """
     found = importlib.util.find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
@@ -335,7 +335,7 @@ def _digits() -> LabelledExamples:
 
 
 def _digits_zero() -> LabelledExamples:
-    """Return the digits with the classes "not a zero" and "zero"; a fifth of the ten classes is held out, as there."""
+    """Return the digits with the classes "not a zero" and "zero"; a fifth of each of the ten classes is held out."""
     table = _digits()
     train, test = (np.asarray(y == 0, np.int64) for y in (table.y_train, table.y_test))
     return LabelledExamples(table.x_train, train, table.x_test, test, 2)
@@ -344,7 +344,7 @@ def _digits_zero() -> LabelledExamples:
 def _digits_five() -> LabelledExamples:
     """Return the digits in [0, 1] with the classes "below five" and "five and more", in order of the digit.
 
-    The order makes the partition "sorted" one by digit: labels that only say which half a row is in cannot.
+    With this order the partition "sorted" is by digit, which the two labels alone do not allow.
     """
     x, y = _embedded("digits.csv.gz")
     table = _split(x / 16.0, y)
@@ -355,7 +355,7 @@ def _digits_five() -> LabelledExamples:
 
 
 def _digits_nodes() -> LabelledGraph:
-    """Return all digits in [0, 1] as nodes without edges, in their own order: how they are joined is the task's."""
+    """Return all digits in [0, 1] as nodes without edges, in their own order; the task adds the edges."""
     x, y = _embedded("digits.csv.gz")
     nobody = np.zeros(0, np.int64)
     return LabelledGraph((x / 16.0).astype(np.float32), y, nobody, nobody.copy(), 10)
@@ -388,7 +388,7 @@ _CIFAR_CLASSES: Final = ("airplane", "automobile", "bird", "cat", "deer", "dog",
 
 
 def _read_cifar(files: Mapping[str, bytes]) -> LabelledExamples:
-    """Return the images by number, then class, so that the first so many hold all classes alike."""
+    """Return the images by number, then class, so that any first part has equal numbers of all classes."""
     from PIL import Image
 
     (data,) = files.values()

@@ -148,7 +148,7 @@ class OnOff(Configured):
 
 
 def _waiting(mean: float, uniform: float) -> float:
-    """Return an exponential time; a uniform number of 0 gives a moment, not nothing."""
+    """Return an exponential time; a uniform number of 0 gives a tiny time above zero."""
     return max(-mean * math.log1p(-uniform), 1e-9)
 
 

@@ -11,7 +11,7 @@ from fedcomp.wire.frame import HEADER
 from fedcomp.wire.limits import Limits
 
 _WIDE: Final = Limits(max_bytes_in=1 << 62, max_elements=1 << 62, max_bytes_out=1 << 62, max_tensors=1 << 32)
-"""Nothing here grows with what a frame claims to hold, so nothing has to be refused for its size."""
+"""Memory here does not grow with the sizes that a frame claims, so no frame has to be refused for its size."""
 
 
 def tensor_bytes(frame: Buffer) -> tuple[int, ...]:

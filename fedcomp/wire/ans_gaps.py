@@ -19,7 +19,7 @@ from fedcomp.wire.rans import lanes, least_bytes, pack_rans, unpack_rans
 
 
 def _width(symbols: NDArray[np.uint16]) -> NDArray[np.uint8]:
-    """Return how many bits of a gap of each class travel as they are."""
+    """Return the number of raw bits of a gap, by class."""
     return np.maximum((symbols >> 2).astype(np.int16) - 1, 0).astype(np.uint8)
 
 

@@ -23,7 +23,7 @@ from fedcomp.wire.quantised import take_param
 _ONE = 0
 _MANY = 1
 _STRETCH = 1 << 14
-"""Codes read at once: temporaries of half a MiB, which stay in the cache."""
+"""Number of codes read at once; temporaries of half a MiB stay in the cache."""
 
 
 class Bins(IndexCodec):

@@ -239,7 +239,7 @@ def encode_support(support: Support, name: str, backend: str) -> tuple[IndexCode
 
 
 def _stored_size(encoded: tuple[IndexCodec, bytes, bytes, str, bytes | None]) -> int:
-    """Return the bytes a support takes; a compressed one also adds two raw lengths to the table."""
+    """Return the bytes of a support; a compressed one also adds two raw lengths to the table."""
     _, params, section, _, compressed = encoded
     return len(params) + (len(section) if compressed is None else len(compressed) + 2 * len(put_varint(len(section))))
 

@@ -56,7 +56,7 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 
 class _Entry(NamedTuple):
-    """One row of the tensor table, checked on its own."""
+    """One row of the tensor table, checked independently."""
 
     name: str
     dtype: str
@@ -202,7 +202,7 @@ def _take_fields(buf: memoryview, pos: int, end: int) -> tuple[tuple[tuple[int, 
 def _take_table(
     buf: memoryview, pos: int, end: int, count: int, expect: Schema | None, limits: Limits
 ) -> tuple[list[_Entry], list[int]]:
-    """Read the table; return its entries, and the bytes of each: those in the table and those of its sections."""
+    """Read the table; return its entries and the bytes of each, in the table and in its sections."""
     if expect is not None and count != len(expect):
         raise SchemaMismatch(f"frame of {count} tensors, expected {len(expect)}")
     if count > limits.max_tensors:
@@ -351,7 +351,7 @@ def _known_values(code: int, dtype: str, name: str) -> type[Values]:
 def _check_allowed(
     rule: Limits | Expected, kind: Kind, name: str, index: IndexCodec, params: bytes, values: type[Values]
 ) -> None:
-    """Raise UnsupportedCodec for codecs the receiver knows, but does not take: in general or for this tensor."""
+    """Raise UnsupportedCodec for codecs that the receiver knows but does not accept, in general or for this tensor."""
     allowed = rule.index_codecs
     if allowed is not None and kind is SPARSE:
         # A complement is allowed only together with what it wraps: its cost is that of the codec inside.
@@ -366,8 +366,8 @@ def _check_allowed(
 
 
 def _possible_work(entry: _Entry) -> int:
-    """Check the raw section lengths against what codec, n and k permit; return an upper bound on the memory that
-    opening and decoding both sections takes, results included."""
+    """Check the raw section lengths against the limits from codec, n and k; return an upper bound on the memory for
+    opening and decoding both sections, including results."""
     n, k, index, index_params, index_raw = entry.n, entry.k, entry.index_codec, entry.index_params, entry.index_raw
     _require_length(entry.name, "index", index_raw, index.bounds(index_params, n, k))
     values, value_params, value_raw = entry.value_codec, entry.value_params, entry.value_raw
@@ -396,7 +396,7 @@ def _take_tensor(
     limits: Limits,
     supports: Mapping[int, Indices] | None,
 ) -> tuple[Tensor, int]:
-    """Return the tensor and how many non-finite values were replaced."""
+    """Return the tensor and the number of replaced non-finite values."""
     index = entry.index_codec.source(entry.index_params)
     indices: Indices | None = None
     if entry.kind is SPARSE:
@@ -425,7 +425,7 @@ def _take_tensor(
 
 
 def _count_overflow(values: NDArray[Any]) -> int:
-    """Return how many of the values are NaN or infinite as float16."""
+    """Return the number of values that are NaN or infinite as float16."""
     with np.errstate(over="ignore"):
         return not_finite(values, np.float16)
 
@@ -438,7 +438,7 @@ def _zero_overflow(values: Values) -> Values:
 
 
 def _open(backend: str, section: memoryview, raw: int) -> Buffer:
-    """Return the raw section; equal lengths mean that the back-end was not used for it."""
+    """Return the raw section; equal lengths mean that no back-end was used."""
     return section if len(section) == raw else decompress(backend, section, raw)
 
 

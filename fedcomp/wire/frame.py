@@ -174,7 +174,7 @@ def _values(values: Values, backend: str) -> tuple[bytes, int, Buffer]:
 
 
 def _shorter(raw: Buffer, backend: str) -> bytes:
-    """Return ``raw`` compressed, or as it is when that is not shorter: equal lengths on the wire mean "stored"."""
+    """Return ``raw`` compressed, or unchanged if that is not shorter; equal lengths on the wire mean "stored"."""
     if backend != "none" and len(raw):
         small = compress(backend, raw)
         if len(small) < len(raw):

@@ -76,7 +76,7 @@ class Specimen:
         return seal(body) if checksum is None else body + checksum
 
     def _expected(self, mutant: Frame) -> Schema:
-        """Return the schema with as many tensors as the frame claims, so that not every second mutant ends there."""
+        """Return the schema with as many tensors as the frame claims, so that fewer mutants fail at this check."""
         return self.schema if mutant[8:9] == b"\x02" else self.schema[:1]
 
 
@@ -351,8 +351,8 @@ def fuzz(specimen: Specimen, others: Sequence[Specimen], count: int, seed: int =
 
 
 def _check_dense(tensors: tuple[Tensor, ...], specimen: Specimen, mutant: Frame) -> None:
-    """Require that every tensor of an accepted mutant can be made dense; coefficients need their basis for that, levels
-    the shapes of their matrices."""
+    """Require that every tensor of an accepted mutant can be made dense. Coefficients need their basis for this, and
+    levels the shapes of their matrices."""
     for tensor in tensors:
         unopened = isinstance(tensor.values, Levels) and tensor.values.terms is None
         if tensor.kind is COEFFICIENTS or (tensor.kind is SHARED and tensor.indices is None) or unopened:
@@ -368,7 +368,7 @@ def _check_dense(tensors: tuple[Tensor, ...], specimen: Specimen, mutant: Frame)
 
 
 def _best_time(specimen: Specimen, frame: Frame, with_schema: bool) -> float:
-    """Return the least processor time of several decodes of ``frame``, accepted or not, in seconds."""
+    """Return the smallest processor time of several decodes of ``frame``, accepted or not, in seconds."""
     best = float("inf")
     for _ in range(5):
         start = time.thread_time()

@@ -15,11 +15,11 @@ from fedcomp.wire.bits import Buffer, pack, pack_unary, packed_size, unary_size,
 from fedcomp.wire.errors import Corrupt
 
 _STRETCH = 1 << 15
-"""Bytes of a unary stream read at once."""
+"""Number of bytes of a unary stream read at once."""
 
 
 def _lengths(numbers: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """Return floor(log2(number + 1)); exact, since float64 holds these integers."""
+    """Return floor(log2(number + 1)), which is exact since float64 represents these integers."""
     _, exponent = np.frexp(numbers.astype(np.float64) + 1.0)
     return exponent.astype(np.int64) - 1
 
@@ -79,9 +79,9 @@ def unpack_gamma(buf: Buffer, count: int, longest: int) -> NDArray[np.uint32]:
 
 
 def _unpack_lengths(buf: Buffer, count: int, longest: int) -> tuple[NDArray[np.uint8], int]:
-    """Return the first ``count`` numbers of a unary stream and the bytes they take; ``count`` is positive.
+    """Return the first ``count`` numbers of a unary stream and their size in bytes; ``count`` is positive.
 
-    The stream is read a stretch at a time: its end is not known, and a listed bit costs 64 times what it does packed.
+    The stream is read in pieces, because its end is unknown and an unpacked bit takes 64 times its packed size.
     """
     lengths = np.empty(count, np.uint8)
     raw = np.frombuffer(buf, np.uint8)

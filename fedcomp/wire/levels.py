@@ -313,7 +313,7 @@ _FIELDS, _GAMMA, _RANS = range(3)
 
 
 def _level_type(s: int) -> type[np.int16] | type[np.int32]:
-    """Return the type of levels up to ``s``: half the memory where twice as many fit, as their fields are unsigned."""
+    """Return the type of levels up to ``s``. Unsigned fields fit twice as many levels, which can halve the memory."""
     return np.int16 if s < 1 << 14 else np.int32
 
 

@@ -26,15 +26,17 @@ FILLED: Final = 10
 
 _CRC: Final = 4
 _ALIGNMENT: Final = 9
-"""Most bytes of the padding by which an encoder aligns its largest dense section."""
+"""Maximum padding in bytes with which an encoder aligns its largest dense section."""
 
 _ROUNDED: Final = 2
 _RANGE: Final = 9
-"""Of a range float: bits and mantissa, a lowest magnitude below 2**23 and a number of positive ones below 2**16."""
+"""Parameters of a range float: bits and mantissa, a lowest magnitude below 2**23 and a number of positive values below
+2**16."""
 _LEVELS: Final = 7
-"""Of levels: form, bits, step and three shifts."""
+"""Parameters of levels: form, bits, step and three shifts."""
 _BEHIND_BACKEND: Final = 12
-"""Of a support's bound: roundings to whole bytes; the raw lengths of sections where a byte compressor is tried."""
+"""Additions to the bound of a support: rounding to whole bytes, and the raw lengths of sections if a byte compressor is
+tried."""
 
 
 def longest(schema: Schema, index: str = "auto", *forms: Mapping[str, int]) -> int:
@@ -116,7 +118,7 @@ def pad(frame: Frame, length: int, salt: bytes) -> Frame:
 
 
 def _content(room: int) -> int | None:
-    """Return how many bytes of content a field of ``room`` bytes has, None where there is no such field."""
+    """Return the content bytes of a field of ``room`` bytes; None if no such field exists."""
     # A length of five bytes reaches 2**35 - 1, beyond any frame.
     for width in range(1, 6):
         count = room - 1 - width
@@ -137,9 +139,9 @@ def _only(expected: Expected) -> tuple[int, str]:
 
 
 def _support(n: int, most: int, index: str) -> tuple[int, int]:
-    """Return the most bytes of parameters and section that any support of up to ``most`` of ``n`` indices takes.
+    """Return the maximum bytes of parameters and section for any support of up to ``most`` of ``n`` indices.
 
-    Every figure below grows with k, so that its value at ``most`` bounds all.
+    Every figure below grows with k, so its value at ``most`` bounds all.
     """
     if index == "seeded":
         return 9, 0
@@ -212,4 +214,4 @@ _VALUES: Final[Mapping[str, Callable[[int, Mapping[str, int]], tuple[int, int]]]
     "levels": lambda k, form: (_LEVELS, form["bytes"]),
     "unit-sign": lambda k, form: (0, (k + 7) // 8),
 }
-"""Parameters and section of k values at most, in bytes, by value codec. Raw values are float32."""
+"""By value codec, the maximum bytes of parameters and section for k values. Raw values are float32."""

@@ -298,7 +298,7 @@ def draws(seed: int, count: int, start: int = 0, purpose: str = "dither") -> NDA
 
 
 def _undithered(head: Head, levels: NDArray[Any], seed: int) -> NDArray[np.float32]:
-    """Return ``(level - u) * step``, over the fraction of columns."""
+    """Return ``(level - u) * step``, divided by the fraction of columns."""
     scale = float(head.width) * (1 << 16) / head.fraction
     out = np.empty(levels.size, np.float32)
     for start in range(0, levels.size, _BLOCK):
@@ -309,7 +309,7 @@ def _undithered(head: Head, levels: NDArray[Any], seed: int) -> NDArray[np.float
 
 
 def _looked_up(head: Head, levels: NDArray[Any]) -> NDArray[np.float32]:
-    """Return what rounded levels stand for."""
+    """Return the values of rounded levels."""
     table, out = _table(head), np.empty(levels.size, np.float32)
     for start in range(0, levels.size, _BLOCK):
         places = levels[start : start + _BLOCK].astype(np.intp)
@@ -320,7 +320,7 @@ def _looked_up(head: Head, levels: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def _table(head: Head) -> NDArray[np.float32]:
-    """Return the values of all levels, from minus two to the bits of the largest on."""
+    """Return the values of all levels, from minus to plus two to the power of ``head.top``."""
     sizes = np.arange(1, (1 << head.top) + 1)
     # Exact before the product: 17 bits, and 7 below.
     positive = (sizes + np.array(head.shifts)[np.minimum(sizes, 3) - 1] / 128.0).astype(np.float32) * head.width
@@ -328,7 +328,7 @@ def _table(head: Head) -> NDArray[np.float32]:
 
 
 def _made_by(head: Head, levels: NDArray[Any]) -> bool:
-    """Whether an encoder could have given these levels this head."""
+    """Whether an encoder could have written this head for these levels."""
     largest = max(int(levels.max(initial=0)), -int(levels.min(initial=0)))
     if largest.bit_length() != head.top:
         return False

@@ -26,7 +26,7 @@ MAX_MANTISSA: Final = 15
 
 _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _SAMPLE: Final = 4096
-"""Values at most from which the mantissa is chosen."""
+"""Maximum number of values for choosing the mantissa."""
 
 
 class RangeFloat(Values):
@@ -205,7 +205,7 @@ def least_mantissa(bits: int) -> int:
 
 
 def _cut(ends: NDArray[np.float32], mantissa: int, up: bool) -> tuple[int, int]:
-    """Return the patterns of two magnitudes, cut to the nearest, or ``up``; finite ones."""
+    """Return the bit patterns of two magnitudes, cut to the nearest or ``up``, and finite."""
     shift = 23 - mantissa
     whole = ends.view(np.uint32).astype(np.int64)
     more = (1 << shift) - 1 if up else (1 << shift) >> 1
@@ -215,7 +215,7 @@ def _cut(ends: NDArray[np.float32], mantissa: int, up: bool) -> tuple[int, int]:
 def _fit(ends: NDArray[np.float32], bits: int, mantissa: int, up: bool) -> tuple[int, int, int]:
     """Return the lowest magnitude, and the numbers of positive and of negative ones, for the largest of both signs.
 
-    The side that reaches further gets the more codes, as both end in their own largest magnitude.
+    The sign with the larger magnitude gets more codes, as both end at their own largest magnitude.
     """
     top, bottom = _cut(ends, mantissa, up)
     total = (1 << bits) - 1
@@ -251,7 +251,7 @@ def _encode(
 
 
 def _best_mantissa(sample: NDArray[np.float32], ends: NDArray[np.float32], bits: int) -> int:
-    """Return the mantissa with the least squared error of ``sample``, of equal ones the smallest."""
+    """Return the mantissa with the smallest squared error on ``sample``; the smallest of equal ones."""
     best, least = least_mantissa(bits), np.inf
     for mantissa in range(least_mantissa(bits), bits - 1):
         lowest, positives, negatives = _fit(ends, bits, mantissa, up=False)

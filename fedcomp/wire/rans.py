@@ -31,7 +31,7 @@ MOST_SYMBOLS: Final = 1 << 16
 _SLOTS: Final = np.arange(TOTAL, dtype=np.uint32)
 _MOST_LANES_LOG2: Final = 8
 _FINE: Final = 64
-"""Steps per bit in which the size of a stream is estimated."""
+"""Number of steps per bit in the estimate of a stream's size."""
 
 
 def lanes(count: int) -> int:
@@ -66,7 +66,7 @@ def frequencies(counts: NDArray[np.int64]) -> NDArray[np.uint32]:
 
 @functools.cache
 def _cost(frequency: int) -> int:
-    """Return the cost of a number, in units of 1 / _FINE bits and rounded down, by integers alone."""
+    """Return the cost of a number in units of 1 / _FINE bits, rounded down, with integer arithmetic only."""
     return RANS_BITS * _FINE - (frequency**_FINE).bit_length()
 
 
@@ -135,7 +135,7 @@ def unpack_rans(buf: Buffer, count: int, tier: Tier = "auto") -> NDArray[np.uint
 
 
 def _slots(table: NDArray[np.uint32]) -> tuple[NDArray[np.uint16], NDArray[np.uint32]]:
-    """Return the number of each of the 4096 slots, and its frequency << 16 | the slot's place among its slots."""
+    """Return the number of each of the 4096 slots, and its frequency << 16 | the slot's position among its slots."""
     numbers = np.repeat(np.arange(table.size, dtype=np.uint16), table)
     # Each slot's place is its own number minus that of its number's first slot; what that borrows, adding gives back.
     before = (table << np.uint32(16)) - (np.cumsum(table, dtype=np.uint32) - table)

@@ -123,7 +123,7 @@ class Rice(IndexCodec):
 def _join_gaps(
     ones: Indices, low: NDArray[Any], widths: NDArray[np.uint8], largest: int, block: int, n: int
 ) -> Indices:
-    """Return indices from the places of the unary stream and the low bits of the gaps; overwrites both.
+    """Return indices from the positions in the unary stream and the low bits of the gaps; overwrites both.
 
     The shifted quotients add up to less than 2**62; no width is above ``largest``.
     """
@@ -213,7 +213,7 @@ class BlockRice(IndexCodec):
 
 
 def _in_blocks(numbers: NDArray[Any], log2: int) -> NDArray[Any]:
-    """Return numbers a block to a row, the last row filled up with zeros; a view where it is full."""
+    """Return numbers with one block per row, the last row padded with zeros; a view if it is full."""
     if not numbers.size & (1 << log2) - 1:
         return numbers.reshape(-1, 1 << log2)
     blocks = np.zeros((-(-numbers.size >> log2), 1 << log2), numbers.dtype)
@@ -227,7 +227,7 @@ def _parameters(table: NDArray[np.uint8]) -> list[int]:
 
 
 def _members(table: NDArray[np.uint8], k: int, log2: int) -> dict[int, int]:
-    """Return how many of the ``k`` gaps lie in blocks of each parameter."""
+    """Return the number of the ``k`` gaps in blocks of each parameter."""
     counts = np.bincount(table) << log2
     # The last block is usually shorter than the others.
     counts[table[-1]] -= (table.size << log2) - k
@@ -311,7 +311,7 @@ class EliasFano(IndexCodec):
 
 
 def _high_steps(support: Support, low: int) -> NDArray[np.int64]:
-    """Return by how much the high part grows from one index to the next."""
+    """Return the increase of the high part from one index to the next."""
     high = support.indices >> low
     high[1:] -= high[:-1].copy()
     return high

@@ -177,7 +177,7 @@ class Section:
         return Tensor(values, (self.n,), dtype=self.dtype, kind=SPARSE, indices=indices)
 
     def _value_bytes(self, k: int) -> int | None:
-        """Return the bytes of k values, None when that does not follow from k."""
+        """Return the bytes of k values; None if this does not follow from k."""
         if self.params is None:
             return None
         low, high = self.values.bounds(self.params, k, self.dtype)
@@ -185,7 +185,8 @@ class Section:
 
     @cached_property
     def _stride(self) -> int:
-        """Bytes per value where every value has as many, else 0: the length does not give k, and a count travels."""
+        """Bytes per value if all values have the same size, otherwise 0: then the length does not give k, and a count
+        is sent."""
         # Two sizes, since a codec of a few bits per value also takes one byte for a single value.
         one, many = self._value_bytes(1), self._value_bytes(1 << 16)
         return one if one is not None and many == one << 16 else 0

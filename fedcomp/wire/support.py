@@ -35,7 +35,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 _M1 = 0xBF58476D1CE4E5B9
 _M2 = 0x94D049BB133111EB
 _WORDS = 1 << 16
-"""Words worked out at once: few enough for their temporaries to stay in the cache."""
+"""Number of words computed at once, few enough for their temporaries to stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ def _first_distinct(seed: int, n: int, m: int) -> NDArray[np.int64]:
 
 
 def _take_distinct(stream: NDArray[np.uint64], n: int, m: int) -> NDArray[np.int64]:
-    """Return the first ``m`` distinct numbers of ``stream``, ascending; fewer when it has not that many."""
+    """Return the first ``m`` distinct numbers of ``stream``, ascending; fewer if it does not have that many."""
     bits = (stream.size - 1).bit_length()
     if (n - 1).bit_length() + bits <= 64:
         # Sorting (number, position) as one word is several times faster than a stable argsort.

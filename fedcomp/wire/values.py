@@ -166,7 +166,7 @@ def _shuffle_flag(name: str, params: bytes) -> bool:
 
 
 def _view(params: bytes, section: Buffer, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return the section as a read-only array: a view where alignment permits, else an aligned copy."""
+    """Return the section as a read-only array: a view if alignment permits, otherwise an aligned copy."""
     if params:
         array = unshuffle(section, dtype)
     else:
@@ -250,7 +250,7 @@ class Raw(Values):
 
 
 class _Words(Values):
-    """Two bytes a value, as they are stored. Parameters on the wire: none, or 01 when byte-shuffled."""
+    """Values of two bytes, as stored. Parameters on the wire: none, or 01 if byte-shuffled."""
 
     stored: ClassVar[str]
     work: ClassVar[int]

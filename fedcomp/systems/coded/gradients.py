@@ -49,10 +49,10 @@ MAX_METRICS: Final = 4096
 """Largest number of metric values in an answer."""
 
 _AGREES: Final = 1e-9
-"""Redundant float64 answers that contradict each other by more are reported; rounding leaves less (measured 1e-12)."""
+"""Redundant float64 answers that differ by more are reported; rounding errors are smaller (measured 1e-12)."""
 
 _LOOSE: Final = 1e6
-"""Amplification that is accepted, and reported, where no code of the usual one is found."""
+"""Amplification that is accepted and reported if no code with the usual one is found."""
 
 _FORM: Final = tuple[str, tuple[tuple[str, Annotated[int, Int(0, MAX_METRICS)]], ...]]
 
@@ -276,7 +276,8 @@ class GradientCode(System, id="gradient-code"):
         return self._concluded(now, members, code, rows, taken)
 
     def _devices(self, now: Now, members: Sequence[int]) -> list[int]:
-        """Return the partitions of the round's code, ascending: the members', and those of a few that went offline."""
+        """Return the partitions of the round's code in ascending order: those of the members, and of a few that went
+        offline."""
         # The driver says who is offline: who is not asked because only a sample is, has not left.
         former, away = now.state.get("devices", []), now.state.get("away", [])
         gone = [p for p in former if p in away and p not in members] if set(members) <= set(former) else []
@@ -291,7 +292,7 @@ class GradientCode(System, id="gradient-code"):
         return Combine(partitions, code.coefficients(device).astype(values.dtype).tobytes(), code.n)
 
     def _enough(self, code: Assignment, rows: _Rows, came: Sequence[Answer]) -> bool:
-        """Whether the answers so far determine the sum, or are as many as were asked for."""
+        """Whether the answers so far determine the sum or reach the quorum."""
         kept = rows.agreeing(came)
         return 0 < self.quorum <= len(kept) or code.can_decode_sum(kept)
 
@@ -368,7 +369,7 @@ class GradientCode(System, id="gradient-code"):
         return memory, Answer(me.node, say=Combined(forms[0].to_text()), frames={"row": frame}, bare=True)
 
     def _row(self, part: Part, layout: Layout, values: Arithmetic) -> tuple[NDArray[Any], Form]:
-        """Return a partition's row: the weighted change and, as scalars, weight, metrics and what is beside the
+        """Return a partition's row: the weighted change and, as scalars, weight, metrics and the values outside the
         vector."""
         weight = part.metrics.get(self.weight) if self.weight else 1.0
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < HEAVIEST:
@@ -385,7 +386,7 @@ class GradientCode(System, id="gradient-code"):
 
 @dataclass
 class _Rows:
-    """The rows of one round, checked one by one as they come.
+    """The rows of one round, each checked as it arrives.
 
     Attributes
     ----------
@@ -403,7 +404,8 @@ class _Rows:
     _refused: dict[int, str] = field(default_factory=dict)
 
     def agreeing(self, answers: Sequence[Answer]) -> list[int]:
-        """Return the devices whose answers have the most frequent form, and note it; nobody where two are."""
+        """Return the devices whose answers have the most frequent form, and store that form; none if two are equally
+        frequent."""
         for answer in answers:
             device = self.place[answer.node]
             # What was read before is not read again: this is called after each arrival.
@@ -419,7 +421,7 @@ class _Rows:
         return sorted(device for device, (form, _) in self._seen.items() if form == self.form)
 
     def take(self, answers: Sequence[Answer], now: Now) -> dict[int, NDArray[Any]]:
-        """Return the rows that can be used, by device; refuse the others."""
+        """Return the usable rows by device; refuse the others."""
         kept = self.agreeing(answers)
         for answer in answers:
             device = self.place[answer.node]
@@ -439,7 +441,8 @@ class _Rows:
 
 
 def _met(now: Now) -> Generator[list[Ask], Sequence[Answer], list[int]]:
-    """Return who takes part, ascending. A plan names partitions, which who has never answered has not said."""
+    """Return the participants in ascending order. A plan names partitions, which are unknown for nodes that have never
+    answered."""
     strangers = [node for node in now.nodes if node in now.strangers]
     met = [node for node in now.nodes if node not in now.strangers]
     if strangers:

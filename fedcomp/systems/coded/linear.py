@@ -328,7 +328,7 @@ class CodedLinear(System, id="coded-linear"):
         raise AnswerError("the ask is none of coded gradient descent")
 
     def _joined(self, asked: Join, me: Me, brings: Brings) -> Answer:
-        """Say what this device holds already, and, of an owner, size, loss and labels."""
+        """Report what this device already holds; an owner also reports size, loss and labels."""
         held = me.kept.get("plan", b"")
         if me.node >= asked.partitions:
             return Answer(me.node, say=Joined(held), bare=True)
@@ -342,7 +342,7 @@ class CodedLinear(System, id="coded-linear"):
         return Answer(me.node, say=owner, frames=frames, bare=True)
 
     def _shared(self, asked: Share, me: Me, brings: Brings) -> Answer:
-        """Hand over the own partition: to each device that combines it, or to the server, which forwards it."""
+        """Send the device's own partition to each device that combines it, or to the server, which forwards it."""
         packed = pack_partition(brings.rows(me, asked.partitions).x, me.node, asked.plan)
         if not self.direct:
             return Answer(me.node, say=Done(), frames={"partition": packed}, bare=True)
@@ -350,7 +350,7 @@ class CodedLinear(System, id="coded-linear"):
         return Answer(me.node, say=Done(), post=posts, bare=True)
 
     def _built(self, ask: Ask, asked: Build, me: Me, brings: Brings) -> Answer:
-        """Combine the own partition and those of others, and keep the result with the plan's id."""
+        """Combine the device's own partition with those of others, and keep the result with the plan's id."""
         done = Answer(me.node, say=Done(), bare=True)
         if me.kept.get("plan") == asked.plan:
             # Asked again because the answer was lost.
@@ -389,7 +389,7 @@ class CodedLinear(System, id="coded-linear"):
 
 
 def _readable(came: Sequence[bytes], plan: bytes, shapes: Mapping[int, tuple[int, int]]) -> dict[int, Doubles]:
-    """Return the partitions among what others have posted; anything else there is passed over."""
+    """Return the partitions that others have posted; other posts are ignored."""
     parts: dict[int, Doubles] = {}
     for data in came:
         try:
@@ -445,10 +445,10 @@ class LinearModel:
 
 @dataclass
 class _Iteration:
-    """One round as the server makes it. Devices are nodes.
+    """One round on the server.
 
-    What it keeps between rounds, in :attr:`fedcomp.program.Now.state`: the labels and digests of the owners' data, the
-    devices that have joined and are there, and those that hold their combination.
+    Devices are nodes. :attr:`fedcomp.program.Now.state` keeps between rounds: the labels and digests of the owners'
+    data, the devices that have joined and are present, and those that hold their combination.
 
     Attributes
     ----------
@@ -492,7 +492,7 @@ class _Iteration:
         return (yield Wait(asks, self.system.seconds)) if asks else ()
 
     def _holds(self, answer: Answer) -> bool:
-        """Whether a device holds rows of this plan; one without is set up again in the next round."""
+        """Whether a device holds rows of this plan; one without them is set up again in the next round."""
         assert isinstance(answer.say, Done)
         if not answer.say.unready:
             return True
@@ -503,7 +503,7 @@ class _Iteration:
     # Set-up.
 
     def set_up(self) -> Generator[Wait, Sequence[Answer], None]:
-        """Bring as many devices as possible to where they hold their combination."""
+        """Set up as many devices as possible, so that they hold their combination."""
         yield from self._join()
         if not self.plan_id:
             return
@@ -523,7 +523,7 @@ class _Iteration:
             yield from self._build(needs, parts)
 
     def _join(self) -> Generator[Wait, Sequence[Answer], None]:
-        """Ask nodes that are not known who they are, and owners for their labels, once; then name the plan."""
+        """Ask unknown nodes once to identify themselves, and owners for their labels; then name the plan."""
         now, count = self.now, self.system.partitions
         # Labels are long and never change: they are asked for until all are here.
         say = Join(count, len(self.labels) < count)
@@ -548,12 +548,12 @@ class _Iteration:
             self.ready |= {device for device, plan in held.items() if plan == self.plan_id}
 
     def _admit(self, answer: Answer, said: Joined) -> None:
-        """Check what a device says of itself; note the labels of an owner.
+        """Check what a device reports about itself; store the labels of an owner.
 
         Raises
         ------
         FedcompError
-            When it cannot be the device it declares.
+            If it cannot be the device that it declares.
         """
         device, count, loss = answer.node, self.system.partitions, self.system.loss
         if device >= self.plan.devices:
@@ -581,7 +581,7 @@ class _Iteration:
         self.labels[str(device)], self.data[str(device)] = y, said.data
 
     def _name_plan(self) -> None:
-        """Name the plan once every owner has joined: the stored rows are padded to the longest partition."""
+        """Name the plan once every owner has joined, because stored rows are padded to the longest partition."""
         if self.plan_id:
             return
         absent = [j for j in range(self.system.partitions) if str(j) not in self.labels]
@@ -598,7 +598,8 @@ class _Iteration:
         self.plan_id = self.plan.plan_id(data.digest(), self.system.task.encode())
 
     def _share(self, needs: Mapping[int, list[int]]) -> Generator[Wait, Sequence[Answer], dict[int, bytes]]:
-        """Have each wanted partition sent by its owner: here, once, or to the devices; return what came here."""
+        """Ask each owner to send its wanted partition, once to the server or to the devices; return those that arrived
+        at the server."""
         direct, asks, receivers = self.system.direct, [], {}
         for j in sorted({j for wanted in needs.values() for j in wanted}):
             receivers[j] = tuple(i for i, wanted in needs.items() if j in wanted)
@@ -630,7 +631,7 @@ class _Iteration:
     def _build(
         self, needs: Mapping[int, list[int]], parts: Mapping[int, bytes]
     ) -> Generator[Wait, Sequence[Answer], None]:
-        """Send every waiting device its row, and what it combines unless that came from others."""
+        """Send every waiting device its row, and the partitions to combine unless others have sent them."""
         sizes = tuple(len(self.labels[str(j)]) for j in range(self.plan.partitions))
         say, asks = Build(self.plan_id, sizes, self.model.features, self.model.bias), []
         for i, wanted in needs.items():
@@ -692,7 +693,7 @@ class _Iteration:
         return Step(tuple(used), tensors=moved, metrics={"train_loss": step.mean_loss})
 
     def _gather(self, alive: list[int], sent: Doubles, step: CodedStep) -> Generator[Wait, Sequence[Answer], list[int]]:
-        """Ask a decodable subset for its parts of the gradient; what is lost, others of those left make up for."""
+        """Ask a decodable subset for its parts of the gradient; remaining devices replace those that are lost."""
         used, silences = set[int](), Counter[int]()
         assigned = step.assign(alive)
         while True:
@@ -736,15 +737,15 @@ class _Iteration:
 
 
 def _again(step: CodedStep, pools: tuple[list[int], ...], attempt: int, *, again: bool) -> dict[int, Doubles]:
-    """Return whom a retry asks: others in place of the lost devices, from the first of ``pools`` that suffices.
+    """Return the devices for a retry: replacements of the lost devices from the first of ``pools`` that suffices.
 
-    Every second time, and when there are no others, the same devices are asked again (if ``again``), as if only
-    messages were lost. An approximate step gives up what nobody else has from the third retry on.
+    Every second time, and if there are no replacements, the same devices are asked again (if ``again``), as if only
+    messages were lost. From the third retry on, an approximate step gives up rows that no other device has.
 
     Raises
     ------
     NotDecodable
-        When nobody is left to be asked.
+        If no device is left to ask.
     """
     if again and attempt % 2 == 0:
         return step.repeat()

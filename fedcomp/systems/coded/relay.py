@@ -166,7 +166,7 @@ class CodedRelay(Coded, id="coded-relay"):
         return _end(inner, sorted([*decoded, *collecting.decoded()], key=lambda answer: answer.node))
 
     def _chosen(self, relays: int) -> tuple[int, int]:
-        """Return K and N of a round with so many relays; raise :class:`NotDecodable` where they are too few."""
+        """Return K and N of a round with this number of relays; raise :class:`NotDecodable` if they are too few."""
         return choose(
             relays,
             code=self.code,
@@ -178,7 +178,7 @@ class CodedRelay(Coded, id="coded-relay"):
         )
 
     def _suffice(self, relays: int) -> bool:
-        """Whether so many clients are enough for a round in which none of them is lost."""
+        """Whether this number of clients is enough for a round in which none of them is lost."""
         try:
             self._chosen(relays)
         except NotDecodable:
@@ -212,14 +212,14 @@ class CodedRelay(Coded, id="coded-relay"):
 
 @dataclass
 class _Collecting:
-    """What has come back of the packets of one round; clients by their index among those that take part.
+    """The packets of one round that have come back; clients are numbered by their index among the participants.
 
     Attributes
     ----------
     alive : set of int
-        Who answered last.
+        Clients whose last request was answered.
     silent : set of int
-        Who was asked for what it holds, and did not answer.
+        Clients that were asked for their packets and did not answer.
     """
 
     now: Now
@@ -234,7 +234,7 @@ class _Collecting:
         self.index = {node: i for i, node in enumerate(self.nodes)}
 
     def expect(self, answers: Sequence[Answer]) -> list[Answer]:
-        """Take what sources commit themselves to; return the answers that came uncoded."""
+        """Take the commitments of sources; return the answers that arrived uncoded."""
         uncoded = []
         for answer in answers:
             if not isinstance(answer.say, Shared):
@@ -255,12 +255,13 @@ class _Collecting:
         return uncoded
 
     def wanted(self) -> dict[int, list[int]]:
-        """Return which relays to ask next, and each for which sources; those that were away where others do not do."""
+        """Return the relays to ask next, each with its sources. Relays that were away are included only if the others
+        are not enough."""
         left = set(range(len(self.nodes))) - self.silent
         return self.collector.ask(left & self.alive, left - self.alive)
 
     def once_more(self) -> dict[int, list[int]]:
-        """Return which silent relays to ask again, once, where they may still complete a source."""
+        """Return the silent relays to ask once more, if they may still complete a source."""
         if self.again:
             return {}
         self.again = True
@@ -274,14 +275,14 @@ class _Collecting:
         return dict(sorted(wanted.items()))
 
     def questions(self, wanted: Mapping[int, Sequence[int]]) -> list[Ask]:
-        """Return what asks relays for what they hold of some sources, each."""
+        """Return the asks to relays, each for packets of some sources."""
         return [
             Ask(self.nodes[relay], "query", Collect(tuple(self.nodes[source] for source in sources)), model=False)
             for relay, sources in wanted.items()
         ]
 
     def take(self, wanted: Mapping[int, Sequence[int]], answers: Sequence[Answer]) -> None:
-        """Take the packets that relays answered with."""
+        """Take the packets in the answers of relays."""
         self.count("waves", 1)
         self.count("asked", len(wanted))
         answered = {self.index[answer.node] for answer in answers}
@@ -298,7 +299,7 @@ class _Collecting:
         told[name] = told.get(name, 0) + more
 
     def decoded(self) -> list[Answer]:
-        """Return the replies that were decoded; refuse the others one by one."""
+        """Return the decoded replies; refuse the others one by one."""
         found = []
         for source, node in enumerate(self.nodes):
             try:
@@ -316,13 +317,13 @@ class _Collecting:
 
 
 def _longest(layout: Layout) -> int:
-    """Return how long a reply may be, in bytes."""
+    """Return the maximum size of a reply in bytes."""
     sizes = [math.prod(t.shape) * np.dtype(t.dtype).itemsize for t in (*layout.tensors, *layout.exact)]
     return PAYLOAD_FACTOR * sum(sizes) + PAYLOAD_SLACK
 
 
 def _held(relay: Relay, sources: Sequence[int]) -> Frames:
-    """Return the packets that a relay holds of some sources, as far as they open."""
+    """Return the packets of some sources that a relay holds, as far as they can be opened."""
     found = {}
     for source in sources:
         try:
@@ -334,7 +335,7 @@ def _held(relay: Relay, sources: Sequence[int]) -> Frames:
 
 
 def _end(program: Round, answers: Sequence[Answer]) -> Step | None:
-    """Hand a program of one exchange its answers; return what it came to."""
+    """Give a program of one exchange its answers; return its result."""
     try:
         program.send(answers)
     except StopIteration as end:

@@ -249,7 +249,7 @@ class CodedSum(Coded, id="coded-sum"):
         return (min(CUT_STEPS, prime.half // clients),)
 
     def _symbols(self, relays: int) -> int:
-        """Return the largest K with which enough relays stay with the wanted probability."""
+        """Return the largest K for which enough relays stay with the wanted probability."""
         # More pieces mean shorter shards, so the largest K that is safe enough is the cheapest.
         for symbols in range(relays - self.threshold, 0, -1):
             if self._odds(symbols + self.threshold, relays) >= self.target:
@@ -292,7 +292,7 @@ class CodedSum(Coded, id="coded-sum"):
             return None
 
     def _suffice(self, clients: int, now: Now) -> bool:
-        """Whether so many clients are enough for a round in which none of them is lost."""
+        """Whether this number of clients is enough for a round in which none of them is lost."""
         try:
             self.plan(clients, now)
         except NotDecodable:
@@ -358,12 +358,12 @@ class CodedSum(Coded, id="coded-sum"):
         return integers, NO_FRAMES
 
     def _look_for_alone(self, integers: NDArray[np.int64], plan: SumPlan) -> None:
-        """Warn that a sum hides a coordinate only where others have changed it, too.
+        """Warn that a sum hides a coordinate only if others have also changed it.
 
         Raises
         ------
         ConfigError
-            In place of the warning, where more contributors are asked for than the two that every sum has.
+            Instead of the warning, if more contributors are required than the two that every sum has.
         """
         changed = int(np.count_nonzero(integers))
         if self.hides_zeros or 2 * changed >= integers.size:
@@ -386,28 +386,28 @@ class CodedSum(Coded, id="coded-sum"):
 
 @dataclass
 class _Summing:
-    """The moving parts of one round; clients by their index among those that take part.
+    """The state of one round; clients are numbered by their index among the participants.
 
     Attributes
     ----------
     tags : dict of int to bytes
-        By source, of the encodings that are meant.
+        By source, the tag of the valid encoding.
     held : dict of int to dict
-        By row of a relay that reported, the tags it holds by source.
+        By row of a relay that has reported, its tags by source.
     masked : dict of int to ndarray
         In mode "mask", the uploads by source.
     sequence : int
-        Number of the message that is answered.
+        Number of the message to answer.
     chosen : tuple of int
         U.
     left : list of int
-        Rows of the relays of R that were not asked yet.
+        Rows of the relays of R that have not been asked yet.
     sums : dict of int to ndarray
         By row.
     name : bytes
         Of the set.
     contradiction : str
-        Why the sums that came do not decode.
+        The reason why the received sums do not decode.
     """
 
     now: Now
@@ -444,7 +444,7 @@ class _Summing:
         return [Ask(node, "train", say, blobs={PEERS: self.peers}, expects=Tagged) for node in self.nodes]
 
     def shared(self, answers: Sequence[Answer]) -> None:
-        """Take the names of what was shared."""
+        """Take the names of the shared encodings."""
         found: dict[int, bytes] = {}
         for answer in answers:
             assert isinstance(answer.say, Tagged)
@@ -470,7 +470,7 @@ class _Summing:
                 self.tags[source] = tag
 
     def _wrong(self, tag: bytes) -> str:
-        """Return why an encoding is not one of this round; empty where it is."""
+        """Return the reason why an encoding does not belong to this round; empty if it does."""
         sequence, generation = read_tag(tag)
         if sequence != self.sequence:
             return f"its shards answer message {sequence}, expected {self.sequence}: stale ones"
@@ -479,12 +479,12 @@ class _Summing:
         return ""
 
     def questions(self) -> list[Ask]:
-        """Return what asks the relays that are there what they hold."""
+        """Return the asks to the present relays for what they hold."""
         say = Report(self.words, tuple(sorted(set(range(len(self.nodes))) - self.tags.keys())))
         return [self._ask(row, say, HeldBy) for row, i in enumerate(self.relays) if i in self.alive]
 
     def reported(self, answers: Sequence[Answer]) -> None:
-        """Take what relays hold."""
+        """Take the reports of what relays hold."""
         for answer in answers:
             said = answer.say
             assert isinstance(said, HeldBy)
@@ -498,12 +498,12 @@ class _Summing:
                 self.now.refuse(answer.node, f"report: {why}")
 
     def freeze(self) -> None:
-        """Decide once which encodings are added, by which relays.
+        """Decide once which encodings are added, and by which relays.
 
         Raises
         ------
         NotDecodable
-            When too little is held in common.
+            If the relays have too little in common.
         """
         matrix = np.zeros((self.plan.relays, self.plan.contributors), np.bool_)
         for source in range(self.plan.contributors):
@@ -537,12 +537,12 @@ class _Summing:
         self.left, self.qualified = [*relays[start:], *relays[:start]], len(relays)  # the work goes round
 
     def sums_wanted(self) -> list[Ask]:
-        """Return what asks relays for their sums: as many as are needed, others for those that stay away.
+        """Return the asks to relays for their sums: as many as needed, with replacements for absent ones.
 
         Raises
         ------
         NotDecodable
-            When nobody is left, or what was answered contradicts itself.
+            If no relay is left, or the answers contradict each other.
         """
         # After a contradiction everybody is asked: with enough of them the wrong one can be found.
         wanted = len(self.left) if self.contradiction else self.plan.needed - len(self.sums)
@@ -561,7 +561,7 @@ class _Summing:
         return [self._ask(row, say) for row in batch]
 
     def added(self, answers: Sequence[Answer]) -> None:
-        """Take sums, and decode where they suffice."""
+        """Take sums, and decode if they suffice."""
         for answer in answers:
             row = self.row[answer.node]
             try:
@@ -594,7 +594,7 @@ class _Summing:
         Raises
         ------
         NotDecodable
-            When nobody's update weighs anything.
+            If the weights of all updates are zero.
         """
         summed, now, system = self.summed, self.now, self.system
         assert summed is not None
@@ -623,7 +623,7 @@ class _Summing:
 
 
 def _most(numbers: Sequence[int]) -> int:
-    """Return the most frequent number, of equally frequent ones the largest; 0 of none."""
+    """Return the most frequent number, the largest of equally frequent ones; 0 for an empty list."""
     counts = Counter(numbers)
     return max(counts, key=lambda number: (counts[number], number), default=0)
 
@@ -675,7 +675,7 @@ def held_by(relay: Relay, plan: SumPlan, index: Mapping[int, int], row: int) -> 
 
 
 def _add_up(relay: Relay, plan: SumPlan, say: AddUp, held: Mapping[int, Shard]) -> Answer:
-    """Answer with the sum over the frozen set; once a round, also when the server names other runs in between."""
+    """Answer with the sum over the frozen set, once per round, even if the server names other runs in between."""
     me, bits = relay.me, np.frombuffer(say.chosen, np.uint8)
     if bits.size != -(-plan.contributors // 8):
         raise AnswerError("the set that is asked for is not written as one of this plan")
@@ -702,17 +702,17 @@ def _add_up(relay: Relay, plan: SumPlan, say: AddUp, held: Mapping[int, Shard]) 
 
 
 def _cut(codec: FixedPoint, integers: NDArray[np.int64], plan: SumPlan) -> tuple[int, ...]:
-    """Return the share of values at the clip, in steps of the plan, rounded up: it shows in the sum."""
+    """Return the fraction of values at the clip, in steps of the plan, rounded up since the sum reveals it."""
     return tuple(-(-most * codec.grid.saturated(integers) // max(1, integers.size)) for most in plan.extras)
 
 
 def _weight(me: Me, metric: str, plan: SumPlan) -> int:
-    """Return the update's weight as an integer the plan has room for; 1 when all count the same.
+    """Return the update's weight as an integer that fits the plan; 1 if all have equal weight.
 
     Raises
     ------
     ConfigError
-        Without the number itself: the server is to learn of weights no more than their sum.
+        Without the number itself, because the server must learn only the sum of the weights.
     """
     if not metric:
         return 1

@@ -64,7 +64,7 @@ _ADAPTIVE_CAP: Final = 8.0
 """Default cap of :class:`~fedcomp.graphs.scale.AdaptiveScale`; a lower ``s_max`` of the sampler holds as well."""
 
 _FIGURES: Final = {ROWS: "id_bytes", STRUCTURE: "structure_bytes", NORMS: "setup_bytes"}
-"""Where the bytes of lists of ids count, by what they ask for; those of rows themselves have figures of their own."""
+"""The figure in which the bytes of id lists count, by kind of request; bytes of rows have separate figures."""
 
 
 @dataclass
@@ -238,7 +238,7 @@ class Conversation:
         return answers
 
     def _exchange(self, asks: Sequence[Ask]) -> Answers:
-        """Ask nodes in one exchange, of which those that do not answer are silent; without any there is none."""
+        """Ask nodes in one exchange; those that do not answer count as silent. Without nodes there is no exchange."""
         if not asks:
             return []
         self.traffic.trips += 1
@@ -250,7 +250,7 @@ class Conversation:
     # Who owns what.
 
     def _greet(self, nodes: Sequence[int]) -> Answers:
-        """Ask those nodes which part they own that are new, or were silent; return those that are known to own one."""
+        """Ask new and silent nodes which part they own; return the nodes that are known to own one."""
         asked = [node for node in nodes if self._unknown(node)]
         answers = yield from self._exchange([Ask(n, "query", Who(), expects=Owner, model=False) for n in asked])
         found: dict[int, Owner] = {}
@@ -286,12 +286,12 @@ class Conversation:
         return node not in self._barred
 
     def _agree(self, owners: Sequence[Owner]) -> None:
-        """Take what most of the first nodes have in common for the run's.
+        """Use what most of the first nodes have in common as the settings of the run.
 
         Raises
         ------
         ConfigError
-            When there is no such majority, or it does not know of its edges what was agreed on.
+            If there is no such majority, or it does not know what was agreed about its edges.
         """
         if self._common is not None or not owners:
             return
@@ -367,7 +367,7 @@ class Conversation:
                 self._lose(r.part, f"its plan: {why}")
 
     def _take_plan(self, requester: Requester, answer: Answer, kind: str) -> None:
-        """Check which rows a client wants, and of which owners; wishes that no plan has are a FedcompError."""
+        """Check which rows a client wants from which owners; a request that no plan can contain is a FedcompError."""
         if not isinstance(answer.say, Needs | Planned):
             raise GraphError("it answers a question for a plan with something else")
         if isinstance(answer.say, Planned):
@@ -387,7 +387,7 @@ class Conversation:
         requester.wants, requester.needs, requester.planned, requester.brought = wants, kind, True, {}
 
     def _replan(self) -> bool:
-        """Withdraw plans that wait for owners who turned out to be absent; return whether any is to be made again."""
+        """Withdraw plans that wait for absent owners; return whether any must be made again."""
         for part, requester in list(self.requesters.items()):
             without = self.absent.keys() | requester.refused
             # Rows that came before their owner fell away are as good as any.
@@ -418,7 +418,7 @@ class Conversation:
             r.wants, r.needs, r.planned = {}, "", False
 
     def _rows(self) -> Answers:
-        """Fetch the feature rows that some client lacks."""
+        """Fetch the feature rows that clients lack."""
         asked = _by_owner({part: requester.missing() for part, requester in self.requesters.items()})
         together = {}
         if self.system.rows.dedupe:
@@ -434,9 +434,9 @@ class Conversation:
                     requester.take(owner, ids, self.codec.select(frame, ids) if owner in together else frame)
 
     def _fetch(self, say: Fetch, asked: Mapping[int, Mapping[int, Ids]]) -> Answers:
-        """Ask owners for rows of one kind; return the frames that can be used, by owner and requester.
+        """Ask owners for rows of one kind; return the usable frames by owner and requester.
 
-        An owner that does not answer, or answers with anything else, is absent from now on.
+        An owner that does not answer, or gives a wrong answer, counts as absent from now on.
         """
         asks = []
         for owner, wanted in sorted(asked.items()):
@@ -469,12 +469,12 @@ class Conversation:
         return found
 
     def _take_rows(self, answer: Answer, kind: str, asked: Mapping[int, Ids]) -> dict[int, Frame]:
-        """Return the rows an owner sent, by requester.
+        """Return the rows that an owner sent, by requester.
 
         Raises
         ------
         FedcompError
-            When some are missing, damaged, of another length, or not of the nodes that were asked for.
+            If some are missing, damaged, of another length, or of other nodes than requested.
         """
         frames = by_part(answer.frames, self.parts, kind)[kind]
         refused = answer.say if isinstance(answer.say, Refused) else None
@@ -490,7 +490,7 @@ class Conversation:
         return frames
 
     def _reader(self, kind: str) -> Callable[[Frame, int], Ids]:
-        """Return what reads a frame to its end, of at most so many nodes, and returns their ids."""
+        """Return a function that reads a whole frame of at most this number of nodes and returns their ids."""
         assert self._common is not None
         if kind == STRUCTURE:
             read = partial(decode_structure, nodes=self.nodes, parts=self.parts)
@@ -504,7 +504,7 @@ class Conversation:
     # Who drops out.
 
     def _refuse(self, owner: int, parts: set[int], reason: str) -> None:
-        """Let the refused requesters do without an owner; a refused list of several requesters is split up first."""
+        """Let the refused requesters continue without an owner; a refused list of several requesters is split first."""
         if owner in parts:
             self._apart.add(owner)
         for part in sorted((parts - {owner}) & self.requesters.keys()):
@@ -512,11 +512,11 @@ class Conversation:
             self.now.note(f"part {owner} gives part {part} no rows: {reason[:200]}")
 
     def _miss(self, part: int, reason: str) -> None:
-        """Do without an owner from now on; the first reason counts."""
+        """Continue without an owner; the first reason counts."""
         self.absent.setdefault(part, reason)
 
     def _lose(self, part: int, reason: str) -> None:
-        """Go on without a client."""
+        """Continue without a client."""
         if self.requesters.pop(part, None) is not None:
             self.lost.setdefault(part, reason)
 
@@ -532,10 +532,10 @@ class Conversation:
         return search
 
     def _observe(self, answers: Sequence[Answer]) -> None:
-        """Tell each search, once an epoch, which share of its client's bytes was spent on fetching.
+        """Report to each search, once per epoch, the fraction of its client's bytes that was used for fetching.
 
-        Bytes, not seconds of this machine: the same run then searches the same way on every machine. An epoch of a part
-        lasts until it has learnt from as many nodes as it has for training; rounds whose reply was lost do not count.
+        It uses bytes, not seconds, so the search is the same on every machine. An epoch of a part lasts until it has
+        trained on as many nodes as it has for training; rounds with a lost reply do not count.
         """
         model = sum(t.size * np.dtype(t.dtype).itemsize for t in self.now.layout.tensors)
         for answer in answers:
@@ -572,7 +572,7 @@ def _told(common: tuple[Any, ...] | None) -> str:
 
 
 def _by_owner(wants: Mapping[int, Mapping[int, Ids]]) -> dict[int, dict[int, Ids]]:
-    """Return what is asked of each owner, by requester, from what each requester wants, by owner."""
+    """Return the requests to each owner, by requester, from the wishes of each requester, by owner."""
     asked: dict[int, dict[int, Ids]] = {}
     for part, by_owner in wants.items():
         for owner, ids in by_owner.items():

@@ -227,7 +227,7 @@ def _plans(
 
 
 def _without_norms(part: GraphPart, layers: int, norms: NodeValues, absent: frozenset[int]) -> Ids:
-    """Return the nodes of other owners, those that cannot be asked aside, whose norms the sampler uses and lacks."""
+    """Return the nodes of other owners whose norms the sampler needs and lacks, except those that cannot be asked."""
     # What a halo structure does not reach yet comes with the rows of the adjacency that lead there.
     near = reach(part, 1 if isinstance(part.structure, HaloStructure) else layers)
     remote = near[~part.owned(near)]
@@ -236,9 +236,9 @@ def _without_norms(part: GraphPart, layers: int, norms: NodeValues, absent: froz
 
 
 def _taught(part: GraphPart, sent: Sequence[tuple[int, Frame]]) -> tuple[GraphPart, NodeValues]:
-    """Return the part with what its owner was sent of the adjacency, and the feature norms that came with it.
+    """Return the part with the received rows of the adjacency, and the feature norms that came with them.
 
-    Rows that are not of the owner they came from, or that this owner cannot learn, are a GraphError or WireError.
+    Rows that do not belong to their sender, or that this owner must not have, raise a GraphError or WireError.
     """
     norms = NodeValues()
     structure = part.structure
@@ -260,7 +260,7 @@ def _asking(part: GraphPart, ids: Ids) -> dict[str, Frame]:
 
 
 def _check_complete(found: Mapping[int, Ids], wants: Mapping[int, Ids]) -> None:
-    """Raise MissingRows unless all wanted rows came, each from its owner; there are no others by their number."""
+    """Raise MissingRows unless all wanted rows arrived, each from its owner. Their number excludes any others."""
     lacking = [np.setdiff1d(ids, found.get(owner, _NOBODY), assume_unique=True) for owner, ids in wants.items()]
     missing = np.concatenate([_NOBODY, *lacking])
     if len(missing):

@@ -145,7 +145,7 @@ class LowRank(System, id="lsg"):
     def _shortened(
         self, given: Given, now: Now, plan: LowRankPlan, pairs: Carriers, chosen: NDArray[np.int64]
     ) -> Given:
-        """Return the part of a client without this half as it would have sent it: the server is trusted."""
+        """Return a dense update reduced as the client half would have done; the server is trusted."""
         return given if given.update is None else given._replace(update=self.kept(given.update, plan, pairs, chosen))
 
     def kept(self, update: Vector, plan: LowRankPlan, pairs: Carriers, chosen: NDArray[np.int64]) -> Vector:
@@ -166,7 +166,7 @@ class LowRank(System, id="lsg"):
         return memory, Answer(me.node, frames={"values": frame})
 
     def _chosen(self, ask: Ask, size: int, me: Me) -> NDArray[np.int64]:
-        """Return which coordinates a client keeps, drawn by the seed or as they came; refuse too many or too few."""
+        """Return the coordinates that a client keeps, drawn from the seed or received; refuse a wrong number."""
         if "kept" not in ask.frames:
             return self.drawn(size, me.number, me.seed)
         count = count_kept(size, self.share(me.number))

@@ -367,7 +367,7 @@ class Private(Books, Released, ABC):
 
 
 def _update(now: Now, codec: Codec, given: Given, shared: bool) -> Vector:
-    """Return what a client changed, as others learn it of a support that all share."""
+    """Return the change of a client, as others can see it from a support that all share."""
     frame, update = given.frame, given.update
     if update is not None:
         if not shared:
