@@ -41,8 +41,9 @@ SEND_AT_LEAST: Final = 0.9
 DIFFERENT: Final = 1.1
 """Link times that differ by less are equal; the line that was measured to lose less is then first."""
 
-CLIENT_MODELS, SERVER_MODELS = 9, 3
-"""Models in memory at the peak, at most: docs/reference/limits.md, ``python -m experiments.bench upkeep``."""
+CLIENT_MODELS, SERVER_MODELS = 7, 4
+"""Models in memory at the peak, with the message and the app's model, or the server's own: at most that of the pair in
+``python -m experiments.bench round``, rounded up."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Candidate:
     seconds : float
         Link time of a round, on average over the run. Training and encoding come on top.
     client_memory, server_memory, kept : float
-        Bytes of models at the peak, at most; bytes that a client keeps between rounds. The server holds the replies of
-        a round as well.
+        Bytes of models at the peak, as the pair needs them at most; bytes that a client keeps between rounds. The
+        server holds the replies of a round as well.
     lost : float or None
         Points of accuracy that the line was measured to lose against FedAvg, the worst of three tasks; None where
         nothing was measured.
@@ -245,7 +246,7 @@ def _ranked(found: Sequence[Candidate], plain: Candidate | None, size: int, at: 
     notes = [
         "up, down: bytes of a client in a round in which it takes part; messages between clients are in both.",
         "s a round: link time alone; training and encoding come on top.",
-        "client, server: models in memory at the peak, at most; the server holds the round's replies as well.",
+        "client, server: models in memory at the peak, measured for the pair; the server holds the replies as well.",
         "keeps: what is stored of a client between rounds.",
         "points lost: worst of three tasks, `python -m experiments.run readme`; your model may lose more.",
     ]

@@ -85,7 +85,7 @@ def _run(folder: Path, clients: int) -> Mapping[str, NDArray[Any]]:
         raise ConfigError("its pyproject.toml names no [tool.flwr.app.components] serverapp") from error
     sys.path.insert(0, str(folder))
     try:
-        app = reduce(getattr, path.split("."), importlib.import_module(module))
+        app: Any = reduce(getattr, path.split("."), importlib.import_module(module))
         with Listening(trial_client(), clients) as grid:
             app(grid, Context(1, 0, {}, RecordDict(), _flat(flower.get("config", {}))))
     except _Found as found:

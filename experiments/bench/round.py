@@ -1,7 +1,8 @@
 """The overhead of a round without the app: time of both halves in read passes, memory in models, and bytes.
 
-The drop-in pair (FedAvg inside ``Compressed``, top-k 1 % with error feedback) and plain FedAvg in the same run, on
-models of 50 tensors. The app is a record that was made before and takes no time: what is measured is delivery.
+The drop-in pair (FedAvg inside ``Compressed``, top-k 1 % with error feedback; at one size other codecs, too) and plain
+FedAvg in the same run, on models of 50 tensors. The app is a record that was made before and takes no time: what is
+measured is delivery.
 Time is divided by that of reading the model once (:mod:`fedcomp.experiments.bench.readpass`). Memory is what is
 allocated at the peak, in models: at a client beside the message, its state and the app's reply, at the server beside
 its own model and the replies.
@@ -10,7 +11,7 @@ its own model and the replies.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from statistics import median
 from typing import Any, Final
@@ -20,7 +21,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.serverapp.strategy import FedAvg
 
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import TopK
+from fedcomp.codecs import EDEN, QSGD, Auto, Codec, Identity, ScaledSign, TopK
 from fedcomp.experiments.bench.readpass import BenchError, Vector, layered, read_pass
 from fedcomp.experiments.bench.server import Nodes
 from fedcomp.flower._private import acting_as, content_to_bytes, set_message_id
@@ -29,9 +30,20 @@ from fedcomp.measuring import Bound, Case, Row, Traced, traced
 from fedcomp.strategies.compressed import Compressed
 
 TENSORS: Final = 50
-CODEC: Final = TopK(0.01)
 PLAIN, PAIR, DOWN = "FedAvg, plain", "pair", "pair, downlink top-k 1 %"
 SYSTEMS: Final = (PLAIN, PAIR, DOWN)
+CODECS: Final[Mapping[str, tuple[Codec, Codec | None]]] = {
+    PAIR: (TopK(0.01), None),
+    DOWN: (TopK(0.01), TopK(0.01)),
+    "pair, top-k 5 % of two bits": (TopK(0.05, values="q2"), None),
+    "pair, EDEN 1 bit": (EDEN(bits=1), None),
+    "pair, EDEN 1 bit both ways": (EDEN(bits=1), EDEN(bits=1, scale="least")),
+    "pair, Auto 0.1 bit": (Auto(bits=0.1, feedback=True), None),
+    "pair, ScaledSign": (ScaledSign(), None),
+    "pair, QSGD 127 levels": (QSGD(levels=127), None),
+    "pair, Identity": (Identity(), None),
+}
+"""Uplink and downlink of each system but plain FedAvg."""
 FEW, MANY = 2, 20
 
 GOALS: Final = (
@@ -43,7 +55,7 @@ GOALS: Final = (
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Yield models of 1 and 25 million values with 2 and 20 replies.
+    """Yield models of 1 and 25 million values with 2 and 20 replies, other codecs with the fewest of both.
 
     What is claimed are goals of the largest model: they are shown, and fail nothing.
     """
@@ -52,6 +64,8 @@ def cases(quick: bool) -> Iterator[Case]:
         for name in SYSTEMS:
             for clients in (FEW, MANY):
                 yield Case(f"{name}, {size:,} values, {clients} replies", partial(_rounds, name, size, clients))
+    for name in [name for name in CODECS if name not in SYSTEMS]:
+        yield Case(f"{name}, {sizes[0]:,} values, {FEW} replies", partial(_rounds, name, sizes[0], FEW))
     at = {system: {"system": system, "replies": FEW, "values": sizes[-1]} for system in SYSTEMS}
 
     def goal(system: str, side: str, what: str, value: Any, bound: float, source: str) -> Bound:
@@ -77,7 +91,7 @@ def _rounds(name: str, size: int, clients: int, _: Any) -> list[Row]:
     limit, arrays = read_pass(model), _record(model)
     server: Any = FedAvg(fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients)
     if name != PLAIN:
-        server = Compressed(server, CODEC, CODEC if name == DOWN else None)
+        server = Compressed(server, *CODECS[name])
     nodes = [
         Context(1, i + 1, {"partition-id": i, "num-partitions": clients}, RecordDict(), {}) for i in range(clients)
     ]
