@@ -106,7 +106,7 @@ EXPERIMENT = Experiment(
     ),
     rounds=150,
     clients=4,
-    minutes=3.0,
+    minutes=9.0,
     quick=("rounds=2", "clients=2", "seeds=1", "steps=0.4", "task.hidden=32,16", "pooled_rounds=2"),
     notes=(
         "The task is digits, spread evenly, with plain SGD and one batch per client and round. Every row has its own "

@@ -91,7 +91,7 @@ EXPERIMENT = Experiment(
     ),
     rounds=180,
     clients=4,
-    minutes=5.0,
+    minutes=11.0,
     quick=("rounds=3", "clients=2", "seeds=1", "steps=0.3", "task.hidden=4", "mnist_steps=4", "mnist_hidden=4"),
     notes=(
         "The data are digits of 8x8 pixels, spread evenly over the clients; the model has 2410 parameters. Each "
