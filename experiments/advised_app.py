@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.advised_client import trial_client
 from fedcomp.experiments.commands import OK, WRONG_INPUT, complain
 
 MOST: Final = 1000
@@ -65,7 +66,6 @@ def _run(folder: Path, clients: int) -> Mapping[str, NDArray[Any]]:
     """
     from flwr.app import Context, Message, RecordDict
 
-    from fedcomp.experiments.advise import trial_client
     from fedcomp.flower.grid import InProcessGrid
     from fedcomp.flower.nodes import GridError
 

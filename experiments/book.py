@@ -235,7 +235,9 @@ def beside_fedavg(has: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Beside
     tasks: dict[str, list[Beside]] = {}
     for name, summary in has.items():
         plain = next((row for row in summary["rows"] if row["system"] == "fedavg"), None)
-        for row in summary["rows"] if plain is not None else ():
+        if plain is None:
+            continue
+        for row in summary["rows"]:
             alike = row is not plain and all(row[key] == plain[key] for key in ("clients", "rounds"))
             if alike and sent(row) and row["accuracy"] is not None and plain["accuracy"] is not None:
                 # The data of the rows' task come first.
