@@ -176,15 +176,16 @@ class AdapterNames(Configured):
             if partner not in model:
                 self._require_ordinary(name, partner)
             elif first:
-                drawn = self._drawn(name, partner, model, seed)
-                drawn_of[name if drawn == partner else partner] = drawn
+                found = self._drawn(name, partner, model, seed)
+                drawn_of[name if found == partner else partner] = found
         if not drawn_of:
             raise ConfigError(
                 f"none of the model's {len(model)} tensors is half of an adapter (pairs={self.pairs!r}); use "
                 "Compressed(...), which takes any model"
             )
         places = {name: index for index, name in enumerate(model)}
-        travels = [name for name in model if name not in drawn_of.values() and partner_of(name, self.pairs)[0]]
+        drawn = set(drawn_of.values())
+        travels = [name for name in model if name not in drawn and partner_of(name, self.pairs)[0]]
         at = [(places[n], *model[n].shape) if (n := drawn_of.get(name, "")) else (0,) for name in travels]
         return Halves(tuple(at), self.pairs, self.base)
 
@@ -210,8 +211,9 @@ class AdapterNames(Configured):
                     f"half {name!r} of an adapter is {model[name].dtype}{model[name].shape}, not a matrix"
                 )
             # A run that goes on: its model holds what was drawn when it began.
-            own, others = model[name], partner_of(other, self.pairs)
-            if np.array_equal(own, draw(seed, name, own.shape, _bound(others[1], own.shape, model[other].shape))):
+            own, (_, word, _) = model[name], partner_of(other, self.pairs)
+            bound = _bound(word, own.shape, model[other].shape)
+            if own.any() and np.array_equal(own, draw(seed, name, own.shape, bound)):
                 return name
         zero = [name for name in (first, second) if not model[name].any()]
         if not zero:
@@ -272,8 +274,8 @@ def _rank(shape: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, int]:
     ConfigError
         When the two halves share no axis.
     """
-    shared = [(a, axis) for axis, (a, b) in enumerate(zip(shape[:2], other[1::-1], strict=True)) if a == b and a > 0]
-    if not shared:
+    shared = [(a, axis) for axis, (a, b) in enumerate(zip(shape[:2], other[1::-1], strict=False)) if a == b and a > 0]
+    if not shared or min(len(shape), len(other)) < 2:
         raise ConfigError(f"halves of an adapter of shapes {shape} and {other} share no axis, which would be its rank")
     # Of a square layer they share both; the rank is the shorter one.
     return min(shared)

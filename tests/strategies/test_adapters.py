@@ -513,6 +513,9 @@ def test_a_server_s_description_is_bounded() -> None:
     good = AdapterNames().halves(adapters(), 0)
     with pytest.raises(LayoutError):
         good.drawn({"x.lora_B.weight": (3, 8)}, 0)
+    for shapes in (((0, 8),), ((0, 8, 16),)):
+        with pytest.raises(fc.ConfigError, match="share no axis"):
+            Halves(shapes).drawn({"x.lora_B.weight": (8,)}, 0)
     far = Halves(((500, 8, 16), *good.at[1:]))
     shapes = {k: v.shape for k, v in adapters().items() if not is_a(k)}
     with pytest.raises(LayoutError, match="do not fit"):
