@@ -137,7 +137,7 @@ def kept(context: Context, optimizer: Optimizer) -> Iterator[int]:
         try:
             _restore(optimizer, held, context.state.get(ARRAYS))
             since = held.number
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
             why = f"it is damaged ({type(error).__name__})"
     if why:
         _drop(context, asked, why)
@@ -194,10 +194,8 @@ def _restore(optimizer: Optimizer, held: OptimizerRecord, record: Any) -> None:
             value = tensor.to(getattr(torch, value)) if value else tensor
         state.setdefault(int(number), {})[entry] = value
     parameters = _parameters(optimizer)
-    for index, entries in state.items():
-        for entry, value in entries.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.numel() > parameters[index].numel():
-                raise ValueError(f"{index}.{entry} is larger than its parameter")
+    if not all(0 <= index < len(parameters) for index in state):
+        raise IndexError("a state of a parameter that is not there")
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     for index, entries in state.items():
         own = optimizer.state[parameters[index]]

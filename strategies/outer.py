@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import FedAvg, FedAvgM
 
 from fedcomp import params
 from fedcomp.errors import ConfigError
-from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
 from fedcomp.layout import EXACT, NONE_DENSE, TensorShape, fitted
 
 
@@ -81,5 +81,6 @@ class Nesterov(FedAvgM):
             momenta.append(momentum)
             after[name] = (old - wide.type(lr) * (gradient + wide.type(mu) * momentum)).astype(old.dtype)
         self.momentum_vector = momenta
-        self.current_arrays = to_record(after)
+        # The mean of integers is no integer: what is a counter would be a number to step along in the next round.
+        self.current_arrays = restore_dtypes(to_record(after), before, [])
         return self.current_arrays, metrics
