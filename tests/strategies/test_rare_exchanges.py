@@ -299,6 +299,21 @@ def test_a_client_that_stopped_at_half_its_steps_weighs_half() -> None:
         np.testing.assert_allclose(to_arrays(found)["weight"], (first + 2 * second) / 3, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: fc.PipelinedStrategy(DiLoCo(**ALL), width=1, deadline=fc.Deadline(0.8, slack=1.5)),
+        lambda: fc.PipelinedStrategy(DiLoCo(**ALL), width=2),
+        lambda: fc.Buffered(DiLoCo(**ALL), concurrency=4, buffer=3),
+    ],
+    ids=["deadline", "pipeline", "quorum"],
+)
+def test_a_quorum_a_deadline_and_a_pipeline_step_by_nesterov_too(around) -> None:
+    found, grid = run(around(), 12)
+    assert loss_of(found, 4) < 0.2 * loss_of(start(), 4)
+    assert all(np.isfinite(array).all() for array in optimizer_of(grid).values())
+
+
 # What is kept.
 
 
