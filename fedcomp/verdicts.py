@@ -269,6 +269,14 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
                 "Experimental: sensors send when their data drift; calibrate them on measurements in the stream's "
                 "own order.",
             ),
+            "diloco": Verdict(
+                "specialised",
+                "DILOCO",
+            ),
+            "sparseloco": Verdict(
+                "specialised",
+                "SPARSELOCO",
+            ),
             "forward": Verdict(
                 "specialised",
                 "Take it where clients cannot back-propagate: on MNIST 32 directions are 12 points behind back- "

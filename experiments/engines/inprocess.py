@@ -33,7 +33,8 @@ def run(
     links = parse_link(link) if link else None
     if client_states is not None:
         client_states.mkdir(parents=True, exist_ok=True)
-    with InProcessGrid(client_app, spec.clients, seed=spec.seed, links=links, states=client_states, fault=fault) as grid:
+    grid = InProcessGrid(client_app, spec.clients, seed=spec.seed, links=links, states=client_states, fault=fault)
+    with grid:
         return serve(
             spec, grid, on_round=on_round, checkpoint=checkpoint, checkpoint_every=checkpoint_every, privacy=privacy
         )
