@@ -14,6 +14,7 @@ from flwr.serverapp.strategy import FedAvg
 from toy import fedavg, stack
 
 import fedcomp as fc
+from fedcomp.clients.edge.node_config import STATE_FOLDER
 from fedcomp.clients.optimizer import ARRAYS, OptimizerRecord, kept
 from fedcomp.codecs import EDEN, ChunkTopK, ErrorFeedback, Identity, TopK
 from fedcomp.errors import ConfigError
@@ -400,6 +401,24 @@ def test_training_that_fails_changes_nothing_of_what_is_kept() -> None:
         failing()
     for name, array in to_arrays(context.state[ARRAYS]).items():
         np.testing.assert_array_equal(array, before[name])
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_a_node_that_lost_its_state_goes_on_from_its_folder(on_disk: bool, tmp_path) -> None:
+    """The node is killed after two rounds of four steps; without a folder it begins again with no moments."""
+    config = {STATE_FOLDER: str(tmp_path)} if on_disk else {}
+    strategy, arrays = DiLoCo(**ALL), start()
+    with InProcessGrid(training_app(), 1, seed=1, node_config=config) as grid:
+        (node,) = grid.get_node_ids()
+        for number in (1, 2, 3, 4):
+            if number == 3:
+                grid.wipe(node)
+            replies = grid.send_and_receive(strategy.configure_train(number, arrays, _config(number), grid), timeout=9)
+            new, _ = strategy.aggregate_train(number, replies)
+            arrays = arrays if new is None else new
+        steps = {int(array) for name, array in optimizer_of(grid).items() if name.endswith(".step")}
+    # Without its replica the node sits out round 3, and asks for the whole model.
+    assert steps == {16 if on_disk else 4}
 
 
 def test_another_strategy_object_begins_with_no_moments_and_its_report_says_so() -> None:
