@@ -53,6 +53,7 @@ EXPERIMENT = Experiment(
     caption="Bytes are of payload, per client and round.",
     claims=f"""
         DiLoCo | times the loss against {DENSE} | <= 1.005 | goal: one bit both ways costs nothing
+        DiLoCo | times the loss against FedAvg | <= 1.0 | goal: not behind whole models without an outer step
         SparseLoCo | times the loss against {DENSE} | <= 1.02 | goal: at 1/64, in few rounds
         SparseLoCo | {FEWER} | >= 90 | goal: two bits of 1/64 up, of 1/16 down
         DiLoCo | {FEWER} | >= 25 | gate: derived: one bit of 32 and the lengths of blocks
