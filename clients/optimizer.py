@@ -98,7 +98,7 @@ def kept(context: Context, optimizer: Optimizer) -> Iterator[int]:
 
     The state is dropped, in a line of the log and a remark in the server's report, where the optimizer or its
     parameters are others, where another strategy object asks, and where it is damaged or is not finite. The memory of a
-    codec is rolled back when a reply is lost; this state never is.
+    codec is rolled back when a reply is lost; this state never is. A node keeps the state of one optimizer.
 
     Parameters
     ----------
