@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from fedcomp.clients.edge.node_config import OWN_BUDGET
 from fedcomp.clients.forward import forward_gradients
 from fedcomp.clients.gcn import Learner, graph_owner
 from fedcomp.clients.gossip import gossip_node
+from fedcomp.clients.optimizer import kept
 from fedcomp.clients.private.datalens import datalens_teachers
 from fedcomp.clients.private.dpsgd import Trainee, record_dp
 from fedcomp.errors import ConfigError, LayoutError
@@ -61,8 +63,10 @@ def train(msg: Message, context: Context) -> Message:
     # torch, which a node that only answers a roll call does without
     from fedcomp.factors.capture import capture
 
-    with capture(model):
-        metrics = task.train(model, data, key=job.key("batches"), **job.training())
+    # A torch optimizer, where a task keeps one.
+    optimizer: Any = task.optimizer(model, **job.rates()) if task.options.get("kept") else None
+    with capture(model), nullcontext() if optimizer is None else kept(context, optimizer):
+        metrics = task.train(model, data, key=job.key("batches"), optimizer=optimizer, **job.training())
     reply = RecordDict({name: _to_record(model), "metrics": _metrics(metrics)})
     put_node(reply, job.partition)
     return Message(reply, reply_to=msg)

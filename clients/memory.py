@@ -22,6 +22,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Context, RecordDict
 from numpy.typing import NDArray
 
+from fedcomp.clients.optimizer import OptimizerRecord
 from fedcomp.codecs import State
 from fedcomp.codecs.base import norm
 from fedcomp.errors import ConfigError, FedcompError, StateError
@@ -212,6 +213,9 @@ class Memory:
             return found
         if again:
             found.what = "repeated"
+        elif not found.state:
+            # The answer was kept for the app's sake, and nothing left a memory with it.
+            pass
         elif head.consumed == 0 and held.node != _id_of(context):
             log.warning("this node returned under another id: %s", UNSETTLED)
             found.unsettled = True
@@ -283,6 +287,8 @@ class Memory:
             When the state would be larger than one can be.
         """
         keeps = bool(state) or bool(self.state)
+        # Made again, the answer would be another one: the app's optimizer would step twice.
+        repeats_app = OptimizerRecord.KEY in store
         left = _left(system, answer)
         repeats = system.LOST == "again"
         same = state.keys() == self.state.keys() and all(array is self.state[name] for name, array in state.items())
@@ -303,6 +309,7 @@ class Memory:
                 apart = self.pending if left is None else answer.sent
                 if apart is not None:
                     put_frame(store, PENDING, apart)
+            if keeps or repeats_app:
                 # One by one under a prefix: a RecordDict cannot hold another.
                 for name, record in reply.items():
                     store[REPLY + name] = record
@@ -501,7 +508,7 @@ def _size(record: Any) -> int:
 def _require_room(system: System, size: int) -> None:
     if size > MOST_BYTES:
         raise ConfigError(
-            f"{system!r} would keep {size:,} bytes on this node, its last reply included, and a node's state holds "
-            f"{MOST_BYTES:,} at most; use memory='float16' where the codec has it, or a codec without memory, EDEN() "
-            "or QSGD()"
+            f"{system!r} would keep {size:,} bytes on this node, its last reply and optimizer included, and a node's "
+            f"state holds {MOST_BYTES:,} at most; use memory='float16' where the codec has it, or a codec without "
+            "memory, EDEN() or QSGD()"
         )

@@ -44,6 +44,7 @@ from fedcomp.clients.messages import (
     reply_arrays,
     uplink_of,
 )
+from fedcomp.clients.optimizer import answering
 from fedcomp.clients.peers import IDENTITY, identity_in, identity_record
 from fedcomp.clients.personal import Followed, ease, kept_note, names_note
 from fedcomp.clients.private.mod import ABOUT_SETTINGS, discreet, only_update, wants_padding, wants_private
@@ -702,8 +703,9 @@ class _Training:
         layout = memory.layout
         key = Key(head.seed, "uplink", head.number, partition_of(context))
         train = exchange.call_next if self.app is None or self.app.instead is None else self.app.instead
+        told: list[str] = []
         began = time.perf_counter()
-        with collecting(collect, key.u64()) as collected:
+        with collecting(collect, key.u64()) as collected, answering(head.session, head.number, told):
             reply = train(msg, context)
         self.spent = time.perf_counter() - began
         if reply.has_error():
@@ -741,7 +743,7 @@ class _Training:
         notes += collected.notes
         for note in notes:
             log.info("round %d: %s", head.number, note)
-        if notes and not private:
+        if (notes := [*told, *notes]) and not private:
             self.said["remark"] = "; ".join(notes)[:_LONGEST_REMARK]
         # Buffers would be a release that no ledger accounts for.
         self.exact = None if private else encode_exact(exact, layout)

@@ -161,6 +161,7 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "±": Quantity(lambda found, row, other: spread(found.each(row, "score")), 1),
     "final test, %": Quantity(lambda found, row, other: found.mean(row, "accuracy"), 1),
     "final loss": Quantity(lambda found, row, other: found.mean(row, "loss")),
+    "times the loss": Quantity(_part("loss"), 4),
     "points lost": Quantity(_lost, 1),
     "uplink bytes": Quantity(_each("uplink"), 0),
     "downlink bytes": Quantity(_each("downlink"), 0),

@@ -9,6 +9,9 @@ from fedcomp.adapters import freeze as freeze
 from fedcomp.flower.records import base_digest as base_digest
 from fedcomp.flower.records import record as record
 from fedcomp.strategies.guard import Norms as Norms
+from fedcomp.strategies.outer import Nesterov as Nesterov
+from fedcomp.strategies.rare import DiLoCo as DiLoCo
+from fedcomp.strategies.rare import SparseLoCo as SparseLoCo
 from fedcomp.strategies.overlap import PipelinedStrategy as PipelinedStrategy
 from fedcomp.strategies.by_layer import LayerByLayer as LayerByLayer
 from fedcomp.strategies.overlap import Buffered as Buffered
@@ -42,6 +45,7 @@ from fedcomp.clients.conditional import conditional as conditional
 from fedcomp.clients.forward import forward_gradients as forward_gradients
 from fedcomp.forward.activity import activity_gradients as activity_gradients
 from fedcomp.forward.evaluate import Objective as Objective
+from fedcomp.clients.optimizer import kept as kept
 from fedcomp.clients.gossip import gossip_node as gossip_node
 from fedcomp.clients.gcn import graph_owner as graph_owner
 from fedcomp.clients.private.datalens import datalens_teachers as datalens_teachers

@@ -20,9 +20,12 @@ from numpy.typing import NDArray
 from fedcomp.flower.logs import flowers
 from fedcomp.layout import Layout, Vector
 from fedcomp.strategies.adaptive import Outcome, arrived_in, has_moments, step_on_support
+from fedcomp.strategies.outer import Nesterov
 
-_WEIGHTED_MEANS: Final = tuple(strategy.aggregate_train for strategy in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi))
-"""Flower's aggregations that see the replies only through their weighted mean."""
+_WEIGHTED_MEANS: Final = tuple(
+    strategy.aggregate_train for strategy in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi, Nesterov)
+)
+"""Aggregations that see the replies only through their weighted mean: Flower's, and the outer step."""
 
 MEANS: Final = tuple(method.__qualname__.split(".")[0] for method in _WEIGHTED_MEANS)
 """Their names, for messages."""

@@ -10,8 +10,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from fedcomp.strategies.parts import PAIR_PREFIXES, Scalar, Settings, downlink, make_inner, policy, uplink
-from fedcomp.strategies.system import System, codec_settings
+from fedcomp.strategies.outer import Nesterov
+from fedcomp.strategies.parts import INNER_PREFIX, PAIR_PREFIXES, Scalar, Settings, downlink, make_inner, policy, uplink
+from fedcomp.strategies.system import System, codec_settings, settings_of
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
@@ -48,6 +49,12 @@ FIXED_POINT: Final[Mapping[str, Scalar]] = MappingProxyType(
     }
 )
 """Of updates as integers on one grid, as coded sums need them."""
+
+
+OUTER: Final[Mapping[str, Scalar]] = MappingProxyType(
+    {"inner": "nesterov", **{f"{INNER_PREFIX}{k}": v for k, v in settings_of(Nesterov, "lr", "momentum").items()}}
+)
+"""An outer step of Nesterov's momentum: :class:`fedcomp.strategies.outer.Nesterov`."""
 
 
 def _pair(name: str, title: str, paper: str, summary: str, codec: str, defaults: Settings = FIXED_POINT) -> System:
@@ -181,6 +188,40 @@ SYSTEMS: Final = (
         "every entry of the update after a random rotation of each client's own, rounded to one to four bits; unbiased",
         codec="eden",
         defaults={"feedback": False, **codec_settings("eden", "bits")},
+    ),
+    _pair(
+        "diloco",
+        "DiLoCo",
+        "Douillard et al. 2023, DiLoCo: distributed low-communication training of language models",
+        "after many local steps one bit for every entry of the update, in both directions; the server steps by "
+        "Nesterov's momentum",
+        codec="eden",
+        defaults={
+            "feedback": False,
+            **codec_settings("eden", "bits"),
+            **OUTER,
+            "downlink": "eden",
+            "downlink.scale": "least",
+        },
+    ),
+    _pair(
+        "sparseloco",
+        "SparseLoCo",
+        "Sarfi et al. 2025, Communication efficient LLM pre-training with SparseLoCo; its outer step is derived here",
+        "after many local steps the largest entries of every chunk in two bits; the rest is remembered and decays; the "
+        "server steps by Nesterov's momentum",
+        codec="chunk-topk",
+        defaults={
+            "feedback": True,
+            "feedback.decay": 0.95,
+            "codec.density": 1 / 64,
+            "codec.values": "q2",
+            **codec_settings("chunk-topk", "chunk"),
+            **OUTER,
+            "downlink": "chunk-topk",
+            "downlink.density": 1 / 16,
+            "downlink.values": "q2",
+        },
     ),
     System(
         "auto",

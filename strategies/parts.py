@@ -53,9 +53,11 @@ INNER: Final[Mapping[str, str]] = MappingProxyType(
         "multikrum": "MultiKrum",
         "bulyan": "Bulyan",
         "qfedavg": "QFedAvg",
+        "nesterov": "Nesterov",
     }
 )
-"""Flower's strategies by the name of the setting ``inner``; their parameters are the settings ``inner.*``."""
+"""Strategies by the name of the setting ``inner``, Flower's and :class:`~fedcomp.strategies.outer.Nesterov`; their
+parameters are the settings ``inner.*``."""
 
 _MANAGED: Final = {"fraction_train": "fraction", "fraction_evaluate": "fraction_evaluate"}
 """Parameters of the inner strategy that the server main decides, and the setting to use instead."""
@@ -73,10 +75,12 @@ def make_inner(settings: Settings) -> Strategy:
     """
     from flwr.serverapp import strategy as flower
 
+    from fedcomp.strategies import outer
+
     name = str(settings["inner"])
     if name not in INNER:
         raise ConfigError(f"inner={name!r} is not a strategy{nearest(name, INNER)}")
-    cls: Callable[..., Strategy] = getattr(flower, INNER[name])
+    cls: Callable[..., Strategy] = getattr(outer if name == "nesterov" else flower, INNER[name])
     options = below(settings, INNER_PREFIX)
     allowed = [p for p in inspect.signature(cls).parameters if p not in _MANAGED]
     for key in options:

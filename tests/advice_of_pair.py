@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from advice import ALL, CODED, INTEGERS, PRIVATE, PROMISE, Row, coded_sum, ended, quiet, row, same, system, trains
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, Context, RecordDict
 from flwr.server import strategy as legacy
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedMedian
 from toy import model
@@ -33,6 +34,16 @@ class TwoRecords(FedAvg):
         for message in messages:
             message.content["beside"] = ArrayRecord({"x": Array(np.zeros(2, np.float32))})
         return messages
+
+
+def keeps(name: str) -> bool:
+    """Whether a step of torch's optimizer of this name is kept."""
+    context, w = Context(0, 0, {}, RecordDict(), {}), torch.nn.Parameter(torch.ones(3))
+    optimizer = getattr(torch.optim, name)([w], lr=0.1)
+    with fc.kept(context, optimizer):
+        w.grad = torch.ones(3)
+        optimizer.step(lambda: w.grad.sum())
+    return bool(context.state)
 
 
 def numbered() -> ArrayRecord:
@@ -213,6 +224,16 @@ PAIR = (
             trains(fc.FittedBasis(fc.GradiVeQ(width=40, center=True), server_lr=1.0), (fc.compression,))
             and trains(fc.FittedBasis(fc.GradiVeQ(width=40, center=False), server_lr=0.5), (fc.compression,))
         ),
+    ),
+    row(
+        "is a parameter of FedAvgM; use lr and momentum",
+        lambda: fc.Nesterov(server_momentum=0.5),
+        lambda: trains(fc.Compressed(fc.Nesterov(lr=0.9, momentum=0.5, **ALL), fc.TopK(0.1))),
+    ),
+    row(
+        "Use an optimizer whose state consists of them, such as AdamW or SGD",
+        lambda: keeps("LBFGS"),
+        lambda: keeps("AdamW") and keeps("SGD"),
     ),
     row(
         "leave first_model_at_nodes=True out",

@@ -142,6 +142,16 @@ def windows(**options: Any) -> bool:
     return task.train_split.x.shape[1] == options.get("seq_len", 32) and min(dealt) > 0
 
 
+def dialects(lr: float = 0.01, momentum: float = 0.0, **options: Any) -> bool:
+    """Whether a small transformer learns the dialects, AdamW's moments among what was asked for."""
+    task = get_task("dialects", hidden=8, layers=1, seq_len=8, **options)
+    model = task.model(0)
+    data = task.client(0, 4)
+    before = task.evaluate(model, data)["loss"]
+    task.train(model, data, lr=lr, momentum=momentum, max_steps=30, key=BATCH)
+    return task.evaluate(model, data)["loss"] < before
+
+
 @contextmanager
 def local_set(root: Path, *, shared: bool = False) -> Iterator[Path]:
     """Write a set of local files under ``root``; yield the folder. ``shared``: another set has files in it, too."""
@@ -270,6 +280,21 @@ TASKS = (
         lambda: not any(map(regularises_the_bias, ("digits-zero", "breast-cancer", "a9a"))),
     ),
     row("no speaker has {} characters; lower {}", lambda: windows(min_chars=10**9), lambda: windows(min_chars=100)),
+    row(
+        "leaves no text to pretrain on; lower speakers",
+        lambda: dialects(optimizer="adamw", pretrained=1, speakers=20),
+        lambda: dialects(optimizer="adamw", pretrained=1, speakers=19),
+    ),
+    row(
+        "kept=True keeps the moments of adamw; write optimizer='adamw' as well",
+        lambda: dialects(kept=True),
+        lambda: dialects(kept=True, optimizer="adamw"),
+    ),
+    row(
+        "are of optimizer='sgd'; leave them out with 'adamw'",
+        lambda: dialects(optimizer="adamw", momentum=0.5),
+        lambda: dialects(optimizer="sgd", momentum=0.5) and dialects(optimizer="adamw"),
+    ),
     row(
         "splits by class, which text windows do not have; use 'natural' or 'iid'",
         lambda: windows(partition="dirichlet:0.5"),

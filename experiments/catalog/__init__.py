@@ -33,6 +33,7 @@ CATALOG: dict[str, str] = {
         "slow_link",
         "chaos",
         "forward",
+        "diloco",
         "coded_dropout",
         "coded_training",
         "gradient_coding",

@@ -12,6 +12,7 @@ from fedcomp.clients.app import app as client_app
 from fedcomp.experiments.serve import serve
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.experiments.systems import get_system
+from fedcomp.flower.faults import FaultPlan
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.timing import parse_link
 
@@ -24,13 +25,16 @@ def run(
     checkpoint_every: int | None = None,
     privacy: Path | None = None,
     client_states: Path | None = None,
+    fault: FaultPlan | None = None,
 ) -> RunResult:
-    """Run ``spec`` in this process. See :func:`fedcomp.experiments.engines.run`."""
+    """Run ``spec`` in this process, with faults where a plan asks for them. See
+    :func:`fedcomp.experiments.engines.run`."""
     link = str(get_system(spec.system).resolve(spec.settings)["link"])
     links = parse_link(link) if link else None
     if client_states is not None:
         client_states.mkdir(parents=True, exist_ok=True)
-    with InProcessGrid(client_app, spec.clients, seed=spec.seed, links=links, states=client_states) as grid:
+    grid = InProcessGrid(client_app, spec.clients, seed=spec.seed, links=links, states=client_states, fault=fault)
+    with grid:
         return serve(
             spec, grid, on_round=on_round, checkpoint=checkpoint, checkpoint_every=checkpoint_every, privacy=privacy
         )

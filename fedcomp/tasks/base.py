@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
@@ -58,6 +58,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
+
+
+class Stepper(Protocol):
+    """An optimizer of a model's parameters."""
+
+    def step(self, loss: Tensor) -> Any:
+        """Take one step down ``loss``, a scalar."""
 
 
 @dataclass(frozen=True)
@@ -339,6 +346,10 @@ class Task(ABC):
             "'breast-cancer' or 'a9a'"
         )
 
+    def optimizer(self, model: nn.Module, *, lr: float, **rates: float) -> Stepper:
+        """Return what takes the steps of one training: :class:`fedcomp.tasks.sgd.Sgd` with these rates."""
+        return Sgd(model.parameters(), lr=lr, **rates)
+
     def train(
         self,
         model: nn.Module,
@@ -349,9 +360,10 @@ class Task(ABC):
         epochs: int | None = 1,
         batch_size: int = 32,
         max_steps: int | None = None,
+        optimizer: Stepper | None = None,
         **rates: float,
     ) -> dict[str, float]:
-        """Train ``model`` in place by SGD on ``data``.
+        """Train ``model`` in place on ``data``, by SGD where the task has no other :meth:`optimizer`.
 
         Parameters
         ----------
@@ -361,9 +373,10 @@ class Task(ABC):
             Names the order of the examples.
         epochs, batch_size, max_steps
             See :meth:`Split.batches`.
+        optimizer : Stepper, optional
+            Of this model's parameters; default a new one with these rates.
         **rates : float
-            ``momentum``, ``weight_decay`` and ``proximal`` of :class:`fedcomp.tasks.sgd.Sgd`, which restarts in
-            every call.
+            ``momentum``, ``weight_decay`` and ``proximal``: see :meth:`optimizer`.
 
         Returns
         -------
@@ -378,7 +391,7 @@ class Task(ABC):
         ConfigError
             When a hyperparameter is negative, not a number or not finite; the model is then unchanged.
         """
-        descent = Sgd(model.parameters(), lr=lr, **rates)
+        descent = self.optimizer(model, lr=lr, **rates) if optimizer is None else optimizer
         # Here as well: with an empty partition no batch is drawn that would check them.
         batch_size, epochs, max_steps = _checked_limits(batch_size, epochs, max_steps)
         if len(data) == 0:

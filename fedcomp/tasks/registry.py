@@ -21,6 +21,7 @@ TASKS: Final[Mapping[str, str]] = MappingProxyType(
         "mnist": "fedcomp.tasks.images:Mnist",
         "cifar10-subset": "fedcomp.tasks.images:Cifar",
         "tiny-shakespeare": "fedcomp.tasks.shakespeare:TinyShakespeare",
+        "dialects": "fedcomp.tasks.dialects:Dialects",
         "a9a": "fedcomp.tasks.linear:A9a",
         "breast-cancer": "fedcomp.tasks.linear:BreastCancer",
         "digits-five": "fedcomp.tasks.linear:DigitsFive",

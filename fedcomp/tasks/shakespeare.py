@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedcomp.errors import ConfigError
@@ -15,6 +16,45 @@ from fedcomp.tasks.models import CharLstm, CharTransformer
 from fedcomp.tasks.options import TaskOption
 from fedcomp.tasks.partition import parse_partitioner
 from fedcomp.tasks.sources import Corpus, load
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Refuse a partition by class, and a width that the heads of the transformer do not divide."""
+    if parse_partitioner(options["partition"]).kind not in ("natural", "iid"):
+        raise ConfigError(
+            f"partition={options['partition']!r} splits by class, which text windows do not have; "
+            "use 'natural' or 'iid'"
+        )
+    if options["model"] == "transformer" and options["hidden"] % options["heads"]:
+        raise ConfigError(f"heads={options['heads']} does not divide the width, hidden={options['hidden']}")
+
+
+def longest(texts: Mapping[str, str], options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the speakers with the most text, longest first: as many as ``speakers`` says, each with at
+    least ``min_chars`` characters and with two windows of ``seq_len``, one to train on and one to hold out.
+
+    Raises
+    ------
+    ConfigError
+        When no text is that long.
+    """
+    # The name breaks ties, so that "the first so many speakers" are the same in every process.
+    by_length = sorted(texts.items(), key=lambda item: (-len(item[1]), item[0]))
+    least = max(options["min_chars"], 2 * options["seq_len"] + 1)
+    kept = [(speaker, said) for speaker, said in by_length if len(said) >= least][: options["speakers"]]
+    if not kept:
+        asked = "min_chars" if least == options["min_chars"] else "seq_len"
+        raise ConfigError(f"no speaker has {least} characters; lower {asked}")
+    return dict(kept)
+
+
+def windows(text: str, alphabet: str, width: int) -> NDArray[np.int64]:
+    """Return the successive windows of a text and the same ones a character later, shape ``(2, windows, width)``."""
+    code = {char: i for i, char in enumerate(alphabet)}
+    chars = np.array([code[c] for c in text], np.int64)
+    # One character less: the targets are the inputs shifted by one.
+    count = (len(chars) - 1) // width
+    return np.stack([chars[: count * width], chars[1 : count * width + 1]]).reshape(2, count, width)
 
 
 class TinyShakespeare(Task):
@@ -40,34 +80,17 @@ class TinyShakespeare(Task):
     }
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        if parse_partitioner(options["partition"]).kind not in ("natural", "iid"):
-            raise ConfigError(
-                f"partition={options['partition']!r} splits by class, which text windows do not have; "
-                "use 'natural' or 'iid'"
-            )
-        if options["model"] == "transformer" and options["hidden"] % options["heads"]:
-            raise ConfigError(f"heads={options['heads']} does not divide the width, hidden={options['hidden']}")
+        check(options)
         corpus, source = load(self.name, options["root"], options["download"])
         assert isinstance(corpus, Corpus)
         # The alphabet is the whole text's, so that dropping speakers leaves the model's shape as it is.
         self.alphabet = "".join(sorted(set("".join(corpus.texts.values()))))
-        code = {char: i for i, char in enumerate(self.alphabet)}
-        width = options["seq_len"]
-        # The name breaks ties, so that "the first so many speakers" are the same in every process.
-        by_length = sorted(corpus.texts.items(), key=lambda item: (-len(item[1]), item[0]))
-        # Two windows at least: one to train on, one to hold out.
-        least = max(options["min_chars"], 2 * width + 1)
-        kept = [(speaker, said) for speaker, said in by_length if len(said) >= least][: options["speakers"]]
-        if not kept:
-            asked = "min_chars" if least == options["min_chars"] else "seq_len"
-            raise ConfigError(f"no speaker has {least} characters; lower {asked}")
-        self.speakers = tuple(speaker for speaker, _ in kept)
+        kept = longest(corpus.texts, options)
+        self.speakers = tuple(kept)
         train, test, ids = [], [], []
-        for number, (_, said) in enumerate(kept):
-            chars = np.array([code[c] for c in said], np.int64)
-            # One character less: the targets are the inputs shifted by one.
-            count = (len(chars) - 1) // width
-            pair = np.stack([chars[: count * width], chars[1 : count * width + 1]]).reshape(2, count, width)
+        for number, said in enumerate(kept.values()):
+            pair = windows(said, self.alphabet, options["seq_len"])
+            count = pair.shape[1]
             # One window at least is held out, also of the shortest text.
             cut = count - max(1, count // 10)
             train.append(pair[:, :cut])

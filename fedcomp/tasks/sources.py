@@ -532,6 +532,15 @@ _CITESEER_SUMS: Final = (
     "2af990671580b6b2df5d158d1038f8292e30c9cd821b5453f399659b25b723d4",
 )
 
+_SHAKESPEARE: Final = _Set(
+    lambda: Corpus(synthetic.speakers()),
+    "synthetic text of twenty Markov speakers",
+    substitute=True,
+    folder="tinyshakespeare",
+    files={"input.txt": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"},
+    read=_read_shakespeare,
+)
+
 SETS: Final[Mapping[str, _Set]] = {
     "digits": _Set(_digits, "scikit-learn's embedded 8x8 digits"),
     "digits-generator": _Set(_digits, "scikit-learn's embedded 8x8 digits"),
@@ -548,14 +557,8 @@ SETS: Final[Mapping[str, _Set]] = {
         files={"cifar10-jpeg-subset.tar.gz": "df463c17492b19ca8fde10e12e7aafcb6b0fb1b567c033fc49d0c27f4600c87d"},
         read=_read_cifar,
     ),
-    "tiny-shakespeare": _Set(
-        lambda: Corpus(synthetic.speakers()),
-        "synthetic text of twenty Markov speakers",
-        substitute=True,
-        folder="tinyshakespeare",
-        files={"input.txt": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"},
-        read=_read_shakespeare,
-    ),
+    "tiny-shakespeare": _SHAKESPEARE,
+    "dialects": _SHAKESPEARE,
     "a9a": _Set(
         _breast_cancer,
         "scikit-learn's embedded breast cancer table (30 features instead of 123)",
