@@ -20,6 +20,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
+from fedcomp.adapters import Halves, returned
 from fedcomp.asks import mark_of
 from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.links import Links, introduced
@@ -59,7 +60,7 @@ from fedcomp.flower.links import Book
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, NODE_RECORD, POST, STEP, models
 from fedcomp.flower.protocol import RESYNC, STALE, refusal
-from fedcomp.flower.records import Place, to_arrays, to_record, widened
+from fedcomp.flower.records import Place, completed, to_arrays, to_record, widened, without
 from fedcomp.flower.schema import OtherVersion, SchemaError
 from fedcomp.flower.state import UNSETTLED, StaleMessage
 from fedcomp.layout import Layout, Update, Vector, policy_from_config
@@ -175,7 +176,8 @@ def handle(
         return refusal(msg, "updates that get their noise in a sum are not sent outside one")
     # Noise on the update does not help where something else leaves beside it.
     private = wants_private(msg.content) or noised
-    exchange = _Exchange(msg, context, call_next, head, system, downlink, (why, why_not), private, first_model)
+    halves = Halves.from_config(head.drawn) if head.drawn else None
+    exchange = _Exchange(msg, context, call_next, head, system, downlink, (why, why_not), private, first_model, halves)
     if not private:
         return exchange.answer()
     return discreet(msg, exchange.answer, ABOUT_SETTINGS if system is not None and system.DISCREET else ())
@@ -199,6 +201,8 @@ class _Exchange:
         Why it cannot or may not use the one or the other.
     private : bool
         The update leaves, and nothing else of the data.
+    halves : Halves, optional
+        Halves of adapters that the app's model has and that do not travel.
     blobs : dict of str to bytes
         By digest, those that the ask names, that followed from the message or that this node made.
     """
@@ -212,6 +216,7 @@ class _Exchange:
     refused: tuple[str, str]
     private: bool
     first_model: FirstModel | None
+    halves: Halves | None = None
     blobs: dict[str, Frame] = field(default_factory=dict)
 
     def answer(self) -> Message:
@@ -409,6 +414,28 @@ class _Exchange:
         asks.put(out, AnswerHead(number, head.sequence, say=asks.id_of(answer.say)), answer.say)
         return Message(out, reply_to=self.msg)
 
+    def plain(self, model: ArrayRecord) -> RecordDict:
+        """Return the message's content as the app would have seen it without this project."""
+        name, model = self.head.model, widened(model)
+        found = {k: widened(v) if isinstance(v, ArrayRecord) else v for k, v in asks.without(self.msg.content).items()}
+        whole = model if self.halves is None else completed(model, self.halves, self.head.seed)
+        return RecordDict({name: whole, **{k: v for k, v in found.items() if k != name}})
+
+    def travelling(self, content: RecordDict, before: Mapping[str, NDArray[Any]]) -> RecordDict:
+        """Return an app's reply with what travels of the model; what it did not change is not looked at twice.
+
+        Raises
+        ------
+        ConfigError
+            When a half of an adapter that is drawn came back changed.
+        """
+        if self.halves is None:
+            return content
+        drawn = self.halves.drawn({name: array.shape for name, array in before.items()}, self.head.seed)
+        whole = {**before, **drawn}
+        name, after = reply_arrays(content, whole, self.head.model)
+        return RecordDict({**content, name: to_record(returned(whole, drawn, after))})
+
     def brought(self, content: RecordDict) -> Brought | None:
         """Return what the app brings, None for nothing; ``content`` is from here on what it sees."""
         self.msg.content = content
@@ -432,7 +459,7 @@ class _Exchange:
             kept = self._prepared(self.system, record)
         else:
             kept = NO_FRAMES
-            self.msg.content = _plain(self.msg.content, self.head.model, record)
+            self.msg.content = self.plain(record)
         reply = self.call_next(self.msg, self.context)
         if reply.has_error():
             return reply
@@ -462,7 +489,7 @@ class _Exchange:
         memory = Memory.look(self.context, head, system)
         before = to_arrays(record, copy=False)
         layout = Layout.of(before, policy_from_config(head.policy), cast_floats=head.cast)
-        app = self.brought(_plain(content, head.model, record))
+        app = self.brought(self.plain(record))
         me = Me(
             number,
             head.number,
@@ -526,7 +553,8 @@ class _Exchange:
             return sent, 0, None
         held = held_model(state)
         if head.base == FIRST and self.first_model is not None and (held is None or held[0] != FIRST):
-            held = FIRST, self.first_model(self.msg, self.context)
+            made = self.first_model(self.msg, self.context)
+            held = FIRST, made if self.halves is None else without(made, self.halves)
         if not head.base:
             assert sent is not None
             held = head.version, sent
@@ -629,7 +657,7 @@ class _Training:
     def brought(self) -> Brought | None:
         """Return what the app brings; the message is from here on what the app sees."""
         exchange = self.exchange
-        self.app = exchange.brought(_plain(exchange.msg.content, exchange.head.model, self.record))
+        self.app = exchange.brought(exchange.plain(self.record))
         return self.app
 
     def weight(self, metric: str) -> float:
@@ -677,12 +705,15 @@ class _Training:
         self.spent = time.perf_counter() - began
         if reply.has_error():
             raise AppError(reply)
-        content = only_update(reply.content, before, layout) if private else reply.content
+        content = exchange.travelling(reply.content, before)
+        content = only_update(content, before, layout) if private else content
         name, after = reply_arrays(content, before, head.model)
         self.said["record"] = name
         self.beside = _beside(content, name)
         if self.app is not None:
-            self.app.trained = content.array_records[name]
+            # As the app would load it.
+            trained = content.array_records[name]
+            self.app.trained = trained if exchange.halves is None else reply.content.array_records[name]
         # Where the system remembers, what is left of the update may become the memory: once in memory, and not copied.
         place = Place((layout.size,), np.float32) if memory.state and not whole else None
         memory.places += [] if place is None else [place]
@@ -732,12 +763,6 @@ class _Training:
         unchanged = [i for i, t in enumerate(layout.tensors) if not any(_moves(part[t.slice]) for part in parts)]
         self.said |= {"unchanged": tuple(unchanged), "copies": tuple(n for pair in copies.items() for n in pair)}
         return update
-
-
-def _plain(content: RecordDict, name: str, model: ArrayRecord) -> RecordDict:
-    """Return the message's content as the app would have seen it without this project."""
-    found = {k: widened(v) if isinstance(v, ArrayRecord) else v for k, v in asks.without(content).items()}
-    return RecordDict({name: widened(model), **{k: v for k, v in found.items() if k != name}})
 
 
 def _moves(values: Vector) -> bool:

@@ -4,6 +4,9 @@
 # The drop-in pair and what goes into it.
 from fedcomp.clients.compressed import compression as compression
 from fedcomp.strategies.compressed import Compressed as Compressed
+from fedcomp.strategies.adapters import Adapters as Adapters
+from fedcomp.adapters import freeze as freeze
+from fedcomp.flower.records import record as record
 from fedcomp.strategies.guard import Norms as Norms
 from fedcomp.strategies.outer import Nesterov as Nesterov
 from fedcomp.strategies.rare import DiLoCo as DiLoCo

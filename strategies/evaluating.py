@@ -53,41 +53,47 @@ class Evaluating(ExchangeStrategy, Stateful):
     _send: Callable[[Running, Now, Sequence[Ask] | Wait], Exchange]
     _exchanged: Callable[[Running, Now, Exchange, float], Pushes[list[Answer]]]
     _record_of: Callable[..., Any]
+    travelling: Callable[[ArrayRecord], ArrayRecord]
+    drawn_halves: dict[str, Any]
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Let the inner strategy configure evaluation; nodes that hold the model already get no model bytes."""
+        arrays = self.travelling(arrays)
         messages = list(self.inner.configure_evaluate(server_round, arrays, config, grid))
         if messages and (talk := self._talk(server_round, arrays, messages)) is not None:
             self._talks[server_round] = talk, grid
             return list(next(talk))
         self._evaluating = [SentMessage(message, message.metadata.dst_node_id, 0) for message in messages]
-        # Nothing is trained, so without a downlink there is nothing to say.
-        if self.down is None or not messages:
+        # Nothing is trained, so without a downlink and with the whole model there is nothing to say.
+        if (self.down is None and not self.drawn_halves) or not messages:
             return messages
-        model = to_arrays(arrays, copy=False)
         record, own = self._record_of({message.metadata.dst_node_id: message for message in messages}, arrays)
-        if own:
+        down = None if own else self.down
+        if down is None and not self.drawn_halves:
             return messages
-        self.down.publish(model)
-        down = self.down.layout
+        if down is not None:
+            down.publish(to_arrays(arrays, copy=False))
         self._evaluating = []
         for message in messages:
             meta, content, data = message.metadata, message.content.copy(), dict[str, Frame]()
-            fields, _ = self.down.fill(content, record, self.roster.peer(meta.dst_node_id), data)
+            fields: dict[str, Any] = {"model": record}
+            if down is not None:
+                fields, _ = down.fill(content, record, self.roster.peer(meta.dst_node_id), data)
+                fields["policy"] = policy_config(self.policy, down.layout)
             head = AskHead(
                 number=server_round,
                 seed=self.seed,
                 session=self._session,
                 system=self.system.to_config() if self.system.makes_steps else {},
-                policy=policy_config(self.policy, down),
                 cast=self.cast,
+                drawn=self.drawn_halves,
                 **fields,
             )
             asks.put(content, head, data=data)
             made = Message(content, meta.dst_node_id, meta.message_type, ttl=meta.ttl, group_id=meta.group_id or None)
-            self._evaluating.append(SentMessage(made, meta.dst_node_id, 0, version=int(fields["version"])))
+            self._evaluating.append(SentMessage(made, meta.dst_node_id, 0, version=int(fields.get("version", 0))))
         return [each.message for each in self._evaluating]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

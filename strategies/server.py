@@ -11,6 +11,7 @@ an answer refuses that answer alone, by name; only what is in the model is ackno
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from flwr.serverapp.strategy import FedAvg, Result, Strategy
 from numpy.typing import NDArray
 
 from fedcomp import params
+from fedcomp.adapters import AdapterNames, Halves
 from fedcomp.asks import SHOW, read_mark, wait_for
 from fedcomp.codecs import Codec, get_codec
 from fedcomp.errors import ConfigError, FedcompError
@@ -39,12 +41,14 @@ from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, POST, payload_bytes
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.protocol import OWN_CONFIG, RESYNC
 from fedcomp.flower.records import (
+    completed,
     count_differing,
     finite_where,
     restore_dtypes,
     same_model,
     to_arrays,
     to_record,
+    without,
 )
 from fedcomp.flower.report import Report, Reports, shorten
 from fedcomp.flower.rounds import Exchanges, Push, own_loop, planned
@@ -114,6 +118,9 @@ class Server(Evaluating):
         refused for the round, by name, and gets the whole model with its next message. Needs a ``downlink``.
     links : Links, optional
         Clients bring each other by themselves what they post; default the server does.
+    adapters : AdapterNames, optional
+        The model is one of adapters, of which one half each is drawn from the seed and never travels. The inner
+        strategy's hooks see what travels; its loop, ``evaluate_fn`` and the result have the whole model.
     seed : int
         Of the random streams of clients and server.
 
@@ -168,6 +175,7 @@ class Server(Evaluating):
         guard: Norms | None = None,
         first_model_at_nodes: bool = False,
         links: Links | None = None,
+        adapters: AdapterNames | None = None,
         seed: int = 0,
     ) -> None:
         self._name = type(self).__name__ if type(self) is not Server else type(system).__name__
@@ -181,6 +189,7 @@ class Server(Evaluating):
         if guard is not None and not isinstance(guard, Norms):
             raise ConfigError(f"guard={guard!r} is not valid: an object, such as Norms(times_median=10)")
         self.system, self.policy, self.record, self.guard, self.links = system, policy, record, guard, links
+        self.adapters = adapters
         self.seed = params.seed(seed)
         self._rule = rule_of(self.inner)
         self._require_served(self._rule)
@@ -217,6 +226,7 @@ class Server(Evaluating):
         self._timeout: float | None = None
         self._grid: Grid | None = None
         self._reach, self._oldest_asked = b"", 0
+        self.halves: Halves | None = None
         self.layout = Layout(())
         self._open: dict[int, tuple[Exchanges[Outcome], Grid]] = {}
         self._evaluating = []
@@ -257,6 +267,7 @@ class Server(Evaluating):
         self.roster.meet(grid)
         self._grid = grid
         self._inbox.begin(self.roster)
+        arrays = self.travelling(arrays)
         messages = self._rule.configure(server_round, arrays, config, grid)
         if self.system.KEYS or self.links is not None:
             yield from self._greet(server_round, messages)
@@ -295,7 +306,31 @@ class Server(Evaluating):
         if withheld and x.rule.not_finite in x.report.notes:
             log.warning("round %d: %s", x.report.round, x.rule.not_finite)
         self._log.conclude(x.report, withheld=withheld)
+        if outcome is not None and self.halves is not None:
+            outcome = completed(outcome, self.halves, self.seed)
         return outcome, metrics
+
+    def travelling(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return what travels of a model: of adapters all but the halves that are drawn.
+
+        Raises
+        ------
+        ConfigError
+            Naming the tensor that may not travel, or of which nobody knows whether it is drawn.
+        """
+        if self.adapters is None:
+            return arrays
+        halves = self.adapters.halves(to_arrays(arrays, copy=False), self.seed)
+        if halves != self.halves:
+            self.halves = halves
+            drawn, travels = halves.names(list(arrays)), without(arrays, halves)
+            log.info(
+                "%s: %d halves of adapters are drawn from the seed and never travel, %s values travel: train these alone",
+                self._name,
+                len(drawn),
+                f"{sum(math.prod(array.shape) for array in travels.values()):,}",
+            )
+        return without(arrays, halves)
 
     def _ask(self, server_round: int, arrays: ArrayRecord, messages: Sequence[Message]) -> tuple[Running, Now]:
         """Open the round in which the inner strategy sends ``messages``."""
@@ -509,6 +544,7 @@ class Server(Evaluating):
             blobs=asks.named(blobs),
             say=asks.id_of(ask.say),
             cast=self.cast,
+            drawn=self.drawn_halves if fields else {},
             **fields,
         )
         asks.put(content, head, ask.say, data)
@@ -563,7 +599,8 @@ class Server(Evaluating):
         head = asks.find_answer(content)
         said = head is not None and (head.record or head.lacks or head.say or head.bare)
         if head is None or not head.sequence or (ask.kind == "train" and not said):
-            if ask.dense:
+            # An app that was not given the drawn halves has trained others.
+            if ask.dense and self.halves is None:
                 return self._dense(x, node, sent, reply, head)
             why = "" if head is None else head.unsupported
             raise Rejected(
@@ -879,7 +916,12 @@ class Server(Evaluating):
     @property
     def surroundings(self) -> dict[str, Any]:
         """What another server around the same strategy is given, beside its system."""
-        return {name: getattr(self, name) for name in ("downlink", "policy", "record", "guard", "seed")}
+        return {name: getattr(self, name) for name in ("downlink", "policy", "record", "guard", "adapters", "seed")}
+
+    @property
+    def drawn_halves(self) -> dict[str, Any]:
+        """What messages with a model say of the halves of adapters that are not in it."""
+        return {} if self.halves is None else self.halves.to_config()
 
     @property
     def own_loop(self) -> bool:

@@ -86,6 +86,9 @@ class AskHead(Schema, key=OWN_CONFIG, prefix=PREFIX):
         :attr:`fedcomp.asks.Ask.model`.
     oldest : int
         The first of the rounds of which posts that links have brought may still be asked for.
+    drawn : dict
+        :meth:`fedcomp.adapters.Halves.to_config` of an adapter's halves that the app's model has and that never travel;
+        empty where all of it does.
     """
 
     protocol: Annotated[int, Version(ASKS)] = field(default=ASKS, kw_only=True)
@@ -108,6 +111,7 @@ class AskHead(Schema, key=OWN_CONFIG, prefix=PREFIX):
     cast: Annotated[bool, Flag(absent=True)] = True
     needs_model: Annotated[bool, Flag(absent=True)] = True
     oldest: Number = 0
+    drawn: Description = field(default_factory=dict)
 
     def conflict(self) -> str:
         """Return why fields that are each in range contradict each other; empty when they do not."""

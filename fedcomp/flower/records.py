@@ -17,6 +17,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import DTypeLike, NDArray
 
+from fedcomp.adapters import Halves
 from fedcomp.errors import LayoutError
 from fedcomp.flower._private import filled, make_array
 from fedcomp.layout import finite
@@ -129,6 +130,53 @@ def config_in(content: RecordDict, name: str) -> ConfigRecord:
     # Not content.config_records: Flower makes a checked copy of it at every access.
     found = content.get(name)
     return found if isinstance(found, ConfigRecord) else ConfigRecord()
+
+
+def record(state: Mapping[str, Any]) -> ArrayRecord:
+    """Return a state dict as an ArrayRecord, tensors of bfloat16 included, which Flower's own constructor refuses.
+
+    They stay in bfloat16 in a reply; the server's model and all memories are float32, and an app rounds what it is given
+    when it loads it. So changes below the spacing of bfloat16 add up over rounds.
+
+    Parameters
+    ----------
+    state : mapping of str to torch.Tensor or array
+    """
+    found: dict[str, Array] = {}
+    for name, values in state.items():
+        half = str(values.dtype).endswith(BFLOAT16)
+        # torch has no numpy array of bfloat16; float32 holds every number of it.
+        tensor = values.detach().cpu() if hasattr(values, "detach") else values
+        wide = np.asarray(tensor if not half else tensor.float() if hasattr(tensor, "float") else tensor.astype("f4"))
+        found[name] = _bfloat16(wide) if half else _array(wide)
+    return filled(ArrayRecord(), found)
+
+
+def _bfloat16(values: NDArray[Any]) -> Array:
+    head, _ = _npy_header(values.shape, np.dtype("V2"))
+    return make_array(BFLOAT16, values.shape, _NUMPY, head + Bf16(values).words.tobytes())
+
+
+def completed(model: ArrayRecord, halves: Halves, seed: int) -> ArrayRecord:
+    """Return a model with the halves of its adapters that are drawn.
+
+    Raises
+    ------
+    LayoutError
+        When they do not belong to this model.
+    """
+    drawn = halves.drawn({name: tuple(array.shape) for name, array in model.items()}, seed)
+    return filled(ArrayRecord(), halves.placed(model, {name: _array(values) for name, values in drawn.items()}))
+
+
+def without(model: ArrayRecord, halves: Halves) -> ArrayRecord:
+    """Return what travels of a whole model: without the halves that are drawn, and in float32 what was shorter."""
+    drawn = halves.names(list(model))
+    kept = filled(ArrayRecord(), {name: array for name, array in model.items() if name not in drawn})
+    wide = {
+        name: _array(_numbers(a).astype(np.float32)) for name, a in kept.items() if a.dtype in (BFLOAT16, "float16")
+    }
+    return filled(ArrayRecord(), {**kept, **wide}) if wide else kept
 
 
 def to_arrays(record: ArrayRecord, *, copy: bool = True) -> Named:

@@ -1,0 +1,361 @@
+"""Adapters of low rank, B A: which half travels, and how both ends draw the other one.
+
+Of two factors the mean is not the mean of their products. If A is the same everywhere and never trained, it is: the
+mean of the B_i A is (mean of the B_i) A. So A is drawn from the run's seed at server and clients and never sent, and
+everything that is linear in B (codecs, sums, clipping and noise) is linear in the product. This is FFA-LoRA (Sun, Li,
+Li, Ding, "Improving LoRA in privacy-preserving federated learning", ICLR 2024, recalled); that A need not travel, and
+the rule for which half is A, are derived here.
+
+The scale alpha / r of an adapter is in no state dict and needs no message: it is a constant of the app, and every client
+must use the same. Clients of unequal ranks hold all columns and train the first r_i (:func:`freeze`); what they do not
+train has changed by nothing, so that the mean stays exact.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp import params
+from fedcomp.errors import ConfigError, LayoutError
+from fedcomp.rng import Key
+from fedcomp.rules import Configured, Int, Many, Text
+from fedcomp.wire import Bf16
+
+V = TypeVar("V")
+
+PEFT: Final = (("lora_A", "lora_B"), ("lora_embedding_B", "lora_embedding_A"))
+"""PEFT's words for two halves; the first of a pair is the one that is random when an adapter is made."""
+
+_TWICE: Final = "base_model.model.base_model.model."
+_ORDINARY: Final = "lora_magnitude_vector"  # DoRA's: not in the product, an ordinary tensor beside it.
+_MOST: Final = 1 << 28
+
+WORKING: Final = ("float32", "bfloat16", "float16")
+"""Dtypes in which apps hold adapters that travel as float32."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Halves(Configured):
+    """The halves of a model's adapters that are drawn at both ends.
+
+    Parameters
+    ----------
+    at : tuple of tuple of int
+        One for each tensor that travels and is called a half, in the model's order: where its drawn half stands in the
+        whole model, and that one's shape; a single 0 for one that has none.
+    pairs : tuple of (str, str)
+        The words that tell the two halves of an adapter apart.
+    """
+
+    at: Annotated[tuple[tuple[int, ...], ...], Many(Many(Int(0, _MOST), 6, least=1), 1 << 16)]
+    pairs: Annotated[tuple[tuple[str, str], ...], Many(Many(Text(256, least=1), 2, least=2), 16)] = PEFT
+
+    def conflict(self) -> str:
+        """Return why a half cannot be drawn; empty where all can."""
+        if any(math.prod(shape) > _MOST for _, *shape in self.at):
+            return f"a half of an adapter has more than {_MOST:,} values"
+        return ""
+
+    def to_config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` takes; it is in every message of a run."""
+        config = self.get_config()
+        return config if self.pairs != PEFT else {"at": config["at"]}
+
+    def drawn(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, NDArray[np.float32]]:
+        """Return the drawn halves of a model, not to be written to.
+
+        Parameters
+        ----------
+        shapes : mapping of str to tuple of int
+            Of the tensors that travel, in order.
+        seed : int
+
+        Raises
+        ------
+        LayoutError
+            When these are not the tensors of this model.
+        """
+        partners = {name: found for name in shapes if (found := partner_of(name, self.pairs))[0]}
+        if len(partners) != len(self.at):
+            raise LayoutError(f"{len(partners)} halves of adapters travel, and {len(self.at)} belong to them")
+        return {
+            partner: draw(seed, partner, tuple(shape), _bound(word, tuple(shape), shapes[name]))
+            for (name, (partner, word, _)), (_, *shape) in zip(partners.items(), self.at, strict=True)
+            if shape
+        }
+
+    def placed(self, travels: Mapping[str, V], drawn: Mapping[str, V]) -> dict[str, V]:
+        """Return the whole model in its own order.
+
+        Raises
+        ------
+        LayoutError
+            When the halves do not stand where they should.
+        """
+        places = dict(zip((index for index, *shape in self.at if shape), drawn, strict=True))
+        others = iter(travels)
+        names = [places[i] if i in places else next(others, "") for i in range(len(travels) + len(drawn))]
+        whole = {name: drawn[name] if name in drawn else travels[name] for name in names if name}
+        if len(whole) != len(names):
+            raise LayoutError("the drawn halves of adapters do not fit between the tensors that travel")
+        return whole
+
+    def names(self, whole: Sequence[str]) -> set[str]:
+        """Return the names of the drawn halves in a whole model."""
+        return {whole[index] for index, *shape in self.at if shape and index < len(whole)}
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class AdapterNames(Configured):
+    """What may travel of an app's adapters; everything else is refused by name.
+
+    Parameters
+    ----------
+    also : tuple of str
+        Shell patterns of tensors that are trained and sent beside the adapters: "*.modules_to_save.*", "*bias".
+    pairs : tuple of (str, str)
+        Parts of a name, between dots or slashes, that tell the two halves of an adapter apart; default PEFT's.
+    """
+
+    also: Annotated[tuple[str, ...], Many(Text(256, least=1), 256)] = ()
+    pairs: Annotated[tuple[tuple[str, str], ...], Many(Many(Text(256, least=1), 2, least=2), 16)] = PEFT
+
+    def halves(self, model: Mapping[str, NDArray[Any]], seed: int) -> Halves:
+        """Return which halves of a model's adapters are drawn: those that are random while the others are zero.
+
+        Halves are paired by their names, whatever their order; the rank is the axis that two of them share.
+
+        Raises
+        ------
+        ConfigError
+            Naming the tensor, for one that is neither half of an adapter nor in ``also``, for a half without the other
+            one, and for an adapter of which neither half is zero or drawn from this seed.
+        """
+        drawn_of: dict[str, str] = {}
+        for name in model:
+            if _TWICE in name:
+                raise ConfigError(
+                    f"tensor {name!r} bears PEFT's prefix twice, and would be loaded into nothing; send what "
+                    "get_peft_model_state_dict(model) returns, as it is"
+                )
+            partner, _, first = partner_of(name, self.pairs)
+            if partner not in model:
+                self._require_ordinary(name, partner)
+            elif first:
+                drawn = self._drawn(name, partner, model, seed)
+                drawn_of[name if drawn == partner else partner] = drawn
+        if not drawn_of:
+            raise ConfigError(
+                f"none of the model's {len(model)} tensors is half of an adapter (pairs={self.pairs!r}); use "
+                "Compressed(...), which takes any model"
+            )
+        places = {name: index for index, name in enumerate(model)}
+        travels = [name for name in model if name not in drawn_of.values() and partner_of(name, self.pairs)[0]]
+        at = [(places[n], *model[n].shape) if (n := drawn_of.get(name, "")) else (0,) for name in travels]
+        return Halves(tuple(at), self.pairs)
+
+    def _require_ordinary(self, name: str, partner: str) -> None:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.also):
+            return
+        if partner:
+            raise ConfigError(
+                f"tensor {name!r} is half of an adapter, and the model lacks the other one, {partner!r}; send both"
+            )
+        if _ORDINARY not in re.split(r"[./]", name):
+            raise ConfigError(
+                f"tensor {name!r} is no half of an adapter and would travel with every message. If it is trained, "
+                f"allow it with also=[{name!r}]; else leave it out of the state dict (PEFT adds tables of embeddings "
+                "unless it is told save_embedding_layers=False)"
+            )
+
+    def _drawn(self, first: str, second: str, model: Mapping[str, NDArray[Any]], seed: int) -> str:
+        """Return the name of that of two halves which is drawn: by value, for PEFT's embeddings swap the two words."""
+        for name, other in ((first, second), (second, first)):
+            if model[name].ndim < 2 or model[name].dtype.kind != "f":
+                raise ConfigError(
+                    f"half {name!r} of an adapter is {model[name].dtype}{model[name].shape}, not a matrix"
+                )
+            # A run that goes on: its model holds what was drawn when it began.
+            own, others = model[name], partner_of(other, self.pairs)
+            if np.array_equal(own, draw(seed, name, own.shape, _bound(others[1], own.shape, model[other].shape))):
+                return name
+        zero = [name for name in (first, second) if not model[name].any()]
+        if not zero:
+            raise ConfigError(
+                f"neither {first!r} nor {second!r} is zero, nor drawn from seed={seed}: another first half would change "
+                "the model. Merge the adapter into the base model (merge_and_unload) and begin with a new one, or "
+                "continue with the seed of its own run"
+            )
+        return second if zero == [first] else first
+
+
+def partner_of(name: str, pairs: Sequence[tuple[str, str]] = PEFT) -> tuple[str, str, bool]:
+    """Return the name of an adapter's other half, the word that says so, and whether ``name`` is a first half; empty
+    texts where ``name`` is no half.
+
+    Examples
+    --------
+    >>> partner_of("layers.0.q.lora_B.default.weight")
+    ('layers.0.q.lora_A.default.weight', 'lora_A', False)
+    """
+    parts = re.split(r"([./])", name)
+    for words in pairs:
+        for index, part in enumerate(parts):
+            if part in words:
+                word = words[1] if part == words[0] else words[0]
+                return "".join((*parts[:index], word, *parts[index + 1 :])), word, part == words[0]
+    return "", "", False
+
+
+# A run asks for the same halves in every round, and in one process for every client.
+@lru_cache(512)
+def draw(seed: int, name: str, shape: tuple[int, ...], bound: float) -> NDArray[np.float32]:
+    """Return one half of an adapter: float32, uniform in [-bound, bound), from a stream of its own; read-only."""
+    uniform = Key(seed, f"adapter {name}").uniform(math.prod(shape))
+    drawn = ((2.0 * uniform - 1.0) * bound).astype(np.float32).reshape(shape)
+    drawn.setflags(write=False)
+    return drawn
+
+
+def _bound(word: str, shape: tuple[int, ...], other: tuple[int, ...]) -> float:
+    """Return within which bounds a half is drawn: Kaiming's uniform, 1 / sqrt(inputs), as torch and PEFT begin; of an
+    embedding, whose inputs are all zero but one, unit variance, as PEFT begins.
+
+    Raises
+    ------
+    ConfigError
+        When the two halves share no axis.
+    """
+    rank, _ = _rank(shape, other)
+    return math.sqrt(3.0) if "embedding" in word else 1.0 / math.sqrt(math.prod(shape) / rank)
+
+
+def _rank(shape: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, int]:
+    """Return the rank of an adapter and its axis in the half of the first shape.
+
+    Raises
+    ------
+    ConfigError
+        When the two halves share no axis.
+    """
+    shared = [(a, axis) for axis, (a, b) in enumerate(zip(shape[:2], other[1::-1], strict=True)) if a == b and a > 0]
+    if not shared:
+        raise ConfigError(f"halves of an adapter of shapes {shape} and {other} share no axis, which would be its rank")
+    # Of a square layer they share both; the rank is the shorter one.
+    return min(shared)
+
+
+def nearest(values: NDArray[Any], working: str) -> NDArray[np.float32]:
+    """Return ``values`` as an app holds them whose adapters have the dtype ``working``, one of :data:`WORKING`."""
+    wide = np.asarray(values, np.float32)
+    if working == "bfloat16":
+        return Bf16(wide).decode().reshape(wide.shape)
+    return wide.astype(np.float16).astype(np.float32) if working == "float16" else wide
+
+
+def trained_from(given: NDArray[Any], returned: NDArray[Any], rounded: NDArray[Any]) -> NDArray[Any]:
+    """Return what an app made of ``given``, which it held as ``rounded``: changes below that one's spacing add up."""
+    # Not where nothing changed: infinities of a mask have no difference.
+    with np.errstate(invalid="ignore"):
+        return np.where(returned == rounded, given, given + (returned - rounded))
+
+
+def returned(
+    whole: Mapping[str, NDArray[Any]], drawn: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]]
+) -> dict[str, NDArray[Any]]:
+    """Return the tensors that travel of the model ``after`` that an app made of ``whole``.
+
+    An app that holds its adapters in 16 bits returns the drawn halves in these, and so shows it: what it changed is
+    then added to what it was given in 32.
+
+    Raises
+    ------
+    ConfigError
+        Naming a drawn half that came back changed, or not at all.
+    """
+    working = list(WORKING)
+    for name, own in drawn.items():
+        came = after.get(name)
+        if came is None or came.shape != own.shape:
+            raise ConfigError(
+                f"the reply lacks {name!r}, which is in the message: return all tensors of it under their own names"
+            )
+        working = [each for each in working if np.array_equal(came.astype(np.float32), nearest(own, each))]
+        if not working:
+            raise ConfigError(
+                f"{name!r} came back other than it was sent. It is the same at all clients and is not trained: call "
+                "fc.freeze(model) before the optimizer is made, and load the message before training (a wrong prefix "
+                "loads nothing, and PEFT raises nothing)"
+            )
+    found = {name: array for name, array in after.items() if name not in drawn}
+    if working[0] == "float32":
+        return found
+    for name, array in found.items():
+        given = whole.get(name)
+        # A tensor beside the adapters may have a dtype of its own.
+        if given is not None and given.dtype == np.float32 and np.array_equal(array, nearest(array, working[0])):
+            found[name] = trained_from(given, array.astype(np.float32), nearest(given, working[0]))
+    return found
+
+
+def freeze(model: Any, rank: int | None = None, *, pairs: Iterable[tuple[str, str]] = PEFT) -> list[str]:
+    """Let an app's model train no half that is drawn; return the names of these.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        With adapters in it, before the optimizer is made.
+    rank : int, optional
+        Train the first columns of the other halves alone, on a client with less memory or data than others: the
+        gradients of all others are zero. The optimizer must not decay weights.
+    pairs : tuple of (str, str)
+        As of :class:`AdapterNames`.
+
+    Raises
+    ------
+    ConfigError
+        When the model has no adapters, or one of them fewer columns than ``rank``.
+
+    Examples
+    --------
+    >>> model = get_peft_model(base, LoraConfig(r=16))  # doctest: +SKIP
+    >>> fc.freeze(model, rank=4)  # doctest: +SKIP
+    """
+    parameters, words, frozen = dict(model.named_parameters()), tuple(pairs), []
+    for name, parameter in parameters.items():
+        partner, _, first = partner_of(name, words)
+        if partner not in parameters or not first:
+            continue
+        other = parameters[partner]
+        # By value, as the server decides; where neither is zero, by their words.
+        swapped = not bool(parameter.detach().any()) and bool(other.detach().any())
+        drawn, trained = (partner, parameter) if swapped else (name, other)
+        parameters[drawn].requires_grad_(False)
+        frozen.append(drawn)
+        if rank is not None:
+            trained.register_hook(_first_columns(trained, parameters[drawn], rank))
+    if not frozen:
+        raise ConfigError(f"the model has no parameters with the words {words!r} of adapters in their names")
+    return frozen
+
+
+def _first_columns(trained: Any, drawn: Any, rank: int) -> Callable[[Any], Any]:
+    """Return what sets a gradient to zero outside of the first ``rank`` columns."""
+    whole, axis = _rank(tuple(trained.shape), tuple(drawn.shape))
+    params.integer("rank", rank, low=1, high=whole)
+
+    def masked(gradient: Any) -> Any:
+        kept = gradient.clone()
+        kept.narrow(axis, rank, whole - rank).zero_()
+        return kept
+
+    return masked
