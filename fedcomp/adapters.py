@@ -6,9 +6,9 @@ everything that is linear in B (codecs, sums, clipping and noise) is linear in t
 Li, Ding, "Improving LoRA in privacy-preserving federated learning", ICLR 2024, recalled); that A need not travel, and
 the rule for which half is A, are derived here.
 
-The scale alpha / r of an adapter is in no state dict and needs no message: it is a constant of the app, and every client
-must use the same. Clients of unequal ranks hold all columns and train the first r_i (:func:`freeze`); what they do not
-train has changed by nothing, so that the mean stays exact.
+The scale alpha / r of an adapter is in no state dict and needs no message: it is a constant of the app, and every
+client must use the same. Clients of unequal ranks hold all columns and train the first r_i (:func:`freeze`); what they
+do not train has changed by nothing, so that the mean stays exact.
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ class Halves(Configured):
         """Return what :meth:`from_config` takes; it is in every message of a run."""
         config = self.get_config()
         return config if self.pairs != PEFT else {"at": config["at"]}
+
+    @property
+    def size(self) -> int:
+        """Number of values that are drawn."""
+        return sum(math.prod(shape) for _, *shape in self.at if shape)
 
     def drawn(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, NDArray[np.float32]]:
         """Return the drawn halves of a model, not to be written to.
@@ -191,9 +196,9 @@ class AdapterNames(Configured):
         zero = [name for name in (first, second) if not model[name].any()]
         if not zero:
             raise ConfigError(
-                f"neither {first!r} nor {second!r} is zero, nor drawn from seed={seed}: another first half would change "
-                "the model. Merge the adapter into the base model (merge_and_unload) and begin with a new one, or "
-                "continue with the seed of its own run"
+                f"neither {first!r} nor {second!r} is zero, nor drawn from seed={seed}: another half would change the "
+                "model. Merge the adapter into the base model (merge_and_unload) and begin with a new one, or continue "
+                "with the seed of its own run"
             )
         return second if zero == [first] else first
 

@@ -46,8 +46,8 @@ class Adapters(Compressed):
 
     Notes
     -----
-    Which half is A follows from the first model, not from names: the one that is not zero. All clients must use the same
-    scale alpha / r, which is in no message. Ratios in reports compare with B in float32.
+    Which half is A follows from the first model, not from names: the one that is not zero. All clients must use the
+    same scale alpha / r, which is in no message. Ratios in reports compare with B in float32.
 
     Examples
     --------

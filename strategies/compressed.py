@@ -31,7 +31,6 @@ from fedcomp.rng import Key
 from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.private.flower_dp import require_clip_holds, require_clip_is_seen
-from fedcomp.strategies.returning import WINDOW, Returning
 from fedcomp.strategies.round_log import RoundLog
 from fedcomp.strategies.running import Running
 from fedcomp.strategies.server import Server
@@ -43,15 +42,6 @@ DEFAULT_CODEC: Final = EDEN(bits=1)
 
 ANY_LAYOUT: Final = Layout((TensorSpec("layer", (64, 64), "float32", 0, 4096),), (), ("layer",))
 """Stands for a model that is not known yet; the first one is checked by its own layout."""
-
-FEW_RETURN: Final = (
-    f"the last {WINDOW} rounds asked more than twice as many clients as one round does. Error feedback keeps what it "
-    "did not send at each client, where it waits until that client is asked again, and is out of date by then: "
-    "accuracy can end many points below FedAvg's. Use a codec without memory, EDEN() or QSGD(levels=7), or ask clients "
-    "more often"
-)
-"""What is said where memories wait at clients that seldom return."""
-
 
 MOST_NOISE: Final = 2.0
 """Noise of the mean for each unit of its signal up to which training follows that without compression (measured)."""
@@ -203,7 +193,7 @@ class Compressed(Server):
     def _begin(self) -> None:
         super()._begin()
         self._log = RoundLog(f"{self._name}({type(self.inner).__name__})")
-        self._returning, self._noted, self._loud = Returning(), False, False
+        self._loud = False
         self.settled: dict[str, Any] = {}
 
     def configure_train(
@@ -265,11 +255,6 @@ class Compressed(Server):
                 f"the inner strategy sends {len(x.own)} model(s) beside the global one; their updates cannot be put to "
                 f"the vote of {self.codec!r} with the others. Use a codec without votes"
             )
-        # Once per run: memories wait at clients of which few return.
-        if not self._noted and self.system.codec.remembers and self._returning.few(x.addresses.values()):
-            self._noted = True
-            # What a report notes is logged when the round ends, and forgotten where who took part is secret.
-            x.report.notes.append(FEW_RETURN)
         return x, now
 
     def _released(self, arrays: ArrayRecord, server_round: int) -> Layout:

@@ -489,6 +489,7 @@ class PipelinedStrategy(Overlapping):
         NoUsableReply
             When clients were asked, no reply of theirs can be used, and no earlier round brought an update either.
         """
+        arrays = self.inner.travelling(arrays)
         # The rounds of an interrupted run again, each with the model that it was sent with, as stale as it would be.
         for lost in self._resumed(grid):
             flight = yield from self._send(lost.now.number, lost.x.arrays, config, grid)
@@ -555,7 +556,7 @@ class PipelinedStrategy(Overlapping):
 
     def _apply_oldest(self, arrays: ArrayRecord, grid: Grid) -> Exchanges[Outcome]:
         """Wait for the oldest round, run what is left of it, and make its step on top of ``arrays``."""
-        flight, came = self.flights.pop(0), list[Arrived]()
+        flight, came, arrays = self.flights.pop(0), list[Arrived](), self.inner.travelling(arrays)
         if flight.waiting:
             came = yield from self._collect([flight], flight.deadline, grid)
         self._give_up(flight)
@@ -700,7 +701,7 @@ class Buffered(Overlapping):
         NoUsableReply
             When clients were asked, no reply of theirs can be used, and no earlier round brought an update either.
         """
-        notes = self.reports.join(server_round).notes
+        arrays, notes = self.inner.travelling(arrays), self.reports.join(server_round).notes
         if lost := sum(len(each.waiting) for each in self._resumed(grid)):
             notes.append(f"{lost} updates were under way when the run stopped")
         yield from self._drop_late(grid)

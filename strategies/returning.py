@@ -10,6 +10,15 @@ WINDOW: Final = 5
 """Rounds that are looked back on, the current one included."""
 
 
+FEW_RETURN: Final = (
+    f"the last {WINDOW} rounds asked more than twice as many clients as one round does. Error feedback keeps what it "
+    "did not send at each client, where it waits until that client is asked again, and is out of date by then: "
+    "accuracy can end many points below FedAvg's. Use a codec without memory, EDEN() or QSGD(levels=7), or ask clients "
+    "more often"
+)
+"""What is said where memories wait at clients that seldom return."""
+
+
 class Returning:
     """Counts the nodes that recent rounds asked.
 

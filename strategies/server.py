@@ -15,7 +15,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
@@ -50,7 +50,7 @@ from fedcomp.flower.records import (
     to_record,
     without,
 )
-from fedcomp.flower.report import Report, Reports, shorten
+from fedcomp.flower.report import Report, Reports, ReportSection, figure, shorten
 from fedcomp.flower.rounds import Exchanges, Push, own_loop, planned
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.mailbox import Mailbox
@@ -80,6 +80,7 @@ from fedcomp.strategies.replies import (
     Usual,
     match_replies,
 )
+from fedcomp.strategies.returning import FEW_RETURN, Returning
 from fedcomp.strategies.roster import Roster
 from fedcomp.strategies.round_log import RoundLog, require_enough, require_learnt, require_usable
 from fedcomp.strategies.running import Exchange, Judged, Pushes, Running, Start, Trained
@@ -93,6 +94,19 @@ Arrays = Mapping[str, NDArray[Any]]
 
 MAX_OPEN: Final = 64
 """Rounds that hooks may open without aggregating them."""
+
+
+@dataclass
+class Drawn(ReportSection, name="adapters"):
+    """What a model of adapters adds to a report.
+
+    Attributes
+    ----------
+    drawn : int
+        Values of the model that both ends draw, and that are in no message.
+    """
+
+    drawn: int = figure(unit="values", public=True)
 
 
 class Server(Evaluating):
@@ -227,6 +241,8 @@ class Server(Evaluating):
         self._grid: Grid | None = None
         self._reach, self._oldest_asked = b"", 0
         self.halves: Halves | None = None
+        self._travels: list[str] = []
+        self._returning, self._noted = Returning(), False
         self.layout = Layout(())
         self._open: dict[int, tuple[Exchanges[Outcome], Grid]] = {}
         self._evaluating = []
@@ -318,19 +334,19 @@ class Server(Evaluating):
         ConfigError
             Naming the tensor that may not travel, or of which nobody knows whether it is drawn.
         """
-        if self.adapters is None:
+        if self.adapters is None or list(arrays) == self._travels:
             return arrays
         halves = self.adapters.halves(to_arrays(arrays, copy=False), self.seed)
+        travels = without(arrays, halves)
         if halves != self.halves:
-            self.halves = halves
-            drawn, travels = halves.names(list(arrays)), without(arrays, halves)
+            self.halves, self._travels = halves, list(travels)
             log.info(
-                "%s: %d halves of adapters are drawn from the seed and never travel, %s values travel: train these alone",
+                "%s: of the adapters %s values are drawn from the seed and never travel, %s travel: train these alone",
                 self._name,
-                len(drawn),
+                f"{halves.size:,}",
                 f"{sum(math.prod(array.shape) for array in travels.values()):,}",
             )
-        return without(arrays, halves)
+        return travels
 
     def _ask(self, server_round: int, arrays: ArrayRecord, messages: Sequence[Message]) -> tuple[Running, Now]:
         """Open the round in which the inner strategy sends ``messages``."""
@@ -340,6 +356,12 @@ class Server(Evaluating):
             if messages and not x.own:
                 self.down.publish(x.model, x.layout if self.cast != self.down.lossless else None)
             self.down.follow(x.start)
+        remembers = any(codec.remembers for codec in self.system.codecs)
+        # Once per run: memories wait at clients of which few return.
+        if remembers and not self._noted and self._returning.few(x.addresses.values()):
+            self._noted = True
+            # What a report notes is logged when the round ends, and forgotten where who took part is secret.
+            x.report.notes.append(FEW_RETURN)
         return x, self._now(x, lambda: x.start.vector)
 
     def _opened(self, server_round: int, arrays: ArrayRecord, messages: Sequence[Message]) -> Running:
@@ -349,6 +371,8 @@ class Server(Evaluating):
     def _begun(self, report: Report, arrays: ArrayRecord, messages: Sequence[Message]) -> Running:
         """Return a round that is reported in ``report``."""
         report.asked = len(messages)
+        if self.halves is not None:
+            report.section(Drawn).drawn = self.halves.size
         model = to_arrays(arrays, copy=False)
         layout = Layout.of(model, self.policy, cast_floats=self.cast)
         # Once per model, not once per round.

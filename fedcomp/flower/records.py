@@ -135,8 +135,8 @@ def config_in(content: RecordDict, name: str) -> ConfigRecord:
 def record(state: Mapping[str, Any]) -> ArrayRecord:
     """Return a state dict as an ArrayRecord, tensors of bfloat16 included, which Flower's own constructor refuses.
 
-    They stay in bfloat16 in a reply; the server's model and all memories are float32, and an app rounds what it is given
-    when it loads it. So changes below the spacing of bfloat16 add up over rounds.
+    The server's model and all memories are float32 all the same, and an app rounds what it is given when it loads it:
+    so changes below the spacing of bfloat16 add up over rounds.
 
     Parameters
     ----------

@@ -31,6 +31,7 @@ from fedcomp.codecs import (
     Identity,
     RandomBlock,
     RandomK,
+    ScaleCom,
     ScaledSign,
     TopK,
     chain,
@@ -40,8 +41,10 @@ from fedcomp.flower.faults import ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
-from fedcomp.strategies.compressed import FEW_RETURN, Compressed
-from fedcomp.strategies.returning import WINDOW, Returning
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.returning import FEW_RETURN, WINDOW, Returning
+from fedcomp.strategies.server import Server
+from fedcomp.strategies.shared_support import SharedSupport
 
 ROBUST = [FedMedian(), FedTrimmedAvg(), Krum(num_malicious_nodes=1), Bulyan(num_malicious_nodes=1)]
 OWN: list[Codec] = [TopK(0.01), RandomK(0.01, shared=False), chain(Clip(1.0), TopK(0.01))]
@@ -141,7 +144,7 @@ def test_b8_the_gain_is_what_a_constant_update_comes_to(nesterov: bool) -> None:
 ROUNDS = 12
 
 
-def warnings_of(strategy: Compressed, caplog: pytest.LogCaptureFixture, nodes: int = 9, **options) -> list[str]:
+def warnings_of(strategy: Server, caplog: pytest.LogCaptureFixture, nodes: int = 9, **options) -> list[str]:
     """Run; return the warnings of the kind that the log holds."""
     with caplog.at_level(logging.WARNING), InProcessGrid(client_app([compression()]), nodes, seed=4, **options) as grid:
         strategy.start(grid, model(), num_rounds=ROUNDS, timeout=9.0)
@@ -152,9 +155,17 @@ def a_third() -> FedAvg:
     return fedavg(fraction_train=1 / 3, fraction_evaluate=0.0)
 
 
-@pytest.mark.parametrize("codec", [TopK(density=0.1), DGC(density=0.1)], ids=repr)
-def test_memories_of_a_third_of_the_clients_are_warned_of_once(codec: Codec, caplog) -> None:
-    strategy = Compressed(a_third(), codec)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Compressed(a_third(), TopK(density=0.1)),
+        lambda: Compressed(a_third(), DGC(density=0.1)),
+        lambda: SharedSupport(ScaleCom(density=0.1), fraction_train=1 / 3),
+    ],
+    ids=["TopK", "DGC", "shared support"],
+)
+def test_memories_of_a_third_of_the_clients_are_warned_of_once(make: Callable[[], Server], caplog) -> None:
+    strategy = make()
     (said,) = warnings_of(strategy, caplog)
     assert "EDEN" in said
     noted = [number for number, report in strategy.reports.items() if FEW_RETURN in report.notes]
