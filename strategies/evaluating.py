@@ -54,7 +54,7 @@ class Evaluating(ExchangeStrategy, Stateful):
     _exchanged: Callable[[Running, Now, Exchange, float], Pushes[list[Answer]]]
     _record_of: Callable[..., Any]
     travelling: Callable[[ArrayRecord], ArrayRecord]
-    drawn_halves: dict[str, Any]
+    drawn_halves: Callable[[], dict[str, Any]]
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -67,11 +67,11 @@ class Evaluating(ExchangeStrategy, Stateful):
             return list(next(talk))
         self._evaluating = [SentMessage(message, message.metadata.dst_node_id, 0) for message in messages]
         # Nothing is trained, so without a downlink and with the whole model there is nothing to say.
-        if (self.down is None and not self.drawn_halves) or not messages:
+        if (self.down is None and not self.drawn_halves()) or not messages:
             return messages
         record, own = self._record_of({message.metadata.dst_node_id: message for message in messages}, arrays)
         down = None if own else self.down
-        if down is None and not self.drawn_halves:
+        if down is None and not self.drawn_halves():
             return messages
         if down is not None:
             down.publish(to_arrays(arrays, copy=False))
@@ -88,7 +88,7 @@ class Evaluating(ExchangeStrategy, Stateful):
                 session=self._session,
                 system=self.system.to_config() if self.system.makes_steps else {},
                 cast=self.cast,
-                drawn=self.drawn_halves,
+                drawn=self.drawn_halves(),
                 **fields,
             )
             asks.put(content, head, data=data)

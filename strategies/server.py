@@ -568,7 +568,7 @@ class Server(Evaluating):
             blobs=asks.named(blobs),
             say=asks.id_of(ask.say),
             cast=self.cast,
-            drawn=self.drawn_halves if fields else {},
+            drawn=self.drawn_halves() if fields else {},
             **fields,
         )
         asks.put(content, head, ask.say, data)
@@ -942,7 +942,6 @@ class Server(Evaluating):
         """What another server around the same strategy is given, beside its system."""
         return {name: getattr(self, name) for name in ("downlink", "policy", "record", "guard", "adapters", "seed")}
 
-    @property
     def drawn_halves(self) -> dict[str, Any]:
         """What messages with a model say of the halves of adapters that are not in it."""
         return {} if self.halves is None else self.halves.to_config()

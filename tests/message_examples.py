@@ -52,6 +52,9 @@ EXAMPLES: dict[str, Schema] = {
     ),
     "asks.AskHead/plain": asks.AskHead(number=1, seed=0, session=b"session!"),
     "asks.AskHead/anybody": asks.AskHead(number=1, seed=0, session=b"session!", needs_model=False, oldest=1),
+    "asks.AskHead/adapters": asks.AskHead(
+        number=1, seed=0, session=b"session!", drawn={"at": [[0, 8, 64], [4, 8, 256]]}
+    ),
     "asks.AnswerHead": asks.AnswerHead(
         partition_id=2,
         sequence=4,

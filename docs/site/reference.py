@@ -77,7 +77,11 @@ AREAS: Final[Mapping[str, Area]] = {
         ),
     ),
     "strategies": Area("Strategies", "The server's side.", ("fedcomp.strategies",)),
-    "clients": Area("Clients", "The clients' side.", ("fedcomp.clients", "fedcomp.factors", "fedcomp.forward")),
+    "clients": Area(
+        "Clients",
+        "The clients' side.",
+        (*of("fedcomp", "clients", "factors", "forward", "adapters"), "fedcomp.flower.records"),
+    ),
     "coding": Area(
         "Coded rounds",
         "Updates stored as coded shards on other clients, secure sums, and codes over finite fields.",
