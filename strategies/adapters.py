@@ -54,7 +54,7 @@ class Adapters(Compressed):
     >>> from flwr.serverapp.strategy import FedAvg
     >>> strategy = Adapters(FedAvg())
     >>> strategy.codec, strategy.downlink
-    (EDEN(bits=1), EDEN(bits=1, scale='least'))
+    (EDEN(), EDEN(scale='least'))
     """
 
     def __init__(
