@@ -8,7 +8,8 @@ its place among the halves of other systems.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import cache
 
 from flwr.app import Context, Message
 
@@ -26,6 +27,7 @@ def compression(
     *,
     i_know_inputs_are_visible: bool = False,
     first_model: FirstModel | None = None,
+    base: Callable[[], str] | None = None,
 ) -> ClientHalf:
     """Return the client half of all systems written as programs. Some need code of the app as well, see
     :func:`fedcomp.clients.programs.bringing`.
@@ -45,6 +47,10 @@ def compression(
         from a seed in the message's configuration, or read from a file of this node. It is called once, and only if the
         server does not send that model. The digest in the message reveals a difference; the server then sends its own
         in the next round.
+    base : callable, optional
+        Returns :func:`fedcomp.flower.records.base_digest` of the model whose adapters this client trains; called once.
+        Where the server names another base model (:class:`fedcomp.strategies.adapters.Adapters`), nothing is trained
+        and the reply says so.
 
     Examples
     --------
@@ -57,8 +63,11 @@ def compression(
         agreed |= {Pair.ID}
     if first_model is not None and not callable(first_model):
         raise ConfigError(f"first_model={first_model!r} is not valid: a function of message and context")
+    if base is not None and not callable(base):
+        raise ConfigError(f"base={base!r} is not valid: a function that returns a digest")
+    digest = None if base is None else cache(base)
 
     def compression_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
-        return handle(msg, context, call_next, agreed, i_know_inputs_are_visible, first_model)
+        return handle(msg, context, call_next, agreed, i_know_inputs_are_visible, first_model, digest)
 
     return ClientHalf("compression", compression_mod, outside=OUTSIDE, inside=GUARDS, drop_in=True)

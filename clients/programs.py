@@ -154,8 +154,9 @@ def handle(
     agreed: Collection[str] | None,
     visible: bool,
     first_model: FirstModel | None,
+    base: Callable[[], str] | None = None,
 ) -> Message:
-    """Answer a message; the last three are as of :func:`fedcomp.clients.compressed.compression`."""
+    """Answer a message; the last four are as of :func:`fedcomp.clients.compressed.compression`."""
     try:
         head = asks.find_ask(msg.content)
     except OtherVersion as error:
@@ -177,6 +178,10 @@ def handle(
     # Noise on the update does not help where something else leaves beside it.
     private = wants_private(msg.content) or noised
     halves = Halves.from_config(head.drawn) if head.drawn else None
+    if halves is not None and halves.base and base is not None and (own := base()) != halves.base:
+        return refusal(
+            msg, f"the run adapts the base model {halves.base}, and this node has {own}: the same weights are needed"
+        )
     exchange = _Exchange(msg, context, call_next, head, system, downlink, (why, why_not), private, first_model, halves)
     if not private:
         return exchange.answer()

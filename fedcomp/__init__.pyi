@@ -6,6 +6,7 @@ from fedcomp.clients.compressed import compression as compression
 from fedcomp.strategies.compressed import Compressed as Compressed
 from fedcomp.strategies.adapters import Adapters as Adapters
 from fedcomp.adapters import freeze as freeze
+from fedcomp.flower.records import base_digest as base_digest
 from fedcomp.flower.records import record as record
 from fedcomp.strategies.guard import Norms as Norms
 from fedcomp.strategies.outer import Nesterov as Nesterov

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,10 +54,13 @@ class Halves(Configured):
         whole model, and that one's shape; a single 0 for one that has none.
     pairs : tuple of (str, str)
         The words that tell the two halves of an adapter apart.
+    base : str
+        :func:`fedcomp.flower.records.base_digest` of the model that is adapted; empty where nobody compares it.
     """
 
     at: Annotated[tuple[tuple[int, ...], ...], Many(Many(Int(0, _MOST), 6, least=1), 1 << 16)]
     pairs: Annotated[tuple[tuple[str, str], ...], Many(Many(Text(256, least=1), 2, least=2), 16)] = PEFT
+    base: Annotated[str, Text(64)] = ""
 
     def conflict(self) -> str:
         """Return why a half cannot be drawn; empty where all can."""
@@ -68,7 +71,21 @@ class Halves(Configured):
     def to_config(self) -> dict[str, Any]:
         """Return what :meth:`from_config` takes; it is in every message of a run."""
         config = self.get_config()
-        return config if self.pairs != PEFT else {"at": config["at"]}
+        return {name: value for name, value in config.items() if name == "at" or getattr(self, name) not in (PEFT, "")}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Return the halves of :meth:`to_config`.
+
+        Raises
+        ------
+        ConfigError
+            For any other dictionary.
+        """
+        try:
+            return super().from_config(config)
+        except TypeError as error:
+            raise ConfigError(f"not a description of halves of adapters: {error}") from error
 
     @property
     def size(self) -> int:
@@ -129,10 +146,13 @@ class AdapterNames(Configured):
         Shell patterns of tensors that are trained and sent beside the adapters: "*.modules_to_save.*", "*bias".
     pairs : tuple of (str, str)
         Parts of a name, between dots or slashes, that tell the two halves of an adapter apart; default PEFT's.
+    base : str
+        Of :class:`Halves`.
     """
 
     also: Annotated[tuple[str, ...], Many(Text(256, least=1), 256)] = ()
     pairs: Annotated[tuple[tuple[str, str], ...], Many(Many(Text(256, least=1), 2, least=2), 16)] = PEFT
+    base: Annotated[str, Text(64)] = ""
 
     def halves(self, model: Mapping[str, NDArray[Any]], seed: int) -> Halves:
         """Return which halves of a model's adapters are drawn: those that are random while the others are zero.
@@ -166,7 +186,7 @@ class AdapterNames(Configured):
         places = {name: index for index, name in enumerate(model)}
         travels = [name for name in model if name not in drawn_of.values() and partner_of(name, self.pairs)[0]]
         at = [(places[n], *model[n].shape) if (n := drawn_of.get(name, "")) else (0,) for name in travels]
-        return Halves(tuple(at), self.pairs)
+        return Halves(tuple(at), self.pairs, self.base)
 
     def _require_ordinary(self, name: str, partner: str) -> None:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.also):

@@ -36,6 +36,9 @@ class Adapters(Compressed):
         the base model travels by accident; magnitude vectors of DoRA may travel.
     pairs : sequence of (str, str)
         Parts of names that tell the two halves of an adapter apart; default PEFT's.
+    base : str
+        :func:`fedcomp.flower.records.base_digest` of the base model. Clients that know theirs,
+        ``compression(base=...)``, refuse to train another one. Default: nobody compares.
     **options
         As of :class:`~fedcomp.strategies.compressed.Compressed`.
 
@@ -65,10 +68,11 @@ class Adapters(Compressed):
         *,
         also: Sequence[str] = (),
         pairs: Sequence[tuple[str, str]] = PEFT,
+        base: str = "",
         **options: Any,
     ) -> None:
         super().__init__(inner, codec, downlink, **options)
-        self.adapters = AdapterNames(tuple(also), tuple(pairs))
+        self.adapters = AdapterNames(tuple(also), tuple(pairs), base)
 
     def identity(self) -> dict[str, str]:
         """Return what must not change within a run."""

@@ -4,6 +4,7 @@ aggregation."""
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import io
 import itertools
 import math
@@ -150,6 +151,26 @@ def record(state: Mapping[str, Any]) -> ArrayRecord:
         wide = np.asarray(tensor if not half else tensor.float() if hasattr(tensor, "float") else tensor.astype("f4"))
         found[name] = _bfloat16(wide) if half else _array(wide)
     return filled(ArrayRecord(), found)
+
+
+def base_digest(model: Any) -> str:
+    """Return 32 hexadecimal digits that name the base model under a model's adapters: names, shapes, dtypes and values.
+
+    It is compared and never sent in place of the model: with another base a client's adapters mean something else.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Its parameters and buffers count, but for those that belong to adapters, and under its names without PEFT's.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    for name, values in model.state_dict().items():
+        if any(part.startswith(("lora_", "modules_to_save")) for part in name.split(".")):
+            continue
+        # PEFT puts the model and its layers one floor deeper.
+        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
+        found.update(f"{plain}\0".encode() + record({plain: values})[plain].data)
+    return found.hexdigest()
 
 
 def _bfloat16(values: NDArray[Any]) -> Array:

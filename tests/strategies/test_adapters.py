@@ -447,6 +447,9 @@ def test_a_server_s_description_is_bounded() -> None:
     for at in (((0, 1 << 20, 1 << 20),), ((0, -1, 3),), (("x",),)):
         with pytest.raises(fc.ConfigError):
             Halves(at)
+    for config in ({}, {"at": [], "more": 1}, {"at": "x"}):
+        with pytest.raises(fc.ConfigError):
+            Halves.from_config(config)
     good = AdapterNames().halves(adapters(), 0)
     with pytest.raises(LayoutError):
         good.drawn({"x.lora_B.weight": (3, 8)}, 0)
@@ -592,3 +595,50 @@ def test_freezing_what_has_no_adapters_or_not_so_many_columns_is_an_error() -> N
         fc.freeze(torch.nn.Linear(3, 3))
     with pytest.raises(fc.ConfigError, match="rank=9"):
         fc.freeze(lora(torch), 9)
+
+
+# The base model.
+
+
+def test_another_base_model_is_refused_before_anything_is_trained() -> None:
+    asked: list[int] = []
+
+    def base() -> str:
+        asked.append(1)
+        return "b" * 32
+
+    for named in ("b" * 32, ""):
+        app = App(change, mods=[fc.compression(base=base)])
+        app.run(exact(base=named))
+        assert len(app.given) == 2 * NODES
+    # Once, whoever is asked: it may read gigabytes; and not where the server compares nothing.
+    assert asked == [1]
+    app = App(change, mods=[fc.compression(base=base)])
+    with pytest.raises(fc.NoUsableReply, match=f"adapts the base model {'c' * 32}, and this node has {'b' * 32}"):
+        app.run(exact(base="c" * 32), rounds=1)
+    assert not app.given
+
+
+def test_a_base_model_has_one_digest_with_adapters_and_without_and_others_have_others() -> None:
+    torch = pytest.importorskip("torch")
+
+    def wrapped(layer: str = "q.base_layer.weight", **changed: Any) -> Any:
+        weight = torch.arange(12.0).reshape(3, 4)
+        more = {f"base_model.model.{layer}": weight, "base_model.model.q.lora_A.default.weight": torch.ones(2, 4)}
+
+        class Model:
+            def state_dict(self) -> dict[str, Any]:
+                return {**more, **changed}
+
+        return Model()
+
+    plain = torch.nn.ModuleDict({"q": torch.nn.Linear(4, 3, bias=False)})
+    with torch.no_grad():
+        plain["q"].weight.copy_(torch.arange(12.0).reshape(3, 4))
+    digest = fc.base_digest(plain)
+    assert len(digest) == 32
+    assert fc.base_digest(wrapped()) == digest
+    assert fc.base_digest(wrapped(**{"base_model.model.q.lora_A.default.weight": torch.zeros(2, 4)})) == digest
+    assert fc.base_digest(plain.to(torch.bfloat16)) != digest
+    assert fc.base_digest(wrapped("k.base_layer.weight")) != digest
+    assert fc.base_digest(wrapped(**{"base_model.model.bias": torch.zeros(3)})) != digest
