@@ -12,7 +12,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, Result
 from numpy.typing import NDArray
-from toy import in_bfloat16
+from round_paths import accounted
+from toy import in_bfloat16, with_halves
 
 import fedcomp as fc
 from fedcomp.adapters import AdapterNames, Halves, draw, nearest, partner_of, returned
@@ -298,6 +299,30 @@ def test_differential_privacy_counts_what_travels() -> None:
     for name in start:
         drawn = [model[name] for model in app.given.values()] + [end[name]]
         assert is_a(name) == all(np.array_equal(values, drawn[0]) for values in drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", [fc.TopK(density=1.0), fc.EDEN(4)], ids=repr)
+def test_privacy_of_records_covers_what_travels(codec: Any) -> None:
+    app = with_halves([accounted(), fc.compression()])
+    given: list[Named] = []
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        name, record = next(iter(msg.content.array_records.items()))
+        given.append(to_arrays(record))
+        moved = {k: v if is_a(k) else v + 1 for k, v in given[-1].items()}
+        return Message(RecordDict({name: to_record(moved)}), reply_to=msg)
+
+    plan = fc.DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
+    mean = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
+    strategy = fc.RecordDp(fc.Adapters(mean, codec, None, feedback=False), plan, records=1000)
+    with InProcessGrid(app, 3) as grid:
+        end = to_arrays(strategy.start(grid, to_record(adapters()), num_rounds=2).arrays)
+    assert strategy.privacy.releases == 6
+    for name, values in end.items():
+        assert is_a(name) == all(np.array_equal(model[name], values) for model in given)
+        assert is_a(name) or values.mean() == pytest.approx(2.0, abs=0.3)
 
 
 # Names.
