@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from toy import in_bfloat16, with_halves
 import fedcomp as fc
 from fedcomp.adapters import AdapterNames, Halves, draw, nearest, partner_of, returned
 from fedcomp.errors import LayoutError
+from fedcomp.flower import checkpoint
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.records import completed, to_arrays, to_record, without
+from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
 
 Named = dict[str, NDArray[Any]]
@@ -236,6 +239,38 @@ def test_a_run_goes_on_with_its_own_result_and_no_other_seed_s() -> None:
         assert is_a(name) == np.array_equal(values, again[name])
     with pytest.raises(fc.ConfigError, match="nor drawn from seed=1"):
         App(change).run(exact(seed=1), end)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: fc.Adapters(FedAdam(**EVERYBODY), fc.TopK(density=0.2)),
+        lambda: fc.PipelinedStrategy(fc.Adapters(FedAvg(fraction_evaluate=0.0), fc.EDEN(2)), width=2),
+    ],
+    ids=["one round", "rounds in flight"],
+)
+def test_an_interrupted_run_continues_exactly(make: Callable[[], Any], tmp_path: Path) -> None:
+    def begun() -> tuple[Any, MeteredGrid]:
+        return make(), MeteredGrid(InProcessGrid(App(change).app, 2 * NODES, seed=4))
+
+    strategy, grid = begun()
+    expected = to_arrays(fit(strategy, grid, to_record(adapters()), 5, timeout=9).arrays)
+    strategy, grid = begun()
+
+    def keep(number: int, arrays: ArrayRecord, outcome: Any) -> None:
+        checkpoint.save(tmp_path / "run", server_round=number, arrays=arrays, strategy=strategy, grid=grid)
+        if number == 3:
+            raise KeyError("interrupted")
+
+    with pytest.raises(KeyError, match="interrupted"):
+        fit(strategy, grid, to_record(adapters()), 5, timeout=9, on_round=keep)
+    strategy, grid = begun()
+    stored = checkpoint.load(tmp_path / "run")
+    stored.apply(strategy, grid)
+    end = to_arrays(fit(strategy, grid, stored.arrays, 5, start_round=4, timeout=9).arrays)
+    for name, values in expected.items():
+        np.testing.assert_array_equal(end[name], values)
 
 
 class OwnLoop(FedAvg):
