@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -33,15 +34,17 @@ def measure(name: str, rounds: int, clients: int) -> None:
     from fedcomp.flower.grid import InProcessGrid
     from fedcomp.flower.metered import MeteredGrid
 
-    logging.getLogger("flwr").setLevel(logging.WARNING)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    # transformers' own, of its next release.
+    warnings.simplefilter("ignore", FutureWarning)
     project = tomllib.loads((HERE / name / "pyproject.toml").read_text(encoding="utf-8"))
     config = {**project["tool"]["flwr"]["app"]["config"], "num-server-rounds": rounds}
-    print(f"{name}: ", end="")
+    print(f"{name}: ", end="", flush=True)
     with InProcessGrid(client_app, clients, run_config=config) as inner:
         grid = MeteredGrid(inner)
         server_app(grid, Context(inner.run.run_id, 0, {}, RecordDict(), config))
     found = grid.ledger.summary()
-    print(f"  serialised messages: up {found['wire_up']}, down {found['wire_down']}")
+    print(f"{name}: serialised messages: bytes up {found['wire_up']:,}, down {found['wire_down']:,}")
 
 
 def main() -> None:

@@ -24,11 +24,12 @@ def main(grid: Grid, context: Context) -> None:
         evaluate_fn=global_evaluate,
     )
     final = result.evaluate_metrics_serverapp[config["num-server-rounds"]]
-    print(f"loss {final['loss']:.3f}, bytes up {strategy.tracker.sent['up']}, down {strategy.tracker.sent['down']}")
+    sent = strategy.tracker.sent
+    print(f"loss {final['loss']:.3f}; tracker: bytes up {sent['up']:,}, down {sent['down']:,}")
 
 
 def global_evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-    """Evaluate the adapters on sentences of clients that took no part."""
+    """Evaluate the adapters on sentences that no client trains on."""
     model = get_model()
     set_peft_model_state_dict(model, arrays.to_torch_state_dict())
     return MetricRecord({"loss": test(model, load_data(0, count=1024)[64:])})
