@@ -96,7 +96,7 @@ EXPERIMENT = Experiment(
     options={
         "seeds": 3,
         "workers": 1,
-        "steps": "0.005,0.01,0.02",
+        "steps": "0.01,0.02,0.04",
         "batch_size": 2,
         "max_steps": 5,
         "task.hidden": "64",
@@ -115,6 +115,7 @@ EXPERIMENT = Experiment(
     ),
     rounds=20,
     clients=8,
+    minutes=9.0,
     quick=tuple(_QUICK.split()),
     notes=(
         "The eight speakers with the most text are the clients, each in a dialect of its own; the base learned the "
