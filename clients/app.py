@@ -92,6 +92,12 @@ def query(msg: Message, context: Context) -> Message:
     return Message(reply, reply_to=msg)
 
 
+def first_model(msg: Message, context: Context) -> ArrayRecord:
+    """Return the model that the run begins with, for a server that sends its digest alone."""
+    job = NodeJob.read(msg, context)
+    return _to_record(job.task().model(job.seed))
+
+
 def own_loss(msg: Message, context: Context) -> float:
     """Return the loss of the message's model on this node's own examples, for conditional rounds."""
     job = NodeJob.read(msg, context)
@@ -210,7 +216,7 @@ def trainee(msg: Message, context: Context) -> Trainee:
 app = client(
     _app,
     # What it learns is what a run's settings name.
-    compression(i_know_inputs_are_visible=True),
+    compression(i_know_inputs_are_visible=True, first_model=first_model),
     conditional(own_loss),
     forward_gradients(measured, at_once=16),
     record_dp(trainee),

@@ -348,7 +348,13 @@ class Clients:
         return {name: array.copy() for name, array in self.layout.unflatten(vector).items()}
 
 
-_WITHOUT_MESSAGES: Final[Mapping[str, Any]] = {"fraction": 1.0, "downlink": "", "coder": "convolutions"}
+_WITHOUT_MESSAGES: Final[Mapping[str, Any]] = {
+    "fraction": 1.0,
+    "downlink": "",
+    "coder": "convolutions",
+    "adapters": False,
+    "first_model_at_nodes": False,
+}
 """The one value that settings of a system may have here."""
 
 

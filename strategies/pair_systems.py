@@ -23,18 +23,20 @@ def _plain(settings: Settings, seed: int) -> Strategy:
 
 
 def build_pair(settings: Settings, seed: int, *, codec: str, feedback: bool | None = False) -> Strategy:
-    """Return the drop-in pair with a codec and the settings of its parts.
+    """Return the drop-in pair with a codec and the settings of its parts; ``adapters`` makes it the one of adapters.
 
     ``feedback`` is False where the setting of that name alone decides, None where the codec does.
     """
+    from fedcomp.strategies.adapters import Adapters
     from fedcomp.strategies.compressed import Compressed
 
-    return Compressed(
+    return (Adapters if settings.get("adapters", False) else Compressed)(
         make_inner(settings),
         uplink(settings, codec),
         downlink(settings),
         feedback=feedback,
         policy=policy(settings),
+        first_model_at_nodes=bool(settings.get("first_model_at_nodes", False)),
         seed=seed,
     )
 
@@ -59,7 +61,8 @@ OUTER: Final[Mapping[str, Scalar]] = MappingProxyType(
 
 def _pair(name: str, title: str, paper: str, summary: str, codec: str, defaults: Settings = FIXED_POINT) -> System:
     build = partial(build_pair, codec=codec)
-    return System(name, title, paper, summary, build, {"downlink": "", **defaults}, PAIR_PREFIXES)
+    own = {"downlink": "", "adapters": False, "first_model_at_nodes": False, **defaults}
+    return System(name, title, paper, summary, build, own, PAIR_PREFIXES)
 
 
 SYSTEMS: Final = (

@@ -37,6 +37,7 @@ ELSEWHERE: Final[Mapping[str, str]] = {
     "examples/template/README.md": "examples/template.md",
     "examples/quickstart_pytorch/README.md": "examples/quickstart_pytorch.md",
     "examples/gossip_pytorch/README.md": "examples/gossip_pytorch.md",
+    "examples/lora_transformers/README.md": "examples/lora_transformers.md",
 }
 """Pages that have another place on the site than in the repository."""
 

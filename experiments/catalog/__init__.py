@@ -16,6 +16,7 @@ CATALOG: dict[str, str] = {
         "readme",
         "compare",
         "auto",
+        "adapters",
         "bits",
         "compressors",
         "fft",

@@ -79,6 +79,7 @@ RUN_BY = {
     "experiments.bench graph_rows": "tests/experiments/test_quick_benches.py",
     "examples/quickstart_pytorch/compare.py": "tests/examples/test_quickstart_pytorch.py",
     "examples/gossip_pytorch/run.py": "tests/examples/test_gossip_pytorch.py",
+    "examples/lora_transformers/compare.py": "tests/examples/test_lora_transformers.py",
     "docs/site/figures.py": "tests/docs/test_site.py",
     "docs/site/notebooks.py": "tests/docs/test_notebooks.py",
 }

@@ -1,0 +1,1 @@
+"""Federated tuning of LoRA adapters: transformers, PEFT and Flower."""
