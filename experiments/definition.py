@@ -40,7 +40,10 @@ def digest_of(sources: Iterable[str]) -> str:
 
 
 class _Bare(ast.NodeTransformer):
-    """Takes out what only a reader sees: docstrings, long texts, the reasons of claims."""
+    """Takes out what only a reader sees: docstrings, long texts, the reasons of claims, how long a run takes."""
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST | None:
+        return None if node.arg == "minutes" else self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
         text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

@@ -100,6 +100,7 @@ CLAIMS = '''
 '''
 NOTES = "These are eight words for a reader, not code"
 ROWS = {"top-k": "topk codec.density=0.01 feedback=true a=1 b=2 c=3 d=4 e=5"}
+TABLE = Experiment(rows=ROWS, minutes=3.0)
 """
 
 
@@ -110,6 +111,7 @@ ROWS = {"top-k": "topk codec.density=0.01 feedback=true a=1 b=2 c=3 d=4 e=5"}
         ("measured .5 here", "measured .6 here", True),
         ("for a reader", "for every reader", True),
         ("\nROWS", "\n# A comment.\nROWS", True),
+        ("minutes=3.0", "minutes=9.0", True),
         ("<= 1.0", "<= 2.0", False),
         ("| gate", "| goal", False),
         ("density=0.01", "density=0.02", False),
