@@ -439,7 +439,7 @@ def test_e1_pip_installs_what_is_declared(command: Command) -> None:
     # The pre-release of Flower is the one that CI tries.
     assert "prerelease=flwr-nightly\n" in (ROOT / ".ci" / "flowers").read_text(encoding="utf-8")
     for word in set(command.words[2:]) - {"--pre", "--force-reinstall", "flwr-nightly", "flwr"}:
-        wanted = re.fullmatch(r"(-e )?(\.|fedcomp)(\[(?P<extra>\w+)\])?", word)
+        wanted = re.fullmatch(r"(-e )?(\.|fedcomp|\./FILE\.whl)(\[(?P<extra>\w+)\])?", word)
         assert wanted is not None
         assert wanted["extra"] is None or wanted["extra"] in project["optional-dependencies"]
 
