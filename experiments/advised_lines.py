@@ -256,10 +256,10 @@ LINES: Final = (
     ),
     Line(
         "coded sum",
-        "fc.CodedFedAvg(fc.Compressed(FedAvg({sampled}), fc.FixedPoint(fc.RandomK(0.1), clip=0.5, levels=127)), "
+        "fc.CodedFedAvg(fc.Compressed(FedAvg({sampled}), fc.FixedPoint(fc.RandomK(1.0), clip=0.05, levels=127)), "
         'construction="sumcode", symbols={symbols}, threshold={threshold}, transport="peers", max_weight=1000)',
         lambda inner, of: fc.CodedFedAvg(
-            fc.Compressed(inner, fc.FixedPoint(fc.RandomK(0.1), clip=0.5, levels=127)),
+            fc.Compressed(inner, fc.FixedPoint(fc.RandomK(1.0), clip=0.05, levels=127)),
             construction="sumcode",
             symbols=of.symbols,
             threshold=of.threshold,
@@ -267,7 +267,8 @@ LINES: Final = (
             max_weight=1000,
         ),
         purpose="hide",
-        note="Clients must reach each other, and need peer keys against a server that breaks the protocol.",
+        note="Clients must reach each other, and need peer keys against a server that breaks the protocol. Set clip near the "
+        "largest change of one weight in a round.",
     ),
     Line(
         "DpFedAvg",
