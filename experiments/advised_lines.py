@@ -267,8 +267,8 @@ LINES: Final = (
             max_weight=1000,
         ),
         purpose="hide",
-        note="Clients must reach each other, and need peer keys against a server that breaks the protocol. Set clip near the "
-        "largest change of one weight in a round.",
+        note="Clients must reach each other, and need peer keys against a server that breaks the protocol. Set clip "
+        "near the largest change of one weight in a round.",
     ),
     Line(
         "DpFedAvg",
