@@ -246,6 +246,7 @@ def _ranked(found: Sequence[Candidate], plain: Candidate | None, size: int, at: 
         )
     notes = [
         "up, down: bytes of a client in a round in which it takes part; messages between clients are in both.",
+        f"up, run and down, run: of all {at.rounds} rounds, with {at.participants} of {at.clients} clients in each.",
         "s a round: link time alone; training and encoding come on top.",
         "client, server: models in memory at the peak, measured for the pair; the server holds the replies as well.",
         "keeps: what is stored of a client between rounds.",

@@ -33,7 +33,7 @@ from fedcomp.experiments.definition import definition
 from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.files import replacing
 from fedcomp.experiments.findings import Table
-from fedcomp.experiments.published import PUBLISHED, Published
+from fedcomp.experiments.published import MARKS, PUBLISHED, Published
 from fedcomp.experiments.report import count, duration, number
 from fedcomp.experiments.sheets import Sheet, claims_sheet, found_sheet, privacy_sheet, result_sheet
 from fedcomp.measuring import HISTORY
@@ -41,6 +41,8 @@ from fedcomp.measuring import HISTORY
 RESULTS: Final = Path("docs", "results")
 UNKEPT: Final = frozenset({"compare"})
 """What answers whatever its caller asks, and has no result of its own."""
+GOALS: Final[Mapping[str, str]] = {"<=": "at most", ">=": "at least", "<": "below", ">": "above", "==": "exactly"}
+"""Relations of claims, in words."""
 LONGEST: Final = 60
 """Rows of a table that a page shows; longer ones are in the report of a run."""
 
@@ -166,11 +168,14 @@ def judge(system: Published, claims: Iterable[Mapping[str, Any]]) -> tuple[str, 
     if not measured:
         raise ConfigError(f"{system.name}: nothing of its evidence could be measured")
     missed = [claim for claim in measured if not claim["ok"]]
-    shown = [f"{c['name']} {number(c['value'])} (bound {c['op']} {number(c['bound'])})" for c in (missed or measured)]
-    more = f"; and {len(shown) - 3} more" if len(shown) > 3 else ""
+    shown = [
+        f"“{claim['name']}” is {number(claim['value'])}; the goal was {GOALS[claim['op']]} {number(claim['bound'])}"
+        for claim in missed or measured
+    ]
+    more = f". And {len(shown) - 3} more" if len(shown) > 3 else ""
     word = "reproduced" if not missed else "partly" if len(missed) < len(measured) else "not reproduced"
     held = f"{len(measured) - len(missed)} of {count(len(measured), 'claim')} hold"
-    return word, f"{held}. {'Missed: ' if missed else ''}{'; '.join(shown[:3])}{more}"
+    return word, f"{held}. {'Missed: ' if missed else ''}{'. '.join(shown[:3])}{more}"
 
 
 def table(sheet: Sheet) -> str:
@@ -284,13 +289,15 @@ def index_page(known: Mapping[str, Experiment], has: Mapping[str, Mapping[str, A
     """Return the first page: the published systems, then all experiments."""
     parts = [
         "# Results\n",
-        "Everything on these pages comes from stored runs at default settings. `python -m experiments.run book`",
-        "writes them: it makes the runs that are missing or stale, as far as they fit into half an hour, or all of",
-        "them with `--full`. Every page names its command, date and machine. Claims that were missed come first.\n",
+        "Figures on these pages come from stored runs at default settings. Experiments marked *not run yet* have no",
+        "stored run; numbers quoted for them elsewhere come from earlier runs. `python -m experiments.run book` writes",
+        "the pages: it makes the runs that are missing or stale, as far as they fit into half an hour, or all of them",
+        "with `--full`. Every page names its command, date and machine. Claims that were missed come first.\n",
         "## What became of the papers' claims\n",
         "The networks and data here are small, and nothing runs on an accelerator. A claim that is not reproduced here",
-        "may hold where the paper measured it. The mark says how the paper's claim is known. Bounds of ours were set",
-        "before they were measured, or derived; the experiment's page has all of them.\n",
+        "may hold where the paper measured it. We set or derived our own bounds before measuring; the experiment's",
+        "page has all of them. The mark after a paper's claim says how it is known: read in the paper, read in its",
+        "abstract, quoted from memory, or second-hand, from another paper.\n",
     ]
     rows = []
     for system in PUBLISHED:
@@ -301,9 +308,16 @@ def index_page(known: Mapping[str, Experiment], has: Mapping[str, Mapping[str, A
         else:
             word, why, run = "not run yet", "no stored run", f"`python -m experiments.run {system.experiment}`"
         rows.append(
-            (f"{link}<br>{system.paper}", f"{system.claim} ({system.mark})", system.ours, f"**{word}**", why, run)
+            (
+                f"{link}<br>{system.paper}",
+                f"**{word}**",
+                f"{system.claim} ({MARKS[system.mark]})",
+                system.ours,
+                why,
+                run,
+            )
         )
-    heads = ["system and paper", "the paper's claim", "measured here", "verdict", "why", "run"]
+    heads = ["system and paper", "verdict", "the paper's claim", "measured here", "why", "run"]
     parts.append(table(Sheet("", heads, rows)))
     if beside := beside_fedavg(has):
         said = ", ".join(f"{task} ({count(len(rows), 'row')})" for task, rows in beside.items())

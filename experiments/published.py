@@ -6,9 +6,17 @@ was at hand. Nothing here says that a paper is wrong: its networks, data and mac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple
 
 Mark = Literal["read", "abstract", "recalled", "second-hand"]
+MARKS: Final[Mapping[Mark, str]] = {
+    "read": "read in the paper",
+    "abstract": "from the abstract",
+    "recalled": "from memory",
+    "second-hand": "second-hand",
+}
+"""What the book of results prints for a mark."""
 
 
 class Published(NamedTuple):
@@ -90,7 +98,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "Wang et al., HPDC 2020",
         "A smaller error and better accuracy than QSGD, TernGrad and top-k",
         "abstract",
-        "A smaller error than top-k on convolutions, and no points behind top-k, DCT, QSGD and TernGrad",
+        "A smaller error than top-k on convolutions, and as accurate as top-k, DCT, QSGD and TernGrad",
         "fft",
         ("conv2, 5 %: error of DFT, H,W,D,F over top-k's", "FFT 15 %, range8: points lost against*"),
         "systems/superseded.md",
@@ -110,7 +118,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "Yu et al., NeurIPS 2018",
         "Aggregation more than 5 times faster by linear projections that a ring can add",
         "abstract",
-        "Times fewer bytes, points lost, and no points behind 8 bits, low rank and top-k in as many bytes",
+        "Times fewer bytes, points lost, and as accurate as 8 bits, low rank and top-k at equal bytes",
         "gradiveq",
         ("pooled, 20 + 130: points of accuracy*", "pooled, 20 + 130: times fewer bytes"),
         "systems/superseded.md",
@@ -120,7 +128,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "Abrahamyan et al., IEEE TNNLS 33(12), 2022",
         ".18 points below dense training with ResNet-101 on CIFAR-10, at higher ratios than its rivals",
         "abstract",
-        "At most a point lost, and no points behind a shared support with 8-bit values",
+        "At most a point lost, and as accurate as a shared support with 8-bit values",
         "lgc",
         ("LGC, *, decoded memory: points lost*",),
         "systems/superseded.md",
@@ -130,7 +138,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "Vogels et al., NeurIPS 2019",
         "Within a point of SGD on CIFAR-10 at ranks 1 to 4, with 72 to 243 times fewer bytes",
         "recalled",
-        "At most a point lost at ranks 2 and 4, and no points behind top-k in as many bytes both ways",
+        "At most a point lost at ranks 2 and 4, and as accurate as top-k at equal bytes both ways",
         "power_sgd",
         ("PowerSGD, rank ?: points lost*", "PowerSGD, rank ?: times fewer up"),
         "systems/power_sgd.md",
@@ -140,7 +148,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "Baker et al., 2021, arXiv:2102.09631",
         "No loss by sending factors in place of gradients; fewer bytes than other compressors at low rank",
         "abstract",
-        "Exact to 1e-5; no points behind PowerSGD and top-k in as many bytes",
+        "Exact to 1e-5; as accurate as PowerSGD and top-k at equal bytes",
         "factors",
         ("chain of layers, dAD*", "chain of layers, edAD*", "dAD: points lost", "rank-dAD, ?: points lost against*"),
         "systems/factors.md",
@@ -180,7 +188,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "Ren et al., ICLR 2023; BAFFLE and others",
         "Forward gradients of activities with local losses match back-propagation on MNIST",
         "abstract",
-        "Points behind back-propagation on MNIST; scalars against rivals in as many bytes",
+        "Points behind back-propagation on MNIST; scalars against rivals at equal bytes",
         "forward",
         ("MNIST: points behind back-propagation*", "points ahead of the best rival*"),
         "systems/forward.md",

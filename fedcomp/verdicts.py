@@ -286,7 +286,7 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             ),
             "relay-mds": Verdict(
                 "specialised",
-                "When clients vanish for good 87 % of the updates count instead of 75 %, but rounds take three "
+                "When clients vanish for good 89 % of the updates are used instead of 75 %, but rounds take three "
                 "times as long; when they come back, plain uploads keep more.",
             ),
             "sumcode": Verdict(

@@ -181,13 +181,13 @@ def coded(theme: str) -> str:
 
 
 QUESTIONS: Final = (
-    ("Is there no server that may hold the model?", "fc.GossipRelay(...)"),
+    ("Must no server hold the model?", "fc.GossipRelay(...)"),
     ("Does each client hold a part of one graph?", "fc.SkewedGCN(FedAvg())"),
     ("Must a guarantee with an epsilon hold?", "fc.DpFedAvg(...), fc.RecordDp(...)"),
     ("May the server see only the sum?", 'fc.CodedFedAvg(..., construction="sumcode")'),
     ("Do clients disappear for good in a round?", 'fc.CodedFedAvg(..., code="mds")'),
     ("Do a few slow clients hold up the round?", "fc.Buffered(...)"),
-    ("Fewer than 30 rounds, or clients seldom return?", "fc.Compressed(FedAvg(), fc.EDEN(bits=1))"),
+    ("Fewer than 40 rounds, or clients seldom return?", "fc.Compressed(FedAvg(), fc.EDEN(bits=1))"),
 )
 """What `docs/choose/use-this-when.md` asks, in its order, and where a "yes" leads."""
 
@@ -213,7 +213,7 @@ def tree(theme: str) -> str:
         s.arrow(230, y + 42, 230, y + height, "ink")
         s.text(242, y + 58, "no", 16, "soft", "start")
     s.rect(20, 14 + height * len(QUESTIONS), 420, 42, "greenfill", "green", 20)
-    s.text(230, 41 + height * len(QUESTIONS), 'fc.Compressed(FedAvg(), fc.TopK(0.01, values="q2"))', 15, "ink")
+    s.text(230, 41 + height * len(QUESTIONS), 'fc.Compressed(FedAvg(), fc.TopK(0.03, values="q2"))', 15, "ink")
     s.text(755, 41 + height * len(QUESTIONS), "Downlink slow, too? Add a second codec.", 16, "soft")
     return s.done()
 
@@ -712,7 +712,7 @@ def who_sees(theme: str) -> str:
         s.text(x + width / 2, 30, head, 16, "soft", "middle", "600")
     for i, (line, server, users, unit) in enumerate(SEEN):
         y = 48 + 58 * i
-        s.text(230, y + 28, line, 17, "ink", "end", "600")
+        s.text(230, y + 28, line, 15, "ink", "end", "600")
         for (x, width, _), (words, colour) in zip(columns, (server, users), strict=False):
             s.rect(x, y, width, 44, "card" if colour == "red" else f"{colour}fill", colour)
             s.text(x + width / 2, y + 28, words, 17, colour, "middle", "600")
@@ -722,7 +722,7 @@ def who_sees(theme: str) -> str:
     s.text(
         500,
         430,
-        "Green: noise is added before. Red: nothing is hidden. Orange: one update is hidden in the sum.",
+        "Green: noise is added before it is seen. Red: nothing is hidden. Orange: one update is hidden in the sum.",
         16,
         "soft",
     )

@@ -10,8 +10,8 @@ _TOPK: Final = "topk codec.density={codec.density}"
 
 EXPERIMENT = Experiment(
     name="quickstart",
-    question="Can ten non-IID clients use a twentieth of the bytes in both directions and still learn as much as with "
-    "FedAvg?",
+    question="Can ten clients with different data use a twentieth of the bytes in both directions and still learn as "
+    "much as with FedAvg?",
     task="digits",
     rows={
         "FedAvg": "fedavg",

@@ -441,7 +441,7 @@ def test_e1_pip_installs_what_is_declared(command: Command) -> None:
     apps = [tomllib.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "examples").glob("**/pyproject.toml")]
     of_apps = {need for app in apps for need in app["project"].get("dependencies", ())}
     for word in set(command.words[2:]) - {"--pre", "--force-reinstall", "flwr-nightly", "flwr"} - of_apps:
-        wanted = re.fullmatch(r"(-e )?(\.|fedcomp)(\[(?P<extra>\w+)\])?", word)
+        wanted = re.fullmatch(r"(-e )?(\.|fedcomp|\./FILE\.whl)(\[(?P<extra>\w+)\])?", word)
         assert wanted is not None
         assert wanted["extra"] is None or wanted["extra"] in project["optional-dependencies"]
 

@@ -21,7 +21,7 @@ from fedcomp.codecs.registry import codecs
 SMALLER: dict[str, tuple[tuple[str, str], ...]] = {
     "docs/background/error-feedback.md": (("range(1, 2001)", "(500, 2000)"),),
     "docs/reference/engines.md": (("rounds=10, clients=10", "rounds=1, clients=2"),),
-    "docs/how-to/no-server.md": (("    400,\n", "    10,\n"),),
+    "docs/how-to/no-server.md": (("    400,\n", "    10,\n"), ("num_rounds=100", "num_rounds=3")),
     "docs/how-to/record-privacy.md": (("rounds=10, clients=5", "rounds=1, clients=2"),),
     "docs/systems/dp-fedavg.md": (
         ("for seed in (0, 1)", "for seed in (0,)"),

@@ -62,7 +62,10 @@ def test_every_section_names_a_test_or_promises_nothing(page):
 
 @pytest.mark.parametrize("page", TABLES)
 def test_every_row_that_says_what_a_stranger_gets_names_a_test(page):
-    """Tables of "who", "a peer" and limits, but for rows that promise nothing, and one that is tested as a whole."""
+    """Tables of "who", "a peer" and limits, but for rows that promise nothing, and one that is tested as a whole.
+
+    Names stand in the rows, or below the table in as many groups as rows promise something.
+    """
     text = (ROOT / "docs" / f"{page}.md").read_text()
     begins = re.compile(r"^\| (?:who|a peer[^|]*|limit) \| ", re.MULTILINE)
     tables = [part.split("\n\n")[0] for part in begins.split(text)[1:]]
@@ -73,5 +76,12 @@ def test_every_row_that_says_what_a_stranger_gets_names_a_test(page):
         # One test for all rows, named above, or the answer to who can do what.
         if "Tested by `test_" in before or "Who can do what" in before:
             continue
-        for row in table.splitlines()[2:]:
-            assert NAMED.search(row) or "see below" in row, row
+        rows = [row for row in table.splitlines()[2:] if "see below" not in row]
+        below = text[place + len(table) :].lstrip().partition("\n\n")[0].replace("\n", " ")
+        if below.startswith("<small>Tests, row by row: "):
+            groups = below.split(";")
+            assert len(groups) == len(rows)
+            assert all(map(NAMED.search, groups))
+            continue
+        for row in rows:
+            assert NAMED.search(row), row

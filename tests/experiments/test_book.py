@@ -83,7 +83,7 @@ def test_a_papers_claim_is_judged_by_all_claims_that_speak_to_it(ended: list[boo
     found, why = judge(system("points lost ?"), claims)
     assert found == word
     assert "other" not in why
-    assert ("Missed: points lost" in why) == (False in ended)
+    assert ("Missed: “points lost" in why) == (False in ended)
 
 
 def test_evidence_that_is_not_there_is_an_error() -> None:
