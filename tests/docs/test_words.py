@@ -12,8 +12,11 @@ GENERATED = {"docs/choose/verdicts.md", "docs/results"}
 
 
 def words(text: str) -> int:
-    """Return the number of words that stand outside of fences, indented blocks, tables and verdicts."""
-    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    """Return the number of words that stand outside of fences, indented blocks, tables and verdicts.
+
+    The description of a figure counts once: its file for the other colour scheme repeats it.
+    """
+    text = re.sub(r"^```.*?^```$|^!\[.*#only-dark\)$", "", text, flags=re.MULTILINE | re.DOTALL)
     return sum(len(line.split()) for line in text.splitlines() if not line.startswith(("|", "    ", "> Verdict")))
 
 
