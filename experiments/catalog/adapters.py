@@ -96,7 +96,7 @@ EXPERIMENT = Experiment(
     options={
         "seeds": 3,
         "workers": 1,
-        "steps": "0.005,0.02,0.04",
+        "steps": "0.005,0.01,0.02,0.04",
         "batch_size": 2,
         "max_steps": 5,
         "task.hidden": "64",
