@@ -194,6 +194,16 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "systems/forward.md",
     ),
     Published(
+        "FFA-LoRA",
+        "Sun, Li, Li, Ding, ICLR 2024",
+        "Adapters whose half A is frozen average exactly, in half of the bytes, and are no worse than both halves",
+        "recalled",
+        "Loss with A frozen, twice the rank and one bit in both directions, against LoRA FedAvg in float32",
+        "adapters",
+        ("frozen A, 1 bit: times fewer both ways", "frozen A, 1 bit: seeds with a larger loss than*"),
+        "how-to/adapters.md",
+    ),
+    Published(
         "DiLoCo",
         "Douillard et al., 2023, arXiv:2311.08105",
         "Exchanges of hundreds of steps reach the loss of training that exchanges in every step",
