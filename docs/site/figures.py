@@ -608,7 +608,7 @@ def systems(theme: str) -> str:
     def points_at(value: float) -> float:
         return begin + (min(max(value, lowest), 2.0) - lowest) / (2.0 - lowest) * (end - begin)
 
-    s.text(left, 22, "times fewer bytes from clients (log scale)", 15, "ink", "start", "600")
+    s.text(left, 22, "times fewer bytes up (log scale)", 15, "ink", "start", "600")
     s.text(begin, 22, "points of test accuracy", 15, "ink", "start", "600")
     s.text(14, 22, "FedAvg is 1 and 0", 15, "ink", "start", "600")
     top = 64.0
