@@ -169,7 +169,7 @@ class AdapterNames(Configured):
         for name in model:
             if _TWICE in name:
                 raise ConfigError(
-                    f"tensor {name!r} bears PEFT's prefix twice, and would be loaded into nothing; send what "
+                    f"tensor {name!r} has PEFT's prefix twice, so PEFT would load it into nothing; send what "
                     "get_peft_model_state_dict(model) returns, as it is"
                 )
             partner, _, first = partner_of(name, self.pairs)
@@ -198,7 +198,7 @@ class AdapterNames(Configured):
             )
         if _ORDINARY not in re.split(r"[./]", name):
             raise ConfigError(
-                f"tensor {name!r} is no half of an adapter and would travel with every message. If it is trained, "
+                f"tensor {name!r} is not half of an adapter, and it would travel with every message. If it is trained, "
                 f"allow it with also=[{name!r}]; else leave it out of the state dict (PEFT adds tables of embeddings "
                 "unless it is told save_embedding_layers=False)"
             )
@@ -254,8 +254,9 @@ def draw(seed: int, name: str, shape: tuple[int, ...], bound: float) -> NDArray[
 
 
 def _bound(word: str, shape: tuple[int, ...], other: tuple[int, ...]) -> float:
-    """Return within which bounds a half is drawn: Kaiming's uniform, 1 / sqrt(inputs), as torch and PEFT begin; of an
-    embedding, whose inputs are all zero but one, unit variance, as PEFT begins.
+    """Return the bound of a half's uniform values: Kaiming's 1 / sqrt(inputs), as in torch and PEFT.
+
+    An embedding has one input that is not zero: its values have unit variance, as in PEFT.
 
     Raises
     ------
@@ -282,7 +283,7 @@ def _rank(shape: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, int]:
 
 
 def nearest(values: NDArray[Any], working: str) -> NDArray[np.float32]:
-    """Return ``values`` as an app holds them whose adapters have the dtype ``working``, one of :data:`WORKING`."""
+    """Return ``values`` rounded to an app's dtype ``working``, one of :data:`WORKING`, as float32."""
     wide = np.asarray(values, np.float32)
     if working == "bfloat16":
         return Bf16(wide).decode().reshape(wide.shape)
@@ -290,7 +291,7 @@ def nearest(values: NDArray[Any], working: str) -> NDArray[np.float32]:
 
 
 def trained_from(given: NDArray[Any], returned: NDArray[Any], rounded: NDArray[Any]) -> NDArray[Any]:
-    """Return what an app made of ``given``, which it held as ``rounded``: changes below that one's spacing add up."""
+    """Return ``given`` plus what an app changed of its rounded copy, so that changes below the spacing add up."""
     # Not where nothing changed: infinities of a mask have no difference.
     with np.errstate(invalid="ignore"):
         return np.where(returned == rounded, given, given + (returned - rounded))
@@ -319,7 +320,7 @@ def returned(
         working = [each for each in working if np.array_equal(came.astype(np.float32), nearest(own, each))]
         if not working:
             raise ConfigError(
-                f"{name!r} came back other than it was sent. It is the same at all clients and is not trained: call "
+                f"{name!r} came back changed. It must stay the same at all clients and is not trained: call "
                 "fc.freeze(model) before the optimizer is made, and load the message before training (a wrong prefix "
                 "loads nothing, and PEFT raises nothing)"
             )
