@@ -508,7 +508,7 @@ def _size(record: Any) -> int:
 def _require_room(system: System, size: int) -> None:
     if size > MOST_BYTES:
         raise ConfigError(
-            f"{system!r} would keep {size:,} bytes on this node, its last reply and optimizer included, and a node's "
-            f"state holds {MOST_BYTES:,} at most; use memory='float16' where the codec has it, or a codec without "
-            "memory, EDEN() or QSGD()"
+            f"{system!r} would keep {size:,} bytes here, reply and optimizer included, and a node's state holds "
+            f"{MOST_BYTES:,} at most; use memory='float16' where the codec has it, or a codec without memory, EDEN() "
+            "or QSGD()"
         )

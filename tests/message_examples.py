@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flwr.app import ConfigRecord, RecordDict
 
-from fedcomp.clients import memory
+from fedcomp.clients import memory, optimizer
 from fedcomp.errors import ConfigError
 from fedcomp.flower import (
     asks,
@@ -76,6 +76,9 @@ EXAMPLES: dict[str, Schema] = {
         2, 4, 1, key=b"k" * 32, address="tcp://h:1", signature=b"s", handed=9, parcels=1, missed=("3 no key",)
     ),
     "state.ReplicaRecord": state.ReplicaRecord(7),
+    "optimizer.OptimizerRecord": optimizer.OptimizerRecord(
+        b"session!", 3, bytes(range(16)), {"0.exp_avg": "bfloat16", "1.step": 12.0}
+    ),
     "memory.Held": memory.Held(
         session=b"session!",
         sequence=9,
