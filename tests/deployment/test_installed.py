@@ -174,7 +174,9 @@ def test_the_pair_works_with_nothing_but_what_the_wheel_asks_for(core: Path, tmp
     assert fresh(core, "fedcomp", "--help", cwd=tmp_path).returncode == 0
     lacking = fresh(core, "fedcomp", "run", cwd=tmp_path)
     assert lacking.returncode == 2
-    assert re.search(r"needs torch, which is not installed: install fedcomp with its extra \[torch\]", lacking.stderr), lacking.stderr
+    assert re.search(
+        r"needs torch, which is not installed: install fedcomp with its extra \[torch\]", lacking.stderr
+    ), lacking.stderr
 
 
 @pytest.mark.long
