@@ -25,7 +25,7 @@ from fedcomp.errors import FedcompError
 
 _LISTENING: Final = "0A"
 """State of a listening socket in ``/proc/net/tcp``."""
-_FIRST_PORT: Final = 15_000
+_FIRST_PORT: Final = 20_000
 _LAST_PORT: Final = 32_767
 _BLOCK: Final = 250
 """Ports from first to last are given out in blocks of so many, one block a process."""

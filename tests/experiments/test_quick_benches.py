@@ -12,6 +12,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 from fedcomp import heap
+from fedcomp.codecs import Identity
 from fedcomp.experiments.bench import BENCHMARKS, gossip, graphs, server, state
 from fedcomp.experiments.bench import round as rounds
 from fedcomp.experiments.bench.graph_rows import id_table, row_table
@@ -42,17 +43,20 @@ def of_upkeep(rows: Rows) -> None:
 
 
 def of_round(rows: Rows) -> None:
-    """Both halves of every system."""
+    """Both halves of every system, and of other codecs with the fewest replies."""
     found = {(row["system"], row["replies"]): row for row in rows}
-    assert set(found) == {(system, count) for system in rounds.SYSTEMS for count in (rounds.FEW, rounds.MANY)}
+    counts = {name: {rounds.FEW, rounds.MANY} if name in rounds.SYSTEMS else {rounds.FEW} for name in rounds.CODECS}
+    counts[rounds.PLAIN] = {rounds.FEW, rounds.MANY}
+    assert set(found) == {(system, count) for system, several in counts.items() for count in several}
     whole = found[rounds.PLAIN, rounds.FEW]["kB up"]
     for (system, _), row in found.items():
         assert row["server, read passes"] > 0
         assert row["server, models"] > 0
         if system != rounds.PLAIN:
             assert row["client, read passes"] > 0
-            assert row["kB up"] < whole / 4
-        assert (row["kB down"] < whole / 4) == (system == rounds.DOWN)
+        codec, downlink = rounds.CODECS.get(system, (Identity(), None))
+        assert (row["kB up"] < whole / 4) == (codec != Identity())
+        assert (row["kB down"] < whole / 4) == (downlink is not None)
 
 
 def of_server(rows: Rows) -> None:
