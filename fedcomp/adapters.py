@@ -302,8 +302,8 @@ def returned(
 ) -> dict[str, NDArray[Any]]:
     """Return the tensors that travel of the model ``after`` that an app made of ``whole``.
 
-    An app that holds its adapters in 16 bits returns the drawn halves in these, and so shows it: what it changed is
-    then added to what it was given in 32.
+    An app that holds its adapters in 16 bits is recognised because the drawn halves come back rounded. Its changes are
+    then added to the float32 values that it was given.
 
     Raises
     ------
@@ -336,15 +336,15 @@ def returned(
 
 
 def freeze(model: Any, rank: int | None = None, *, pairs: Iterable[tuple[str, str]] = PEFT) -> list[str]:
-    """Let an app's model train no half that is drawn; return the names of these.
+    """Freeze the drawn halves of an app's model, and return their names.
 
     Parameters
     ----------
     model : torch.nn.Module
         With adapters in it, before the optimizer is made.
     rank : int, optional
-        Train the first columns of the other halves alone, on a client with less memory or data than others: the
-        gradients of all others are zero. The optimizer must not decay weights.
+        Train only the first columns of the other halves, on a client with little memory or data: the gradients of
+        the remaining columns are set to zero. The optimizer must not decay weights.
     pairs : tuple of (str, str)
         As of :class:`AdapterNames`.
 

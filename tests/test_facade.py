@@ -160,6 +160,11 @@ def test_the_pair_needs_no_extra() -> None:
         ),
         (
             "import fedcomp as fc; from flwr.serverapp.strategy import FedAvg; "
+            "fc.CodedFedAvg(FedAvg(), construction='gradcode', losses=1, arithmetic='gf31')",
+            "decoding over a prime field needs galois",
+        ),
+        (
+            "import fedcomp as fc; from flwr.serverapp.strategy import FedAvg; "
             "fc.DistributedDp(FedAvg(fraction_evaluate=0.0), fc.ShareSettings(clip=1.0, tolerated=2), "
             "noise_multiplier=2.0, population=20)",
             "decoding a sum needs galois",

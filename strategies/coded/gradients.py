@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from flwr.serverapp.strategy import Strategy
 
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, require_installed
 from fedcomp.program import Now, Step
 from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.coded.report import CodingReport
@@ -38,6 +38,8 @@ class GradientCoded(Server):
     ------
     ConfigError
         For anything that cannot work.
+    MissingExtra
+        For an arithmetic of a field, where galois, which decodes it, is not installed.
     """
 
     def __init__(self, inner: Strategy, settings: CodedSettings) -> None:
@@ -59,6 +61,8 @@ class GradientCoded(Server):
         seconds = None if settings.collect_timeout == float("inf") else settings.collect_timeout
         own = settings.among(_OWN)
         system = GradientCode(**own, seconds=seconds, weight=weight_key_of(inner) or "")
+        if system.arithmetic != "float64":
+            require_installed("decoding over a prime field", "galois")
         super().__init__(system, inner, seed=settings.seed)
         self.settings = settings
 
