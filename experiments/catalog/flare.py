@@ -56,7 +56,8 @@ EXPERIMENT = Experiment(
         labels swapped | share of runs in which losses find it | >= 0.95 | gate: with labels this is not a blind spot
         rounds | uplink over that of every round | <= 0.85 | goal: chosen: a node stays silent only if none of its
             trials helps, and its short replies count as traffic
-        rounds | downlink over that of every round | <= 0.7 | gate: chosen
+        rounds | downlink over that of every round | <= 0.7 | goal: chosen; a third of the nodes
+            stay quiet, and asking costs too
         rounds | points of accuracy lost against every round | <= 1.0 | gate: chosen
         rounds | points of accuracy, conditional less every second round | >= 0.0 | goal: the rival is a fixed schedule
     """,
