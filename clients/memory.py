@@ -30,7 +30,7 @@ from fedcomp.flower import asks
 from fedcomp.flower.asks import BLOBS_KEPT, AskHead
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import FRAME, NODE_RECORD, put_frame, take_frame
-from fedcomp.flower.records import Place, to_arrays, to_record
+from fedcomp.flower.records import Place, size_of, to_arrays, to_record
 from fedcomp.flower.schema import Document, Schema, SchemaError
 from fedcomp.flower.state import MOST_BYTES, UNSETTLED, ReplicaRecord, StaleMessage, lineage
 from fedcomp.layout import Layout, Vector
@@ -196,7 +196,7 @@ class Memory:
     ) -> Memory:
         """Return the memory as the frame's fate leaves it."""
         state = context.state
-        found = cls(_arrays(state, MEMORY), layout, asked, held.generation, held.sent, held.sent, stored=True)
+        found = cls(_arrays(state, MEMORY, system), layout, asked, held.generation, held.sent, held.sent, stored=True)
         pending = _pending(state, system)
         # By the message that trained: others may have come since.
         again = epoch_of(head.sequence) > epoch_of(held.trained) and held.asked == asked
@@ -206,7 +206,7 @@ class Memory:
         # Both numbers: an acknowledgement of a memory that was lost since says nothing of the one that followed it.
         lost = (head.generation, head.consumed) != (held.generation, held.sent)
         if again and BEFORE in state and (lost or held.sent == held.before):
-            found.state, found.sent, found.before = _arrays(state, BEFORE), held.before, held.before
+            found.state, found.sent, found.before = _arrays(state, BEFORE, system), held.before, held.before
             found.stored = False
             return found
         if pending is None or not lost:
@@ -247,7 +247,7 @@ class Memory:
             return None
         state = context.state
         layout = Layout.from_text(held.layout)
-        memory = _arrays(state, MEMORY), layout, held.asked, held.generation, held.sent, held.before
+        memory = _arrays(state, MEMORY, system), layout, held.asked, held.generation, held.sent, held.before
         return cls(*memory, _pending(state, system), length=held.length)
 
     def ratio(self, system: System, state: State, answer: Answer) -> float | None:
@@ -400,7 +400,10 @@ def owed(state: RecordDict, system: System, layout: Layout, consumed: tuple[int,
     # A frame that this memory knows nothing of: it is an older copy, and begins again.
     if held is None or MEMORY not in state or consumed > (held.generation, held.sent):
         return np.zeros(layout.size, np.float32)
-    memory, frame = {name: np.array(array) for name, array in _arrays(state, MEMORY).items()}, _pending(state, system)
+    memory, frame = (
+        {name: np.array(array) for name, array in _arrays(state, MEMORY, system).items()},
+        _pending(state, system),
+    )
     if held.sent and frame is not None and consumed != (held.generation, held.sent):
         memory = system.rollback(memory, frame, layout)
     residual = system.residual(memory, layout)
@@ -458,9 +461,10 @@ def _held(context: Context, head: AskHead) -> Held | None:
     return held if held is not None and held.session == head.session else None
 
 
-def _arrays(state: RecordDict, name: str) -> State:
+def _arrays(state: RecordDict, name: str, system: System) -> State:
+    """Return a memory, on the host unless ``system`` takes it where it is."""
     record = state.get(name)
-    return to_arrays(record, copy=False) if isinstance(record, ArrayRecord) else {}
+    return to_arrays(record, copy=False, stay=system.on_device) if isinstance(record, ArrayRecord) else {}
 
 
 def _stored(state: RecordDict) -> RecordDict:
@@ -501,7 +505,7 @@ def _id_of(context: Context) -> bytes:
 def _size(record: Any) -> int:
     """Return the bytes of what is large in a record."""
     if isinstance(record, ArrayRecord):
-        return sum(len(array.data) for array in record.values())
+        return sum(map(size_of, record.values()))
     return sum(len(value) for value in record.values() if isinstance(value, bytes | str))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
+from fedcomp.adapters import nearest, trained_from
 from fedcomp.clients.edge.node_config import UPLINK
 from fedcomp.codecs.chain import registry as transforms
 from fedcomp.codecs.orthonormal import bases
@@ -21,7 +22,6 @@ from fedcomp.flower.records import BFLOAT16, to_arrays
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.params import shown, similar
 from fedcomp.timing.links import parse_link
-from fedcomp.wire import Bf16
 
 T = TypeVar("T")
 
@@ -109,9 +109,10 @@ def _ids(config: Any) -> list[str]:
 
 
 def reply_arrays(
-    content: RecordDict, before: Mapping[str, NDArray[Any]], record: str = ""
+    content: RecordDict, before: Mapping[str, NDArray[Any]], record: str = "", *, stay: bool = False
 ) -> tuple[str, dict[str, NDArray[Any]]]:
-    """Return the model of an app's reply, to be read: the ArrayRecord called ``record``, else the only one.
+    """Return the model of an app's reply, to be read: the ArrayRecord called ``record``, else the only one; with
+    ``stay`` as :func:`fedcomp.flower.records.to_arrays`.
 
     A tensor that comes in bfloat16 was trained from the bfloat16 nearest to that of ``before``, the model the app was
     given: what it changed is added to ``before``, so that changes below its spacing add up over rounds.
@@ -128,14 +129,11 @@ def reply_arrays(
             f"the reply holds {len(records)} ArrayRecords {sorted(records)}; expected exactly one, the trained model, "
             f"or several of which one is called {record!r}, as the model of the message was"
         )
-    after = to_arrays(records[name], copy=False)
+    after = to_arrays(records[name], copy=False, stay=stay)
     for key, array in records[name].items():
         given = before.get(key)
         if array.dtype == BFLOAT16 and given is not None and given.shape == after[key].shape:
-            nearest = Bf16(given).decode().reshape(given.shape)
-            # Not where nothing changed: infinities of a mask have no difference.
-            with np.errstate(invalid="ignore"):
-                after[key] = np.where(after[key] == nearest, given, given + (after[key] - nearest))
+            after[key] = trained_from(given, after[key], nearest(given, BFLOAT16))
     return name, after
 
 
@@ -192,6 +190,6 @@ def changed(
     """Return the update between two models, or ``after`` itself where ``lossless``, and the exact buffers; the update
     in ``out``, where that is given."""
     layout.check(after)
-    exact = {t.name: check_exact(after[t.name], t, before[t.name]) for t in layout.exact}
+    exact = {t.name: check_exact(after[t.name], t, np.asarray(before[t.name])) for t in layout.exact}
     vector = layout.flatten(after, out) if lossless else layout.difference(after, before, out)
     return Update(vector, layout), exact

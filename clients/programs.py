@@ -50,6 +50,7 @@ from fedcomp.clients.personal import Followed, ease, kept_note, names_note
 from fedcomp.clients.private.mod import ABOUT_SETTINGS, discreet, only_update, wants_padding, wants_private
 from fedcomp.codecs import Codec, get_codec
 from fedcomp.codecs.base import norm, require_finite
+from fedcomp.device import device_of, on_host
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.exact import encode_exact
 from fedcomp.factors.collect import collecting
@@ -712,7 +713,10 @@ class _Training:
             raise AppError(reply)
         content = exchange.travelling(reply.content, before)
         content = only_update(content, before, layout) if private else content
-        name, after = reply_arrays(content, before, head.model)
+        stay = self.system.on_device and not whole and not private
+        origin = to_arrays(self.record, copy=False, stay=stay)
+        name, after = reply_arrays(content, origin, head.model, stay=stay)
+        device = device_of(after.values())
         self.said["record"] = name
         self.beside = _beside(content, name)
         if self.app is not None:
@@ -720,10 +724,11 @@ class _Training:
             trained = content.array_records[name]
             self.app.trained = trained if exchange.halves is None else reply.content.array_records[name]
         # Where the system remembers, what is left of the update may become the memory: once in memory, and not copied.
-        place = Place((layout.size,), np.float32) if memory.state and not whole else None
+        remembers = memory.state and not whole and device is None
+        place = Place((layout.size,), np.float32) if remembers else None
         memory.places += [] if place is None else [place]
         out = None if place is None else place.values
-        update, exact = changed(after, before, layout, lossless=whole, out=out)
+        update, exact = changed(after, origin, layout, lossless=whole, out=out)
         notes = [UNSETTLED] if memory.unsettled else []
         if exchange.refused[1]:
             self.said["unsupported"] = exchange.refused[1]
@@ -759,6 +764,9 @@ class _Training:
         notes += [names_note(proven, layout)] if proven else []
         kept = followed.judge(update, before)
         notes += [kept_note(kept, followed)] if kept else []
+        if followed.kept or copies:
+            # In norms, whose last digits are another device's.
+            update, owed = replace(update, vector=on_host(update.vector)), on_host(owed)
         eased = ease(update, followed.kept, copies, owed)
         if owed is not None and eased is not update:
             memory.length = norm(eased.vector)

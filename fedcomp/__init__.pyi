@@ -8,6 +8,7 @@ from fedcomp.strategies.adapters import Adapters as Adapters
 from fedcomp.adapters import freeze as freeze
 from fedcomp.flower.records import base_digest as base_digest
 from fedcomp.flower.records import record as record
+from fedcomp.flower.records import tensors as tensors
 from fedcomp.strategies.guard import Norms as Norms
 from fedcomp.strategies.outer import Nesterov as Nesterov
 from fedcomp.strategies.rare import DiLoCo as DiLoCo

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params
+from fedcomp.device import DeviceArray
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.rng import Key
 from fedcomp.rules import Configured, Int, Many, Text
@@ -282,8 +283,10 @@ def _rank(shape: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, int]:
     return min(shared)
 
 
-def nearest(values: NDArray[Any], working: str) -> NDArray[np.float32]:
+def nearest(values: NDArray[Any], working: str) -> Any:
     """Return ``values`` rounded to an app's dtype ``working``, one of :data:`WORKING`, as float32."""
+    if working == "bfloat16" and isinstance(values, DeviceArray):
+        return values.nearest_bfloat16()
     wide = np.asarray(values, np.float32)
     if working == "bfloat16":
         return Bf16(wide).decode().reshape(wide.shape)

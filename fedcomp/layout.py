@@ -22,6 +22,7 @@ from typing import Annotated, Any, Final, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.device import room_beside
 from fedcomp.errors import ConfigError, LayoutError, nearest
 from fedcomp.factors.outer import OuterProducts
 from fedcomp.rules import Configured, Int, Share
@@ -561,7 +562,8 @@ class Layout:
     def difference(
         self, after: Mapping[str, NDArray[Any]], before: Mapping[str, NDArray[Any]], out: Vector | None = None
     ) -> Vector:
-        """Return ``after - before``, formed in each tensor's own dtype and only then rounded to float32.
+        """Return ``after - before``, formed in each tensor's own dtype and only then rounded to float32; where the
+        tensors of ``after`` are, on the host or on a device.
 
         Raises
         ------
@@ -569,7 +571,7 @@ class Layout:
             As :meth:`flatten`.
         """
         self.check(after)
-        vector = np.empty(self.size, np.float32) if out is None else out
+        vector: Vector = room_beside(after.values(), self.size) if out is None else out
         with np.errstate(over="ignore", invalid="ignore"):
             for t in self.tensors:
                 wide = np.float64 if t.dtype == "float64" else np.float32

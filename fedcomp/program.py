@@ -557,6 +557,11 @@ class System(Configured, ABC):
         return [value for f in fields(kind) if isinstance(value := getattr(self, f.name), Codec)]
 
     @property
+    def on_device(self) -> bool:
+        """Whether the client half takes updates and memories that are on a device; it may hang on the options."""
+        return False
+
+    @property
     def whole(self) -> bool:
         """Whether clients send the trained models instead of differences: floats of other sizes than float32 are then
         sent as values, beside the vector."""

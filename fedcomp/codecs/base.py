@@ -196,6 +196,8 @@ class Codec(Receiver, Configured):
     gain : float
         The factor by which the sum of sent values may exceed the sum of the updates in the long run: 1/(1 - momentum)
         with momentum correction.
+    on_device : bool
+        Updates and memories may be on a device (:class:`fedcomp.device.DeviceArray`), and what is kept stays there.
     exposes : str
         What a frame reveals about single examples beyond their sum, as a clause; empty for nothing. A client sends such
         a frame only if the app's author has agreed to it.
@@ -210,6 +212,7 @@ class Codec(Receiver, Configured):
     phases: int = 1
     votes: bool = False
     gain: float = 1.0
+    on_device: bool = False
     exposes: str = ""
 
     def contraction(self, layout: Layout) -> float | None:
@@ -292,7 +295,7 @@ def norm(vector: NDArray[Any], origin: NDArray[Any] | None = None) -> float:
     values are not finite.
     """
     # No dot product: a threaded one stalls for milliseconds when other processes hold the cores (measured 14 ms).
-    return math.sqrt(float(tiers.ops("auto", vector.size).square_sums(vector, origin).sum()))
+    return math.sqrt(float(tiers.of("auto", vector).square_sums(vector, origin).sum()))
 
 
 def all_finite(vector: Vector) -> bool:

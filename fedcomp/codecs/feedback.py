@@ -23,6 +23,7 @@ from fedcomp.codecs.memory import MEMORIES, described, kept, not_finite, number_
 from fedcomp.codecs.registry import codecs
 from fedcomp.codecs.topk import TopK
 from fedcomp.codecs.wrapper import Wrapper
+from fedcomp.device import beside
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.kernels import feedback_step
 from fedcomp.layout import Layout, Update, Vector
@@ -161,7 +162,7 @@ class ErrorFeedback(Wrapper):
         after: State = {"round": np.asarray(key.round, np.int64)}
         # Sums that overflow are reported as what they are; before that they must not warn.
         with np.errstate(over="ignore", invalid="ignore"):
-            memory, velocity = self._recall(update.layout, state, key)
+            memory, velocity = self._recall(update, state, key)
             # Only for the message when the sum is not finite: it says which part was to blame.
             held = {"memory": memory} | ({} if velocity is None else {"momentum": velocity})
             # Before the update is written to, where it is given.
@@ -240,15 +241,20 @@ class ErrorFeedback(Wrapper):
         return left
 
     @property
+    def on_device(self) -> bool:  # type: ignore[override]  # an attribute of other classes
+        """Whether memory and momentum may stay on a device: around a global top-k, without norms that change bits."""
+        return self._fusible and self.memory == "float32" and self.norm_guard is None
+
+    @property
     def _fusible(self) -> bool:
         codec = self.codec
         # Exactly TopK: a subclass may select or pack in another way than the fused kernel.
         return type(codec) is TopK and codec.scope == "global" and codec.values != "float64"
 
-    def _recall(self, layout: Layout, state: State, key: Key) -> tuple[Vector, Vector | None]:
-        """Return memory and momentum for this round."""
-        memory = _memory_of(state, layout)
-        velocity = vector_of(state, "momentum", layout) if self.momentum else None
+    def _recall(self, update: Update, state: State, key: Key) -> tuple[Vector, Vector | None]:
+        """Return memory and momentum for this round, where the update is."""
+        memory: Vector = beside(_memory_of(state, update.layout), update.vector)
+        velocity = beside(vector_of(state, "momentum", update.layout), update.vector) if self.momentum else None
         last = number_of(state, "round", "iu")
         # By the key, which has the server's round: a client that was away has not counted.
         missed = 0 if last is None else key.round - int(last) - 1
@@ -311,7 +317,7 @@ class ErrorFeedback(Wrapper):
             raise not_finite(update, held)
         frame = codec.frame_of(tensors, rest)
         # After encoding, as it is a view of the new memory: what travelled as it is leaves nothing there.
-        rest -= codec.rest_form.code(rest).decode()
+        rest -= codec.rest_form.code(np.asarray(rest)).decode()
         return frame, left, threshold
 
     def _general(

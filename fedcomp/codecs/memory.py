@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from fedcomp.codecs.base import State, all_finite, require_finite
+from fedcomp.device import DeviceArray
 from fedcomp.errors import FedcompError, NonFiniteUpdate, StateError
 from fedcomp.layout import Layout, Update, Vector
 
@@ -72,7 +73,7 @@ def recalled(state: State) -> Vector | None:
 
 def described(value: Any) -> str:
     """Return dtype and shape of an array of a state, or the type of what is there instead."""
-    return f"{value.dtype}{value.shape}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+    return f"{value.dtype}{value.shape}" if isinstance(value, np.ndarray | DeviceArray) else f"a {type(value).__name__}"
 
 
 def vector_of(state: State, name: str, layout: Layout) -> Vector:
@@ -86,7 +87,7 @@ def vector_of(state: State, name: str, layout: Layout) -> Vector:
     array = state.get(name)
     if array is None:
         raise StateError(f"the state holds no {name} of this codec; start from init(layout)")
-    if not isinstance(array, np.ndarray) or array.dtype != np.float32 or array.shape != (layout.size,):
+    if not isinstance(array, np.ndarray | DeviceArray) or array.dtype != np.float32 or array.shape != (layout.size,):
         raise StateError(
             f"the state's {name} is {described(array)}, the layout needs float32({layout.size},): another model's "
             "state; start from init(layout)"

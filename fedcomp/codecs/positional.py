@@ -212,7 +212,8 @@ class PositionalCodec(Packing, Codec):
         return wire.encode([*tensors, *self._dense(rest)])
 
     def _dense(self, rest: Vector) -> list[Tensor]:
-        return [Tensor(self.rest_form.code(rest), rest.shape)] if rest.size else []
+        # Frames are made on the host.
+        return [Tensor(self.rest_form.code(np.asarray(rest)), rest.shape)] if rest.size else []
 
     def pack_all(
         self, vector: Vector, parts: tuple[Stretch, ...], state: State, key: Key

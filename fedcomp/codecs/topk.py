@@ -111,6 +111,11 @@ class TopK(ListedCodec):
     rest: Annotated[str, OneOf(*RESTS)] = "auto"
     schedule: Annotated[Schedule, Made(checked_schedule)] = ()
 
+    @property
+    def on_device(self) -> bool:  # type: ignore[override]  # an attribute of other classes
+        """Whether vectors on a device are ranked there: not by subclasses, which pack in other ways."""
+        return type(self) is TopK
+
     def conflict(self) -> str:
         """Return why the fields contradict each other; empty when they do not."""
         return "a density has a warm-up or a schedule, not both" if self.warmup and self.schedule else ""

@@ -10,7 +10,7 @@ import itertools
 import math
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from tokenize import TokenError
 from typing import Any, Final, cast
 
@@ -19,6 +19,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import DTypeLike, NDArray
 
 from fedcomp.adapters import Halves
+from fedcomp.device import DeviceArray, uploaded
 from fedcomp.errors import LayoutError
 from fedcomp.flower._private import filled, make_array
 from fedcomp.layout import finite
@@ -74,6 +75,40 @@ class Place:
         return make_array(self._kind, self.values.shape, _NUMPY, self._data)
 
 
+class TensorArray(Array):
+    """An Array that stays a tensor, where the tensor is, until somebody asks for its bytes.
+
+    Whatever sends, stores or pickles it asks for them. Then it holds both.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Detached and contiguous; not to be written to any more.
+    """
+
+    # Flower writes the name of the class into what it sends, and reads no other.
+    __qualname__ = Array.__qualname__
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self.__dict__.update(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape), stype=_NUMPY)
+
+    @cached_property
+    def data(self) -> bytes:  # type: ignore[override]  # an attribute of Flower's
+        """The tensor's bytes, copied to the host."""
+        values = np.asarray(DeviceArray(self.tensor))
+        return (_bfloat16(values) if self.dtype == BFLOAT16 else _array(values)).data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process may have no such device.
+        return make_array, (self.dtype, self.shape, self.stype, self.data)
+
+
+def size_of(array: Array) -> int:
+    """Return the bytes of an array's data, to within a header; they are not made for that."""
+    return int(array.tensor.nbytes) if isinstance(array, TensorArray) else len(array.data)
+
+
 @lru_cache(1)
 def _madvise() -> Callable[[int, int, int], int] | None:
     # Of Linux alone.
@@ -98,11 +133,14 @@ def to_record(arrays: Arrays, places: Sequence[Place] = ()) -> ArrayRecord:
     own = {id(place.values): place.array for place in places}
     return filled(
         ArrayRecord(),
-        {name: own[id(array)]() if id(array) in own else _array(np.asarray(array)) for name, array in arrays.items()},
+        {name: own[id(array)]() if id(array) in own else _array(array) for name, array in arrays.items()},
     )
 
 
-def _array(values: NDArray[Any]) -> Array:
+def _array(values: Any) -> Array:
+    if isinstance(values, DeviceArray):
+        return TensorArray(values.tensor)
+    values = np.asarray(values)
     # np.save writes the header anew for every tensor, which for those of a small model is most of the work.
     if values.dtype.kind not in "biufc" or not values.flags.c_contiguous:
         return Array(values)
@@ -133,8 +171,11 @@ def config_in(content: RecordDict, name: str) -> ConfigRecord:
     return found if isinstance(found, ConfigRecord) else ConfigRecord()
 
 
-def record(state: Mapping[str, Any]) -> ArrayRecord:
+def record(state: Mapping[str, Any], *, stay: bool | None = None) -> ArrayRecord:
     """Return a state dict as an ArrayRecord, tensors of bfloat16 included, which Flower's own constructor refuses.
+
+    Tensors on a device are copied there, and stay there until somebody asks for their bytes. The client half of a codec
+    that works on devices (:attr:`fedcomp.codecs.base.Codec.on_device`) asks for none: it forms the update there.
 
     The server's model and all memories are float32 all the same, and an app rounds what it is given when it loads it:
     so changes below the spacing of bfloat16 add up over rounds.
@@ -142,15 +183,45 @@ def record(state: Mapping[str, Any]) -> ArrayRecord:
     Parameters
     ----------
     state : mapping of str to torch.Tensor or array
+    stay : bool, optional
+        Whether tensors stay where they are; default: those that are not in the host's memory.
     """
     found: dict[str, Array] = {}
     for name, values in state.items():
+        if hasattr(values, "detach") and (values.device.type != "cpu" if stay is None else stay):
+            found[name] = TensorArray(values.detach().clone().contiguous())
+            continue
         half = str(values.dtype).endswith(BFLOAT16)
         # torch has no numpy array of bfloat16; float32 holds every number of it.
         tensor = values.detach().cpu() if hasattr(values, "detach") else values
         wide = np.asarray(tensor if not half else tensor.float() if hasattr(tensor, "float") else tensor.astype("f4"))
         found[name] = _bfloat16(wide) if half else _array(wide)
     return filled(ArrayRecord(), found)
+
+
+def tensors(record: ArrayRecord, device: Any) -> dict[str, Any]:
+    """Return a record's tensors on a device, for ``model.load_state_dict``.
+
+    The record keeps a copy there. What is trained from it is compared with that copy, and the model is not copied to
+    the device a second time.
+
+    Parameters
+    ----------
+    record : ArrayRecord
+        Of a message, its values as they came: numpy's, or bfloat16 as :func:`record` writes it.
+    device : torch.device or str
+    """
+    for name, array in list(record.items()):
+        tensor = uploaded(_numbers(array, copy=False), device)
+        if array.dtype == BFLOAT16:
+            # Exact: every value is one of bfloat16.
+            import torch
+
+            tensor = tensor.to(torch.bfloat16)
+        held = TensorArray(tensor)
+        held.__dict__["data"] = array.data
+        filled(record, {name: held})
+    return {name: held.tensor.clone() for name, held in record.items() if isinstance(held, TensorArray)}
 
 
 def base_digest(model: Any) -> str:
@@ -200,12 +271,17 @@ def without(model: ArrayRecord, halves: Halves) -> ArrayRecord:
     return filled(ArrayRecord(), {**kept, **wide}) if wide else kept
 
 
-def to_arrays(record: ArrayRecord, *, copy: bool = True) -> Named:
-    """Return a record's tensors as new, writable arrays; without ``copy`` plain ones are read-only views.
+def to_arrays(record: ArrayRecord, *, copy: bool = True, stay: bool = False) -> Named:
+    """Return a record's tensors as new, writable arrays; without ``copy`` plain ones are read-only views, and with
+    ``stay`` those that stayed on a device are :class:`~fedcomp.device.DeviceArray`, not to be written to.
 
     Tensors in bfloat16 are returned in float32, which holds every number of theirs.
     """
-    return {name: _numbers(array, copy) for name, array in record.items()}
+    found: Named = {}
+    for name, array in record.items():
+        lies: Any = DeviceArray(array.tensor) if stay and isinstance(array, TensorArray) else None
+        found[name] = _numbers(array, copy) if lies is None else lies
+    return found
 
 
 def widened(record: ArrayRecord) -> ArrayRecord:

@@ -32,7 +32,11 @@ def require_finite(*vectors: NDArray[np.int32]) -> None:
     for bits in vectors:
         bad = np.flatnonzero((bits & np.int32(MAGNITUDE)) >= INFINITY)
         if bad.size:
-            raise NonFiniteUpdate(
-                f"{bad.size} of {bits.size} values are not finite, the first at index {int(bad[0])}; "
-                "NaN and infinity cannot be ranked"
-            )
+            raise not_finite(bad.size, bits.size, int(bad[0]))
+
+
+def not_finite(bad: int, size: int, first: int) -> NonFiniteUpdate:
+    """Return the error for ``bad`` of ``size`` values that are NaN or infinite, the first at an index."""
+    return NonFiniteUpdate(
+        f"{bad} of {size} values are not finite, the first at index {first}; NaN and infinity cannot be ranked"
+    )

@@ -89,6 +89,8 @@ def select_topk(vector: NDArray[Any], k: int, *, tier: Tier = "auto", seed: int 
         return _select_wide(vector, k)
     check_vector("vector", vector)
     _check_k(k, vector.size)
+    if (device := tiers.on_device(vector)) is not None:
+        return np.asarray(device.select_topk(vector, k))
     vector = np.require(vector, requirements=["C", "A"])
     kernels = tiers.ops(tier, vector.size)
     bits = vector.view(np.int32)
@@ -154,6 +156,8 @@ def feedback_step(
     if memory.shape != update.shape:
         raise LayoutError(f"memory has shape {memory.shape}, the update {update.shape}; they must agree")
     _check_k(k, memory.size)
+    if (device := tiers.on_device(update)) is not None:
+        return FeedbackStep(*device.feedback_step(memory, update, k, decay, out))
     memory = np.require(memory, requirements=["C", "A"])
     update = np.require(update, requirements=["C", "A"])
     if out is None:

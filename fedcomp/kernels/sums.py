@@ -35,7 +35,7 @@ def add_scaled(out: Floats, values: Floats, weight: float = 1.0, *, tier: Tier =
     # Compiled code does not check bounds.
     if out.shape != values.shape or out.ndim != 1:
         raise LayoutError(f"{values.shape} values do not fit a vector of shape {out.shape}")
-    tiers.ops(tier, out.size).add_scaled(out, np.asarray(values, np.float32), np.float32(weight))
+    tiers.of(tier, out).add_scaled(out, np.asarray(values, np.float32), np.float32(weight))
 
 
 def scatter_add(
@@ -74,6 +74,6 @@ def scatter_add(
         raise LayoutError(
             f"indices reach from {indices.min()} to {indices.max()}, outside a vector of {out.size} elements"
         )
-    tiers.ops(tier, indices.size).scatter_add(
+    (tiers.on_device(out) or tiers.ops(tier, indices.size)).scatter_add(
         out, np.asarray(indices, np.int64), np.asarray(values, np.float32), np.float32(weight)
     )

@@ -1,4 +1,4 @@
-"""The choice between the compiled and the numpy tier."""
+"""The choice of a tier: by the size of a vector, compiled or numpy; and by where it is, on the host or on a device."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import functools
 import importlib.util
 import os
 import sys
-from typing import Final, Literal
+from types import ModuleType
+from typing import Any, Final, Literal
 
+from fedcomp.device import DeviceArray
 from fedcomp.errors import ConfigError
 from fedcomp.kernels import portable
 from fedcomp.kernels.interface import Ops
@@ -63,3 +65,17 @@ def ops(tier: Tier, size: int) -> Ops:
     from fedcomp.kernels import compiled
 
     return compiled
+
+
+def on_device(vector: Any) -> ModuleType | None:
+    """Return the device tier for a vector that is on a device, None for one on the host."""
+    if not isinstance(vector, DeviceArray):
+        return None
+    from fedcomp.kernels import device
+
+    return device
+
+
+def of(tier: Tier, vector: Any) -> Any:
+    """Return the implementation for a vector where it is: of ``tier`` on the host, as :func:`ops`."""
+    return on_device(vector) or ops(tier, vector.size)

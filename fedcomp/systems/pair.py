@@ -34,6 +34,10 @@ class Pair(System, id="pair"):
     def whole(self) -> bool:
         return self.codec.lossless
 
+    @property
+    def on_device(self) -> bool:
+        return self.codec.on_device
+
     def start(self, layout: Layout) -> State:
         return self.codec.init(layout)
 
