@@ -61,7 +61,7 @@ from fedcomp.flower.links import Book
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, NODE_RECORD, POST, STEP, models
 from fedcomp.flower.protocol import RESYNC, STALE, refusal
-from fedcomp.flower.records import Place, completed, to_arrays, to_record, widened, without
+from fedcomp.flower.records import Place, TensorArray, completed, to_arrays, to_record, widened, without
 from fedcomp.flower.schema import OtherVersion, SchemaError
 from fedcomp.flower.state import UNSETTLED, StaleMessage
 from fedcomp.layout import Layout, Update, Vector, policy_from_config
@@ -717,6 +717,10 @@ class _Training:
         origin = to_arrays(self.record, copy=False, stay=stay)
         name, after = reply_arrays(content, origin, head.model, stay=stay)
         device = device_of(after.values())
+        if device is None and any(isinstance(array, TensorArray) for array in content[name].values()):
+            log.info(
+                "round %d: the trained model was copied to the host, where %r forms updates", head.number, self.system
+            )
         self.said["record"] = name
         self.beside = _beside(content, name)
         if self.app is not None:
