@@ -71,22 +71,11 @@ class DeviceArray(NDArrayOperatorsMixin):
         return int(self.tensor.numel())
 
     @property
-    def nbytes(self) -> int:
-        """The bytes that its elements take."""
-        return self.size * self.dtype.itemsize
-
-    @property
     def bits(self) -> DeviceArray:
         """The bits of float32 elements, as int32."""
         import torch
 
         return DeviceArray(self.tensor.view(torch.int32))
-
-    def __len__(self) -> int:
-        return len(self.tensor)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.dtype}{self.shape} on {self.tensor.device})"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         """Return all elements on the host. Not to be written to, unless ``copy`` asks for an array of the caller's."""

@@ -10,6 +10,7 @@ _MEASURES = {
     "state": "what it costs to keep a client's state on disk",
     "wire": "size and speed of the FCW1 wire format against the naive ones",
     "kernels": "selection, fused steps and threshold estimates against a read pass",
+    "device": "an update formed, ranked and packed on a GPU, beside a copy of the model to the host",
     "engine": "client rounds per second in process against Ray, memory of the server",
     "server": "a client's cost to the server by codec, against FedAvg's own, with up to 1000 clients",
     "round": "a round of both halves beside the app: read passes, models of memory, bytes; plain FedAvg beside it",

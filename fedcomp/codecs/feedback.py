@@ -242,8 +242,9 @@ class ErrorFeedback(Wrapper):
 
     @property
     def on_device(self) -> bool:  # type: ignore[override]  # an attribute of other classes
-        """Whether memory and momentum may stay on a device: around a global top-k, without norms that change bits."""
-        return self._fusible and self.memory == "float32" and self.norm_guard is None
+        """Whether memory and momentum may stay on a device: where the codec works there, without norms that change
+        bits."""
+        return self.codec.on_device and self.memory == "float32" and self.norm_guard is None
 
     @property
     def _fusible(self) -> bool:

@@ -174,7 +174,7 @@ def config_in(content: RecordDict, name: str) -> ConfigRecord:
 def record(state: Mapping[str, Any], *, stay: bool | None = None) -> ArrayRecord:
     """Return a state dict as an ArrayRecord, tensors of bfloat16 included, which Flower's own constructor refuses.
 
-    Tensors on a device are copied there, and stay there until somebody asks for their bytes. The client half of a codec
+    Tensors on a GPU are copied there, and stay there until somebody asks for their bytes. The client half of a codec
     that works on devices (:attr:`fedcomp.codecs.base.Codec.on_device`) asks for none: it forms the update there.
 
     The server's model and all memories are float32 all the same, and an app rounds what it is given when it loads it:
@@ -184,11 +184,11 @@ def record(state: Mapping[str, Any], *, stay: bool | None = None) -> ArrayRecord
     ----------
     state : mapping of str to torch.Tensor or array
     stay : bool, optional
-        Whether tensors stay where they are; default: those that are not in the host's memory.
+        Whether tensors stay where they are; default: those that are on a device of type "cuda".
     """
     found: dict[str, Array] = {}
     for name, values in state.items():
-        if hasattr(values, "detach") and (values.device.type != "cpu" if stay is None else stay):
+        if hasattr(values, "detach") and (values.device.type == "cuda" if stay is None else stay):
             found[name] = TensorArray(values.detach().clone().contiguous())
             continue
         half = str(values.dtype).endswith(BFLOAT16)
