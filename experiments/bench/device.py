@@ -60,8 +60,8 @@ class _Bench:
         self.layout = Layout.of({"w": np.zeros(size, np.float32)})
         self.before = layered(size)
         self.after = self.before + layered(size, 1) / np.float32(64)
-        self.there = {"w": DeviceArray(torch.tensor(self.after, device=device))}
-        self.origin = {"w": DeviceArray(torch.tensor(self.before, device=device))}
+        self.there: dict[str, Any] = {"w": DeviceArray(torch.tensor(self.after, device=device))}
+        self.origin: dict[str, Any] = {"w": DeviceArray(torch.tensor(self.before, device=device))}
         self.device = str(device)
 
     def encoded(self, codec: ErrorFeedback, state: State, number: int, *, there: bool) -> tuple[bytes, State]:
