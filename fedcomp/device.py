@@ -91,7 +91,8 @@ class DeviceArray(NDArrayOperatorsMixin):
     ) -> Any:
         import torch
 
-        given = [_operand(each, self.tensor.device, dtype) for each in inputs]
+        # Tensors of one model may be on several devices; the result's decides.
+        given = [_operand(each, device_of([*(out or ()), self]), dtype) for each in inputs]
         if method != "__call__" or ufunc not in _UFUNCS or any(each is NotImplemented for each in given):
             return NotImplemented
         operation: Callable[..., Any] = getattr(torch, _UFUNCS[ufunc])
@@ -106,7 +107,9 @@ class DeviceArray(NDArrayOperatorsMixin):
         return out[0]
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return _FUNCTIONS[function](*args, **kwargs) if function in _FUNCTIONS else NotImplemented
+        if function not in _FUNCTIONS or kwargs:
+            return NotImplemented
+        return _FUNCTIONS[function](*(_operand(each, self.tensor.device, None) for each in args))
 
     def __getitem__(self, where: Any) -> Any:
         """Return a part: a view for slices, an array on the host for an array of indices."""
@@ -145,25 +148,14 @@ class DeviceArray(NDArrayOperatorsMixin):
         return DeviceArray(self.tensor.to(torch.bfloat16))
 
 
-def _where(condition: Any, first: Any, second: Any) -> DeviceArray:
-    import torch
-
-    found = next(each.tensor.device for each in (condition, first, second) if isinstance(each, DeviceArray))
-    return DeviceArray(torch.where(*(_operand(each, found, None) for each in (condition, first, second))))
-
-
-def _array_equal(first: Any, second: Any) -> bool:
-    device = next(each.tensor.device for each in (first, second) if isinstance(each, DeviceArray))
-    return bool(_operand(first, device, None).equal(_operand(second, device, None)))
-
-
 _FUNCTIONS: Final[Mapping[Any, Callable[..., Any]]] = {
-    np.array_equal: _array_equal,
-    np.count_nonzero: lambda array: int(array.tensor.count_nonzero()),
-    np.empty_like: lambda array: DeviceArray(array.tensor.new_empty(array.shape)),
-    np.where: _where,
-    np.zeros_like: lambda array: DeviceArray(array.tensor.new_zeros(array.shape)),
+    np.array_equal: lambda first, second: bool(first.equal(second)),
+    np.count_nonzero: lambda tensor: int(tensor.count_nonzero()),
+    np.empty_like: lambda tensor: DeviceArray(tensor.new_empty(tensor.shape)),
+    np.where: lambda condition, first, second: DeviceArray(first.where(condition, second)),
+    np.zeros_like: lambda tensor: DeviceArray(tensor.new_zeros(tensor.shape)),
 }
+"""By numpy's function, the same of tensors on one device."""
 
 
 def uploaded(values: NDArray[Any], device: Any) -> Any:

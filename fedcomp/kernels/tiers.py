@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import sys
@@ -69,11 +70,7 @@ def ops(tier: Tier, size: int) -> Ops:
 
 def on_device(vector: Any) -> ModuleType | None:
     """Return the device tier for a vector that is on a device, None for one on the host."""
-    if not isinstance(vector, DeviceArray):
-        return None
-    from fedcomp.kernels import device
-
-    return device
+    return importlib.import_module("fedcomp.kernels.device") if isinstance(vector, DeviceArray) else None
 
 
 def of(tier: Tier, vector: Any) -> Any:
