@@ -187,11 +187,17 @@ def test_what_is_uploaded_is_the_update_alone_once_the_model_is_there(monkeypatc
 
 def test_a_record_that_stays_holds_what_the_tensors_were() -> None:
     weights = torch.arange(6.0).reshape(2, 3)
-    state = {"turned": weights.T, "half": weights.to(torch.bfloat16), "steps": torch.tensor(3), "plain": np.ones(2)}
+    state = {
+        "own": weights,
+        "turned": weights.T,
+        "half": weights.to(torch.bfloat16),
+        "steps": torch.tensor(3),
+        "plain": np.ones(2),
+    }
     stays, plain = fc.record(state, stay=True), fc.record(state)
     weights += 1
-    assert [type(array) is TensorArray for array in stays.values()] == [True, True, True, False]
-    assert [type(array) is TensorArray for array in plain.values()] == [False] * 4
+    assert [type(array) is TensorArray for array in stays.values()] == [True, True, True, True, False]
+    assert [type(array) is TensorArray for array in plain.values()] == [False] * 5
     for name, array in plain.items():
         found = stays[name]
         assert (found.dtype, tuple(found.shape), found.stype) == (array.dtype, tuple(array.shape), array.stype)
@@ -199,7 +205,7 @@ def test_a_record_that_stays_holds_what_the_tensors_were() -> None:
         assert isinstance(found, Array)
     assert "data" not in vars(stays["turned"])
     np.testing.assert_array_equal(stays["turned"].numpy(), plain["turned"].numpy())
-    for name in ("half", "steps", "plain"):
+    for name in ("own", "half", "steps", "plain"):
         assert stays[name].data == plain[name].data
         # As Flower itself sends it: a receiver knows no other class.
         assert stays[name].deflate() == plain[name].deflate()
