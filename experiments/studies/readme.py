@@ -146,20 +146,20 @@ def compare(found: Found) -> Studied:
     return Studied(quantities, tables, figures, [get_task(task).record() for task in tasks])
 
 
-def _best(tried: Records, usual: float) -> dict[str, float]:
+def _best(tried: Records) -> dict[str, float]:
     """Return each row's step size: FedAvg's, unless another was tried and is better by more than chance.
 
-    FedAvg's is the task's ``usual`` one, by the same rule: where two steps end alike, the larger one may still swing in
-    the first rounds, in which rows are compared as well.
+    FedAvg's is the smallest of those that end alike: the others may still swing in the first rounds, in which rows are
+    compared as well.
     """
     reached = {(r.row, r.lr): 0.0 if math.isnan(r.settled) else r.settled for r in tried}
-
-    def chosen(row: str, usual: float) -> float:
-        best = max((lr for tuned, lr in reached if tuned == row), key=lambda lr: reached[row, lr], default=usual)
-        return best if reached.get((row, best), 0.0) > reached.get((row, usual), 0.0) + CHANCE else usual
-
-    usual = chosen(FEDAVG, usual)
-    return {row: chosen(row, usual) for row in ROWS}
+    steps = {row: max(group, key=lambda r: reached[row, r.lr]).lr for row, group in tried.groups("row").items()}
+    enough = reached[FEDAVG, steps[FEDAVG]] - CHANCE
+    usual = min(lr for row, lr in reached if row == FEDAVG and reached[row, lr] >= enough)
+    return {
+        row: steps[row] if row in steps and reached[row, steps[row]] > reached[row, usual] + CHANCE else usual
+        for row in ROWS
+    }
 
 
 def _at(task: str, cohort: str, place: str, found: Found) -> tuple[Table, Curves, float, float]:
@@ -170,7 +170,7 @@ def _at(task: str, cohort: str, place: str, found: Found) -> tuple[Table, Curves
     steps = [TASKS[task][0] * times for times in numbers(str(config.settings["steps"]))]
     tuned = [FEDAVG] if config.settings["tune"] == FEDAVG else list(ROWS)
     axes = {**here, "row": tuned, "lr": steps, "seed": [config.seed]}
-    best = _best(found.sweep(train, axes, "tuning", config=config, tuning=True), TASKS[task][0])
+    best = _best(found.sweep(train, axes, "tuning", config=config, tuning=True))
     cells = [
         {"task": task, "cohort": cohort, "row": row, "lr": best[row], "seed": seed}
         for row in ROWS
