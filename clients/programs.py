@@ -60,7 +60,7 @@ from fedcomp.flower.links import Book
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, NODE_RECORD, POST, STEP, models
 from fedcomp.flower.protocol import RESYNC, STALE, refusal
-from fedcomp.flower.records import Place, completed, to_arrays, to_record, widened, without
+from fedcomp.flower.records import Place, completed, to_arrays, to_record, unpacked, widened, without
 from fedcomp.flower.schema import OtherVersion, SchemaError
 from fedcomp.flower.state import UNSETTLED, StaleMessage
 from fedcomp.layout import Layout, Update, Vector, policy_from_config
@@ -550,6 +550,7 @@ class _Exchange:
         """
         head, codec, state = self.head, self.downlink, self.context.state
         sent = models(self.msg.content).get(head.model)
+        sent = None if sent is None else unpacked(sent)
         # Base 0 is no version: the message holds the whole model.
         if sent is None and (codec is None or not head.base):
             raise StateError(f"the message holds no ArrayRecord {head.model!r} and no steps this node can use")
