@@ -422,9 +422,10 @@ class _Exchange:
     def plain(self, model: ArrayRecord) -> RecordDict:
         """Return the message's content as the app would have seen it without this project."""
         name, model = self.head.model, widened(model)
-        found = {k: widened(v) if isinstance(v, ArrayRecord) else v for k, v in asks.without(self.msg.content).items()}
+        others = {k: v for k, v in asks.without(self.msg.content).items() if k != name}
+        found = {k: widened(v) if isinstance(v, ArrayRecord) else v for k, v in others.items()}
         whole = model if self.halves is None else completed(model, self.halves, self.head.seed)
-        return RecordDict({name: whole, **{k: v for k, v in found.items() if k != name}})
+        return RecordDict({name: whole, **found})
 
     def travelling(self, content: RecordDict, before: Mapping[str, NDArray[Any]]) -> RecordDict:
         """Return an app's reply with what travels of the model; what it did not change is not looked at twice.

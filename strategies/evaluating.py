@@ -93,7 +93,6 @@ class Evaluating(ExchangeStrategy, Stateful):
                 drawn=self.drawn_halves(),
                 **fields,
             )
-            saved = self._pack(content, record, meta.dst_node_id)
             asks.put(content, head, data=data)
             made = Message(content, meta.dst_node_id, meta.message_type, ttl=meta.ttl, group_id=meta.group_id or None)
             version = int(fields.get("version", 0))
