@@ -35,7 +35,7 @@ _HEADER: Final = 256
 _LARGE: Final = 1 << 22
 """Size of an array in bytes from which numpy also asks for large pages."""
 
-_PACKED_FROM: Final = 1 << 14
+_PACKED_FROM: Final = 1 << 16
 """Size of an array in bytes from which it is packed: of a smaller one next to nothing is saved."""
 
 _PIECE: Final = 1 << 16

@@ -153,7 +153,8 @@ def _deflated(plane: NDArray[np.uint8]) -> bytes:
     bits = -float(shares @ np.log2(shares))
     if bits > _WORTH:
         return b""
-    # Longer matches find nothing in exponents, and looking for them takes five times as long (measured).
+    # Not with the matches of zlib's levels: they find nothing in exponents, and 2.6 bits become 3.4 (measured). Not by
+    # the rANS of quantised values either: it saves 0.2 % of a model, and takes 50 times as long where numba is missing.
     strategy = zlib.Z_RLE if bits < _RUNS else zlib.Z_HUFFMAN_ONLY
     packer = zlib.compressobj(1, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, strategy)
     return packer.compress(plane.data) + packer.flush()
