@@ -13,7 +13,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Final
@@ -85,7 +85,7 @@ def cases(quick: bool) -> Iterator[Case]:
         for codec in _QUANTISERS:
             measure = partial(_quantised, codec, Update(x.astype(np.float32), Layout.flat(n)), key, 5 if quick else 9)
             yield _case("size and speed", f"{codec!r}, {kind}", measure, quantised)
-    yield from _models(1 << 20 if quick else 1 << 22)
+    yield from _models(1 << 20 if quick else 1 << 22, quick)
     others, count = specimens(), 2_000 if quick else 100_000
     for specimen in others:
         yield _case(f"fuzzing, {count} mutants", specimen.name, partial(_fuzzed, specimen, others, count))
@@ -103,6 +103,10 @@ def cases(quick: bool) -> Iterator[Case]:
 
 _SHARES: Final = (100, 1000, 10_000)
 """Of the densities of sparse training; the sweep covers the others."""
+
+_STEPS: Final = {True: (60, 20), False: (100, 25)}
+"""Training of a network whose supports and weights are measured, by whether it is to be quick: steps, and how many lie
+between two supports."""
 
 _WORST: Final = "S2 (auto - 16 B) / bound, worst density"
 _OVERHEAD: Final = {"overhead of one tensor": 64, "frame with k=0": 64, "mean overhead of a further tensor": 24}
@@ -190,8 +194,11 @@ def _density_sweep(n: int, quick: bool) -> Measured:
     return {**found, _WORST: (max(ratio for ratio, _ in found.values()), "ratio")}
 
 
-def feedback_supports(steps: int, every: int, density: float = 0.01) -> tuple[int, list[NDArray[np.int64]]]:
-    """Train a CNN of 0.96 million parameters on the digits with error feedback; return its size and recorded supports.
+@cache
+def feedback_supports(
+    steps: int, every: int, density: float = 0.01
+) -> tuple[NDArray[np.float32], list[NDArray[np.int64]]]:
+    """Train a CNN of 0.96 million parameters on the digits with error feedback; return it and recorded supports.
 
     Each step sends the largest ``density`` of learning rate times gradient plus what was not sent before, and applies
     just that; the support of every ``every``-th step is recorded.
@@ -233,7 +240,7 @@ def feedback_supports(steps: int, every: int, density: float = 0.01) -> tuple[in
         torch.nn.utils.vector_to_parameters(values, parameters)
         if (step + 1) % every == 0:
             supports.append(chosen.numpy().astype(np.int64))
-    return n, supports
+    return values.numpy(), supports
 
 
 def _real_supports(quick: bool) -> Case:
@@ -243,7 +250,8 @@ def _real_supports(quick: bool) -> Case:
         return Case(f"{missing}; supports of a trained network are not measured", bounds=bounds)
 
     def measure() -> Measured:
-        n, supports = feedback_supports(60 if quick else 100, 20 if quick else 25)
+        weights, supports = feedback_supports(*_STEPS[quick])
+        n = weights.size
         single = ("rice", "block-rice", *(("gap-bytes",) if "zstd" in wire.available_backends() else ()))
         sizes = [{c: index_bytes(n, s, c) for c in ("elias-fano", *single, "ans-gaps", "auto")} for s in supports]
         totals, count = {c: sum(each[c] for each in sizes) for c in sizes[0]}, sum(s.size for s in supports)
@@ -365,28 +373,19 @@ def _quantised(codec: Codec, update: Update, key: Key, repetitions: int) -> Meas
     }
 
 
-def _models(n: int) -> Iterator[Case]:
-    """Yield the lossless form of weights: n from a normal distribution, and a layer as torch draws it."""
+def _models(n: int, quick: bool) -> Iterator[Case]:
+    """Yield the lossless form of weights: n from a normal distribution, and those of a trained network."""
     gates = {"L1 bytes / entropy": "<= 1.01", "L1 decode, read passes": "<= 100"}
     normal = 0.02 * Key(10, "bench wire model").generator().standard_normal(n, dtype=np.float32)
     for dtype, least in (("float32", 1.2), ("bfloat16", 1.5)):
         bounds = {**gates, "L1 times fewer bytes": f">= {least}"}
         yield _case("models without loss", f"normal, {dtype}", partial(_model, normal, dtype), bounds)
     if missing := why_missing("torch"):
-        yield Case(f"{missing}; a layer of a network is not measured")
+        yield Case(f"{missing}; weights of a trained network are not measured")
         return
     for dtype in ("float32", "bfloat16"):
-        yield _case("models without loss", f"transformer layer, {dtype}", lambda d=dtype: _model(_layer(), d), gates)  # type: ignore[misc]
-
-
-def _layer() -> NDArray[np.float32]:
-    import torch
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        layer = torch.nn.TransformerEncoderLayer(512, 8)
-    vector: NDArray[np.float32] = torch.nn.utils.parameters_to_vector(layer.parameters()).detach().numpy()
-    return vector
+        measure = partial(lambda dtype: _model(feedback_supports(*_STEPS[quick])[0], dtype), dtype)
+        yield _case("models without loss", f"a trained CNN, {dtype}", measure, gates)
 
 
 def _model(x: NDArray[np.float32], dtype: str) -> Measured:
