@@ -74,7 +74,8 @@ class Packed(ReportSection, name="packed"):
         Bytes that all models of the round's messages take less than plain ones.
     """
 
-    saved: int = figure(unit="bytes", public=True)
+    # Not public: it follows the number of nodes that were asked.
+    saved: int = figure(unit="bytes")
 
 
 @dataclass

@@ -303,6 +303,7 @@ def test_messages_are_rebuilt_exactly_as_flower_would() -> None:
             assert first.content[name][key] is not second.content[name][key]
 
 
+@pytest.mark.slow
 def test_flower_pulls_a_large_model_in_pieces_and_repeats_only_those_that_failed() -> None:
     """What docs/reference/limits.md says of a first model whose transfer breaks off."""
     from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError, pull_objects

@@ -24,6 +24,9 @@ from fedcomp.flower.records import packed, to_arrays, unpacked
 from fedcomp.measuring import traced
 from fedcomp.rng import Key
 
+# Every test trains, or packs 20 tensors.
+pytestmark = pytest.mark.slow
+
 NODES = 4
 EVERYBODY = {"min_train_nodes": 1, "min_available_nodes": NODES, "min_evaluate_nodes": 1}
 
@@ -105,7 +108,7 @@ class Taking(FedAvg):
 
 def saved(strategy: Any) -> int:
     reports = [*strategy.reports.values(), *strategy.evaluations.values()]
-    return sum(int(report.figures(public=True).get("packed.saved", 0)) for report in reports)
+    return sum(int(report.figures().get("packed.saved", 0)) for report in reports)
 
 
 def down(ledger: TrafficLedger, **which: Any) -> int:
@@ -210,6 +213,21 @@ def test_models_of_sixteen_bits_arrive_as_they_are() -> None:
         sizes.append(down(ledger))
     assert seen[0] == seen[1]
     assert sizes[1] < 0.5 * sizes[0]
+
+
+@pytest.mark.parametrize(
+    "overlapping", [lambda pair: fc.PipelinedStrategy(pair, width=2), lambda pair: fc.Buffered(pair, NODES, buffer=2)]
+)
+def test_rounds_that_overlap_are_packed_too(overlapping: Any) -> None:
+    found = []
+    for option in (False, True):
+        app = App()
+        few = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
+        pair = fc.Compressed(few, fc.EDEN(bits=1), packed=option)
+        arrays, ledger, _ = run(overlapping(pair), app, rounds=4)
+        found.append(({name: array.data for name, array in arrays.items()}, app.seen, down(ledger)))
+    assert found[0][:2] == found[1][:2]
+    assert found[1][2] < 0.9 * found[0][2]
 
 
 def test_adapters_are_packed_and_others_are_not_unless_asked() -> None:

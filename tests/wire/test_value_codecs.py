@@ -318,6 +318,7 @@ def awkward(dtype: str) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", sorted(set(wire.DTYPES.values()) - {"bool"}))
 def test_planes_keep_every_bit_and_enlarge_nothing(dtype: str) -> None:
     for array in awkward(dtype):
@@ -344,6 +345,7 @@ def test_the_exponent_of_a_float_is_a_plane_of_its_own(words: str) -> None:
     assert section == (b"\x00", expected.to_bytes(bits // 8, "little"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 1.2), ("bfloat16", 1.5), ("bfloat16 in float32", 3.0)])
 def test_planes_take_what_their_entropy_is(dtype: str, least: float) -> None:
     """Within 3 % of the order-0 entropy of the exponents, and all mantissas raw."""
