@@ -61,7 +61,7 @@ from fedcomp.flower.links import Book
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, NODE_RECORD, POST, STEP, models
 from fedcomp.flower.protocol import RESYNC, STALE, refusal
-from fedcomp.flower.records import Place, TensorArray, completed, to_arrays, to_record, widened, without
+from fedcomp.flower.records import Place, TensorArray, completed, to_arrays, to_record, unpacked, widened, without
 from fedcomp.flower.schema import OtherVersion, SchemaError
 from fedcomp.flower.state import UNSETTLED, StaleMessage
 from fedcomp.layout import Layout, Update, Vector, policy_from_config
@@ -423,9 +423,10 @@ class _Exchange:
     def plain(self, model: ArrayRecord) -> RecordDict:
         """Return the message's content as the app would have seen it without this project."""
         name, model = self.head.model, widened(model)
-        found = {k: widened(v) if isinstance(v, ArrayRecord) else v for k, v in asks.without(self.msg.content).items()}
+        others = {k: v for k, v in asks.without(self.msg.content).items() if k != name}
+        found = {k: widened(v) if isinstance(v, ArrayRecord) else v for k, v in others.items()}
         whole = model if self.halves is None else completed(model, self.halves, self.head.seed)
-        return RecordDict({name: whole, **{k: v for k, v in found.items() if k != name}})
+        return RecordDict({name: whole, **found})
 
     def travelling(self, content: RecordDict, before: Mapping[str, NDArray[Any]]) -> RecordDict:
         """Return an app's reply with what travels of the model; what it did not change is not looked at twice.
@@ -551,6 +552,7 @@ class _Exchange:
         """
         head, codec, state = self.head, self.downlink, self.context.state
         sent = models(self.msg.content).get(head.model)
+        sent = None if sent is None else unpacked(sent)
         # Base 0 is no version: the message holds the whole model.
         if sent is None and (codec is None or not head.base):
             raise StateError(f"the message holds no ArrayRecord {head.model!r} and no steps this node can use")

@@ -39,6 +39,9 @@ class Adapters(Compressed):
     base : str
         :func:`fedcomp.flower.records.base_digest` of the base model. Clients that know theirs,
         ``compression(base=...)``, refuse to train another one. Default: nobody compares.
+    packed : bool
+        Send whole models in fewer bytes and without loss; on, since no client of adapters can do without
+        :func:`~fedcomp.clients.compressed.compression`.
     **options
         As of :class:`~fedcomp.strategies.compressed.Compressed`.
 
@@ -69,9 +72,10 @@ class Adapters(Compressed):
         also: Sequence[str] = (),
         pairs: Sequence[tuple[str, str]] = PEFT,
         base: str = "",
+        packed: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(inner, codec, downlink, **options)
+        super().__init__(inner, codec, downlink, packed=packed, **options)
         self.adapters = AdapterNames(tuple(also), tuple(pairs), base)
 
     def identity(self) -> dict[str, str]:

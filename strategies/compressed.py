@@ -101,6 +101,11 @@ class Compressed(Server):
         Send only the digest of the run's first model; each node creates the same model by the ``first_model`` of
         :func:`fedcomp.clients.compressed.compression`. A node that cannot, or whose model differs in any bit, is
         refused for the round and gets the whole model with its next message. Needs a ``downlink``.
+    packed : bool
+        Send whole models (the first one, to nodes that were away, and in every round without a ``downlink``) with
+        entropy-coded exponents: without loss, in 1.2 times fewer bytes for float32. A client without
+        :func:`fedcomp.clients.compressed.compression` cannot read them: it is refused for one round, by name, and gets
+        plain models from then on.
     seed : int
         Seed of the random streams of clients and server.
 
@@ -148,6 +153,7 @@ class Compressed(Server):
         guard: Norms | None = None,
         record: str | None = None,
         first_model_at_nodes: bool = False,
+        packed: bool = False,
         seed: int = 0,
     ) -> None:
         self.codec, self._feedback = remembering(get_codec(codec), feedback), feedback
@@ -160,6 +166,7 @@ class Compressed(Server):
             guard=guard,
             record=record,
             first_model_at_nodes=first_model_at_nodes,
+            packed=packed,
             seed=seed,
         )
         self._rule.check(self.codec, guard)

@@ -24,7 +24,7 @@ from fedcomp.program import EVALUATE, Answer, Ask, Now, System, Wait
 from fedcomp.stateful import Stateful
 from fedcomp.strategies.downlink import Downlink
 from fedcomp.strategies.means import weight_key_of
-from fedcomp.strategies.replies import Rejected, SentMessage, Usual, agreeing, match_replies, weight_of
+from fedcomp.strategies.replies import Packed, Rejected, SentMessage, Usual, agreeing, match_replies, weight_of
 from fedcomp.strategies.roster import Roster
 from fedcomp.strategies.round_log import RoundLog
 from fedcomp.strategies.running import ALL_WEIGHTLESS, Exchange, Pushes, Running
@@ -53,6 +53,7 @@ class Evaluating(ExchangeStrategy, Stateful):
     _send: Callable[[Running, Now, Sequence[Ask] | Wait], Exchange]
     _exchanged: Callable[[Running, Now, Exchange, float], Pushes[list[Answer]]]
     _record_of: Callable[..., Any]
+    _pack: Callable[[RecordDict, str, int], int]
     travelling: Callable[[ArrayRecord], ArrayRecord]
     drawn_halves: Callable[[], dict[str, Any]]
 
@@ -82,6 +83,7 @@ class Evaluating(ExchangeStrategy, Stateful):
             if down is not None:
                 fields, _ = down.fill(content, record, self.roster.peer(meta.dst_node_id), data)
                 fields["policy"] = policy_config(self.policy, down.layout)
+            saved = self._pack(content, record, meta.dst_node_id)
             head = AskHead(
                 number=server_round,
                 seed=self.seed,
@@ -93,7 +95,8 @@ class Evaluating(ExchangeStrategy, Stateful):
             )
             asks.put(content, head, data=data)
             made = Message(content, meta.dst_node_id, meta.message_type, ttl=meta.ttl, group_id=meta.group_id or None)
-            self._evaluating.append(SentMessage(made, meta.dst_node_id, 0, version=int(fields.get("version", 0))))
+            version = int(fields.get("version", 0))
+            self._evaluating.append(SentMessage(made, meta.dst_node_id, 0, version, saved))
         return [each.message for each in self._evaluating]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -102,7 +105,10 @@ class Evaluating(ExchangeStrategy, Stateful):
             talk, grid = self._talks.pop(server_round)
             metrics: MetricRecord | None = self._finished(talk, grid, replies)
             return metrics
-        return self._evaluated(self.evaluations.begin(server_round), replies)
+        report = self.evaluations.begin(server_round)
+        if saved := sum(each.saved for each in self._evaluating):
+            report.section(Packed).saved += saved
+        return self._evaluated(report, replies)
 
     def _evaluated(self, report: Report, replies: Iterable[Message]) -> MetricRecord | None:
         """Let the inner strategy aggregate what replies say."""
@@ -122,7 +128,7 @@ class Evaluating(ExchangeStrategy, Stateful):
                     reason = f"error {reply.error.code}: {reply.error.reason}"
                     if RESYNC in reason:
                         peer.forget()
-                    raise Rejected(reason)
+                    raise Rejected(reason + (self.roster.unread(each.node, reply.error.code) if each.saved else ""))
                 # Refused here by itself: Flower's own check ends the whole run over one reply without a weight.
                 weight_of(reply.content, key)
                 if self.down is not None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from fedcomp.flower.asks import BLOBS_KEPT
 from fedcomp.flower.payload import PARTITIONS
+from fedcomp.flower.protocol import APP_RAISED
 from fedcomp.strategies.partitions import Holders
 
 
@@ -31,6 +32,8 @@ class Peer:
         Where others reach it, and by what they know that the key is its own.
     greet : int
         Round before which it is not asked for its key again, since it has none.
+    plain : bool
+        Whether it could not read a packed model, so that models go to it as they are.
     """
 
     consumed: int = 0
@@ -41,6 +44,7 @@ class Peer:
     address: str = ""
     signature: bytes = b""
     greet: int = 0
+    plain: bool = False
 
     def take(self, digests: Iterable[str]) -> None:
         """Note which blobs the node has now."""
@@ -83,6 +87,15 @@ class Roster(Holders):
     def peer(self, address: int) -> Peer:
         """Return what is known of a node."""
         return self.peers.setdefault(address, Peer(version=self._version))
+
+    def unread(self, address: int, code: int) -> str:
+        """Note that an error came back for a packed model; return what a report says of it, empty where the node can
+        read one."""
+        # An app that raised, of a node that has never answered: other errors are this project's, or the engine's.
+        if code != APP_RAISED or address in self.declared:
+            return ""
+        self.peer(address).plain = True
+        return "; a client without fedcomp cannot read packed models, so this node's next message has a plain one"
 
     def reached(self) -> dict[int, Peer]:
         """Return the nodes that have said a public key, by partition."""

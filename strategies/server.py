@@ -44,6 +44,7 @@ from fedcomp.flower.records import (
     completed,
     count_differing,
     finite_where,
+    packed,
     restore_dtypes,
     same_model,
     to_arrays,
@@ -75,6 +76,7 @@ from fedcomp.strategies.means import (
     weight_key_of,
 )
 from fedcomp.strategies.replies import (
+    Packed,
     Rejected,
     SentMessage,
     Usual,
@@ -132,6 +134,9 @@ class Server(Evaluating):
         refused for the round, by name, and gets the whole model with its next message. Needs a ``downlink``.
     links : Links, optional
         Clients bring each other by themselves what they post; default the server does.
+    packed : bool
+        Send whole models with entropy-coded exponents, without loss. Clients without this project cannot read them:
+        such a node is refused for a round, by name, and gets plain models from then on.
     adapters : AdapterNames, optional
         The model is one of adapters, of which one half each is drawn from the seed and never travels. The inner
         strategy's hooks see what travels; its loop, ``evaluate_fn`` and the result have the whole model.
@@ -189,6 +194,7 @@ class Server(Evaluating):
         guard: Norms | None = None,
         first_model_at_nodes: bool = False,
         links: Links | None = None,
+        packed: bool = False,
         adapters: AdapterNames | None = None,
         seed: int = 0,
     ) -> None:
@@ -214,6 +220,7 @@ class Server(Evaluating):
             raise ConfigError(
                 f"downlink={self.downlink!r} sends models, but {self._name} makes steps (changes of the model)"
             )
+        self.packed = checked("packed", packed, Flag())
         self.first_model_at_nodes = checked("first_model_at_nodes", first_model_at_nodes, Flag())
         if first_model_at_nodes and self.downlink is None:
             raise ConfigError(
@@ -242,6 +249,7 @@ class Server(Evaluating):
         self._reach, self._oldest_asked = b"", 0
         self.halves: Halves | None = None
         self._travels: list[str] = []
+        self._shorter: tuple[ArrayRecord, ArrayRecord] | None = None
         self._returning, self._noted = Returning(), False
         self.layout = Layout(())
         self._open: dict[int, tuple[Exchanges[Outcome], Grid]] = {}
@@ -533,7 +541,7 @@ class Server(Evaluating):
         address = x.addresses[ask.node]
         peer, base = self.roster.peer(address), x.base[ask.node]
         content, fields, data = RecordDict(), dict[str, Any](), dict[str, Frame]()
-        coming: set[str] = set()
+        coming, saved = set[str](), 0
         if ask.kind in ("train", EVALUATE, SHOW):
             # Strategies put the same records into all messages; what is added here is this node's alone.
             content = base.content.copy()
@@ -543,6 +551,8 @@ class Server(Evaluating):
                 fields = {}
             elif self.down is not None and not x.own:
                 fields, coming = self.down.fill(content, x.record, peer, data)
+            if saved := self._pack(content, x.record, address):
+                x.report.section(Packed).saved += saved
             fields["policy"] = policy_config(self.policy, x.layout)
         elif not ask.model:
             # What an app is configured by: it brings what the half answers with.
@@ -575,7 +585,18 @@ class Server(Evaluating):
         meta = base.metadata
         kind = meta.message_type if ask.kind in ("train", EVALUATE) else ask.kind
         message = Message(content, address, kind, ttl=meta.ttl, group_id=meta.group_id or None)
-        return SentMessage(message, address, sequence, version=int(fields.get("version", 0)))
+        return SentMessage(message, address, sequence, int(fields.get("version", 0)), saved)
+
+    def _pack(self, content: RecordDict, record: str, address: int) -> int:
+        """Put the model of a message, where it holds one, into fewer bytes; return how many fewer."""
+        model = content.get(record)
+        if not self.packed or not isinstance(model, ArrayRecord) or self.roster.peer(address).plain:
+            return 0
+        # Once for all nodes that get this very record.
+        if self._shorter is None or self._shorter[0] is not model:
+            self._shorter = model, packed(model)
+        content[record] = short = self._shorter[1]
+        return sum(len(array.data) - len(short[name].data) for name, array in model.items())
 
     # Answers.
 
@@ -618,6 +639,7 @@ class Server(Evaluating):
             reason = f"error {reply.error.code}: {reply.error.reason}"
             if RESYNC in reason:
                 peer.forget()
+            reason += self.roster.unread(sent.node, reply.error.code) if sent.saved else ""
             hint = "; its app does not answer fedcomp's messages: wrap it with fedcomp.client(app)"
             raise Rejected(reason + hint if NO_HANDLER in reason else reason)
         head = asks.find_answer(content)
@@ -940,7 +962,10 @@ class Server(Evaluating):
     @property
     def surroundings(self) -> dict[str, Any]:
         """What another server around the same strategy is given, beside its system."""
-        return {name: getattr(self, name) for name in ("downlink", "policy", "record", "guard", "adapters", "seed")}
+        return {
+            name: getattr(self, name)
+            for name in ("downlink", "policy", "record", "guard", "packed", "adapters", "seed")
+        }
 
     def drawn_halves(self) -> dict[str, Any]:
         """What messages with a model say of the halves of adapters that are not in it."""

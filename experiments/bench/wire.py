@@ -1,4 +1,5 @@
-"""Size, speed and safety of FCW1 frames: goals S1 to S8 of the wire format, and S9 of quantised values.
+"""Size, speed and safety of FCW1 frames: goals S1 to S8 of the wire format, S9 of quantised values, L1 of models that
+are sent without loss.
 
 Ratios gate; absolute throughput is reported only, since it says more about the machine than about the code.
 Supports are compared with the entropy of a uniform one, log2 C(n, k), the least any code can reach on average; levels,
@@ -9,9 +10,10 @@ from __future__ import annotations
 
 import math
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Final
@@ -27,11 +29,12 @@ from fedcomp.layout import Layout, Update
 from fedcomp.measuring import Bound, Calls, Case, Found, Row, Times, traced
 from fedcomp.rng import Key
 from fedcomp.wire import backends
-from fedcomp.wire.bits import put_varint
+from fedcomp.wire.bits import put_varint, shuffle
 from fedcomp.wire.choose import encode_support
 from fedcomp.wire.frame import HEADER
 from fedcomp.wire.fuzz import Specimen, fuzz, seal, specimens
 from fedcomp.wire.index import Support
+from fedcomp.wire.rans import pack_rans, unpack_rans
 from fedcomp.wire.rice import Rice
 
 Measured = dict[str, tuple[float, str]]
@@ -82,6 +85,7 @@ def cases(quick: bool) -> Iterator[Case]:
         for codec in _QUANTISERS:
             measure = partial(_quantised, codec, Update(x.astype(np.float32), Layout.flat(n)), key, 5 if quick else 9)
             yield _case("size and speed", f"{codec!r}, {kind}", measure, quantised)
+    yield from _models(1 << 20 if quick else 1 << 22, quick)
     others, count = specimens(), 2_000 if quick else 100_000
     for specimen in others:
         yield _case(f"fuzzing, {count} mutants", specimen.name, partial(_fuzzed, specimen, others, count))
@@ -100,11 +104,16 @@ def cases(quick: bool) -> Iterator[Case]:
 _SHARES: Final = (100, 1000, 10_000)
 """Of the densities of sparse training; the sweep covers the others."""
 
+_STEPS: Final = {True: (60, 20), False: (100, 25)}
+"""Training of a network whose supports and weights are measured, by whether it is to be quick: steps, and how many lie
+between two supports."""
+
 _WORST: Final = "S2 (auto - 16 B) / bound, worst density"
 _OVERHEAD: Final = {"overhead of one tensor": 64, "frame with k=0": 64, "mean overhead of a further tensor": 24}
 _SOURCES: Final = {
     "S1": "wire goal S1; bound log2 C(n, k)",
     "S2": "wire goal S2: <= 1.045 x bound + 16 B at any density",
+    "L1": "1.2 times for float32 and 1.5 times for bfloat16, within 1 % of the order-0 entropy of the exponents",
     "S9": "within 5 % of the order-0 entropy of what is sent; 100 MB/s of float32",
 }
 
@@ -185,8 +194,11 @@ def _density_sweep(n: int, quick: bool) -> Measured:
     return {**found, _WORST: (max(ratio for ratio, _ in found.values()), "ratio")}
 
 
-def feedback_supports(steps: int, every: int, density: float = 0.01) -> tuple[int, list[NDArray[np.int64]]]:
-    """Train a CNN of 0.96 million parameters on the digits with error feedback; return its size and recorded supports.
+@cache
+def feedback_supports(
+    steps: int, every: int, density: float = 0.01
+) -> tuple[NDArray[np.float32], list[NDArray[np.int64]]]:
+    """Train a CNN of 0.96 million parameters on the digits with error feedback; return it and recorded supports.
 
     Each step sends the largest ``density`` of learning rate times gradient plus what was not sent before, and applies
     just that; the support of every ``every``-th step is recorded.
@@ -228,7 +240,7 @@ def feedback_supports(steps: int, every: int, density: float = 0.01) -> tuple[in
         torch.nn.utils.vector_to_parameters(values, parameters)
         if (step + 1) % every == 0:
             supports.append(chosen.numpy().astype(np.int64))
-    return n, supports
+    return values.numpy(), supports
 
 
 def _real_supports(quick: bool) -> Case:
@@ -238,7 +250,8 @@ def _real_supports(quick: bool) -> Case:
         return Case(f"{missing}; supports of a trained network are not measured", bounds=bounds)
 
     def measure() -> Measured:
-        n, supports = feedback_supports(60 if quick else 100, 20 if quick else 25)
+        weights, supports = feedback_supports(*_STEPS[quick])
+        n = weights.size
         single = ("rice", "block-rice", *(("gap-bytes",) if "zstd" in wire.available_backends() else ()))
         sizes = [{c: index_bytes(n, s, c) for c in ("elias-fano", *single, "ans-gaps", "auto")} for s in supports]
         totals, count = {c: sum(each[c] for each in sizes) for c in sizes[0]}, sum(s.size for s in supports)
@@ -357,6 +370,52 @@ def _quantised(codec: Codec, update: Update, key: Key, repetitions: int) -> Meas
         "S9 values / entropy": (size / bound, "ratio"),
         **{f"S9 {name}, read passes": (times.multiple(name), "read passes") for name in calls},
         "S9 decode": (4e-6 * values.k / times.median("decode"), "MB/s of float32"),
+    }
+
+
+def _models(n: int, quick: bool) -> Iterator[Case]:
+    """Yield the lossless form of weights: n from a normal distribution, and those of a trained network."""
+    gates = {"L1 bytes / entropy": "<= 1.01", "L1 decode, read passes": "<= 100"}
+    normal = 0.02 * Key(10, "bench wire model").generator().standard_normal(n, dtype=np.float32)
+    for dtype, least in (("float32", 1.2), ("bfloat16", 1.5)):
+        bounds = {**gates, "L1 times fewer bytes": f">= {least}"}
+        yield _case("models without loss", f"normal, {dtype}", partial(_model, normal, dtype), bounds)
+    if missing := why_missing("torch"):
+        yield Case(f"{missing}; weights of a trained network are not measured")
+        return
+    for dtype in ("float32", "bfloat16"):
+        measure = partial(lambda dtype: _model(feedback_supports(*_STEPS[quick])[0], dtype), dtype)
+        yield _case("models without loss", f"a trained CNN, {dtype}", measure, gates)
+
+
+def _model(x: NDArray[np.float32], dtype: str) -> Measured:
+    words = x if dtype == "float32" else (x.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    exponents = (x.view(np.uint32) >> np.uint32(23)).astype(np.uint8)
+    shares = np.unique_counts(exponents).counts / x.size
+    raw = words.nbytes - x.size
+    bound = raw - float(shares @ np.log2(shares)) * x.size / 8
+    values, shuffled = wire.Planes(words), shuffle(words)
+    params, section = values.pack()
+    unpack = partial(wire.Planes.unpack, params, memoryview(bytes(section)), x.size, words.dtype.name)
+    numbers = exponents.astype(np.uint16)
+    stream = pack_rans(numbers, words.nbytes) or b""
+    calls: Calls = {
+        "encode": values.pack,
+        "decode": unpack,
+        "rANS of the exponents, encode": partial(pack_rans, numbers, words.nbytes),
+        "rANS of the exponents, decode": partial(unpack_rans, stream, x.size),
+    }
+    times = Times(calls, 7, read_pass(x))
+    # Once: it takes half a microsecond a value.
+    once, deflated = Times({"zlib": lambda: zlib.compress(shuffled, 1)}, 1), zlib.compress(shuffled, 1)
+    return {
+        "L1 times fewer bytes": (words.nbytes / len(section), "ratio"),
+        "L1 bytes / entropy": (len(section) / bound, "ratio"),
+        "L1 rANS of the exponents, times fewer bytes": (words.nbytes / (raw + len(stream)), "ratio"),
+        "L1 zlib of shuffled bytes, times fewer bytes": (words.nbytes / len(deflated), "ratio"),
+        "L1 zlib of shuffled bytes, encode": (1e9 * once.median("zlib") / x.size, "ns a value"),
+        **{f"L1 {name}, read passes": (times.multiple(name), "read passes") for name in calls},
+        **{f"L1 {name}": (1e9 * times.median(name) / x.size, "ns a value") for name in calls},
     }
 
 

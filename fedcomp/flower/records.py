@@ -22,8 +22,9 @@ from fedcomp.adapters import Halves
 from fedcomp.device import DeviceArray, uploaded
 from fedcomp.errors import LayoutError
 from fedcomp.flower._private import filled, make_array
+from fedcomp.flower.payload import STYPE
 from fedcomp.layout import finite
-from fedcomp.wire import Bf16
+from fedcomp.wire import DENSE, Bf16, Expected, Limits, Planes, Tensor, decode, encode
 
 _NUMPY: Final = "numpy.ndarray"
 BFLOAT16: Final = "bfloat16"
@@ -34,6 +35,9 @@ _HEADER: Final = 256
 
 _LARGE: Final = 1 << 22
 """Size of an array in bytes from which numpy also asks for large pages."""
+
+_PACKED_FROM: Final = 1 << 16
+"""Size of an array in bytes from which it is packed: of a smaller one next to nothing is saved."""
 
 _PIECE: Final = 1 << 16
 """Number of values that are scanned at a time."""
@@ -245,8 +249,56 @@ def base_digest(model: Any) -> str:
 
 
 def _bfloat16(values: NDArray[Any]) -> Array:
+    """Return floats rounded to bfloat16; uint16 is taken as the words."""
     head, _ = _npy_header(values.shape, np.dtype("V2"))
     return make_array(BFLOAT16, values.shape, _NUMPY, head + Bf16(values).words.tobytes())
+
+
+def packed(model: ArrayRecord) -> ArrayRecord:
+    """Return a model in fewer bytes and without loss, the same tensors with entropy-coded exponents: each is a frame of
+    :class:`~fedcomp.wire.Planes`, or as it was where that is not longer. :func:`unpacked` undoes it.
+    """
+    return filled(ArrayRecord(), {name: _packed(array) for name, array in model.items()})
+
+
+def _packed(array: Array) -> Array:
+    if array.stype != _NUMPY or len(array.data) < _PACKED_FROM:
+        return array
+    values = _as_written(array, copy=False)
+    words = values.view(np.uint16) if array.dtype == BFLOAT16 and values.dtype.str == "|V2" else values
+    # Neither numbers of another byte order nor such as no frame has: what is read is what was written, bit for bit.
+    if not (words.dtype.isnative and Planes.accepts(words.dtype.name)):
+        return array
+    # The shape is the Array's own, whatever number of dimensions it has.
+    frame = encode([Tensor(Planes(words), (words.size,), dtype=words.dtype.name)])
+    return make_array(array.dtype, array.shape, STYPE, frame) if len(frame) < len(array.data) else array
+
+
+def unpacked(model: ArrayRecord) -> ArrayRecord:
+    """Return a model whose tensors may be packed with the tensors that were; itself where none is.
+
+    Raises
+    ------
+    FedcompError
+        When a packed tensor is damaged, or not what its Array says.
+    """
+    if all(array.stype != STYPE for array in model.values()):
+        return model
+    return filled(ArrayRecord(), {k: _unpacked(a, k) if a.stype == STYPE else a for k, a in model.items()})
+
+
+def _unpacked(array: Array, name: str) -> Array:
+    half, shape = array.dtype == BFLOAT16, tuple(array.shape)
+    if any(length < 0 for length in shape):
+        raise LayoutError(f"packed tensor {name!r} has the shape {shape}")
+    # Its size is checked against the frame before anything is made of it.
+    values = frozenset({Planes.name})
+    expected = Expected(
+        "", (math.prod(shape),), "uint16" if half else array.dtype, None, frozenset({DENSE}), None, values
+    )
+    bundle = decode(array.data, (expected,), Limits.for_schema((expected,), non_finite="allow"))
+    found = bundle.tensors[0].values.decode().reshape(shape)
+    return _bfloat16(found) if half else _array(found)
 
 
 def completed(model: ArrayRecord, halves: Halves, seed: int) -> ArrayRecord:

@@ -52,6 +52,7 @@ from fedcomp.wire.limits import (
 )
 from fedcomp.wire.longest import FILLED, longest, pad
 from fedcomp.wire.modelled import Levels
+from fedcomp.wire.planes import Planes
 from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
 from fedcomp.wire.rangefloat import RangeFloat
 from fedcomp.wire.residues import Residues
@@ -100,6 +101,7 @@ __all__ = [
     "Natural",
     "NonFinite",
     "Ones",
+    "Planes",
     "QsgdLevels",
     "RangeFloat",
     "Raw",

@@ -30,6 +30,7 @@ from fedcomp.wire.index import Indices
 from fedcomp.wire.levels import QsgdLevels, Ternary
 from fedcomp.wire.limits import COEFFICIENTS, SHARED, SPARSE, Expected, Limits, Schema
 from fedcomp.wire.modelled import DITHERED, PART, ROUNDED, Head, Levels, Terms, streams_of
+from fedcomp.wire.planes import Planes
 from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
 from fedcomp.wire.rangefloat import RangeFloat
 from fedcomp.wire.residues import Residues
@@ -153,11 +154,13 @@ def specimens(size: int = 300) -> list[Specimen]:
         ("rice+range-float", size // 12, "none"),
         ("ans-gaps+unit-sign", size // 12, "none"),
         ("rice+residues", size // 12, "none"),
+        ("rice+planes", size // 12, "none"),
         # Enough values of a tensor of their own that they are entropy-coded.
         ("seeded+entropy-coded qsgd", max(CODED_FROM, size // 12), "none"),
         ("seeded+entropy-coded natural", max(CODED_FROM, size // 12), "none"),
         ("seeded+entropy-coded codebook", max(CODED_FROM, size // 12), "none"),
         ("seeded+entropy-coded range-float", max(CODED_FROM, size // 12), "none"),
+        ("seeded+entropy-coded planes", max(CODED_FROM, size // 12), "none"),
     ):
         index, _, value = name.partition("+")
         n = max(size, k)
@@ -219,6 +222,7 @@ def values_of(name: str, x: NDArray[np.float32], key: Key) -> Values:
         "natural": Natural.quantise(x, uniforms),
         "ones": Ones(x.size),
         "unit-sign": UnitSign(np.signbit(x)),
+        "planes": Planes(x),
         "residues": Residues((uniforms * 1000).astype(int), 1000, 0.25),
     }
     return made[name]

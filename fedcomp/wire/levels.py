@@ -17,6 +17,7 @@ from fedcomp.wire.errors import Corrupt
 from fedcomp.wire.gamma import gamma_size, pack_gamma, unpack_gamma
 from fedcomp.wire.index import Support
 from fedcomp.wire.modelled import Levels
+from fedcomp.wire.planes import Planes
 from fedcomp.wire.quantised import (
     Ones,
     SignScale,
@@ -348,6 +349,7 @@ VALUE_CODECS: Final[dict[int, type[Values]]] = {
         UnitSign,
         Residues,
         Levels,
+        Planes,
     )
 }
 VALUE_BY_NAME: Final = {c.name: c for c in VALUE_CODECS.values()}

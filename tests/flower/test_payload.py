@@ -303,6 +303,30 @@ def test_messages_are_rebuilt_exactly_as_flower_would() -> None:
             assert first.content[name][key] is not second.content[name][key]
 
 
+@pytest.mark.slow
+def test_flower_pulls_a_large_model_in_pieces_and_repeats_only_those_that_failed() -> None:
+    """What docs/reference/limits.md says of a first model whose transfer breaks off."""
+    from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError, pull_objects
+
+    data = Key(0, "model").bits(1_500_000).tobytes()
+    contents = dict(
+        Packer().pack(message(RecordDict({"arrays": ArrayRecord({"w": Array(np.frombuffer(data))})}))).contents
+    )
+    large = [name for name, content in contents.items() if len(content) > 1 << 20]
+    assert len(large) == 3
+    assert max(len(contents[name]) for name in large) < 1.01 * 5 * 2**20
+    asked: list[str] = []
+
+    def pull(name: str) -> bytes:
+        asked.append(name)
+        if name == large[1] and asked.count(name) < 3:
+            raise ObjectUnavailableError(name)
+        return contents[name]
+
+    assert pull_objects(list(contents), pull, initial_backoff=0.001) == contents
+    assert {name: asked.count(name) for name in contents} == {name: 3 if name == large[1] else 1 for name in contents}
+
+
 def test_weighing_leaves_nothing_behind_that_would_travel() -> None:
     record = RecordDict({"a": ArrayRecord({"w": Array(np.zeros(100_000))})})
     sent = message(record)

@@ -32,7 +32,9 @@ class Case:
     @property
     def stable(self) -> bool:
         """Whether the bytes are the same with every version of every compressor."""
-        return all(t.backend == "none" and "gap-bytes" not in str(t.index) for t in self.tensors)
+        return all(
+            t.backend == "none" and "gap-bytes" not in str(t.index) and t.values.name != "planes" for t in self.tensors
+        )
 
     def encode(self) -> bytes:
         """Return the frame."""
@@ -182,6 +184,15 @@ def value_cases() -> list[Case]:
         ("natural", wire.Natural(127 + levels + (i % 3 == 0) * 256)),
     ):
         cases.append(Case(f"{name}, entropy-coded", [wire.Tensor(values, (4500,))]))
+    for name, words in (
+        ("float32", numbers(500)),
+        ("float64", numbers(500).astype(np.float64)),
+        ("uint16", (numbers(500).view(np.uint32) >> 16).astype(np.uint16)),
+        ("uint8", (np.arange(500) % 3).astype(np.uint8)),
+        ("float32, short", numbers(9)),
+        ("int64, empty", np.zeros(0, np.int64)),
+    ):
+        cases.append(Case(f"planes, {name}", [wire.Tensor(wire.Planes(words), words.shape, dtype=words.dtype.name)]))
     for dtype in wire.DTYPES.values():
         array = (np.arange(7) % 2 if dtype == "bool" else np.arange(7) * 3).astype(dtype)
         cases.append(Case(f"dense {dtype}", [wire.dense(array, "t")]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from hypothesis.extra import numpy as hnp
 
 from fedcomp import wire
 from fedcomp.errors import ConfigError
+from fedcomp.measuring import traced
+from fedcomp.wire.bits import put_varint
 from fedcomp.wire.rans import pack_rans
 
 vectors = hnp.arrays(np.float32, st.integers(0, 90), elements=st.floats(-1e6, 1e6, width=32))
@@ -53,6 +56,8 @@ def test_round_trip(x: np.ndarray, bits: int, block: int, backend: str, seed: in
         wire.Residues((u * 1000).astype(int), 1000, 0.25),
         wire.Residues((u * 2**32).astype(np.int64), 2**32, 1e-3),
         wire.Residues((u * 2).astype(int), 2, 1.0),
+        wire.Planes(x),
+        wire.Planes(np.repeat(x, 20)),
     ):
         got = through(values, backend=backend)
         assert type(got) is type(values)
@@ -246,6 +251,10 @@ def test_impossible_contents_are_corrupt() -> None:
         (wire.Residues, b"\x07\x00", "float32", "impossible"),
         (wire.Residues, b"\x81\x80\x80\x80\x10", "float32", "impossible"),
         (wire.Residues, b"\x80", "float32", "cut short"),
+        (wire.Planes, b"", "float32", "some of 4"),
+        (wire.Planes, b"\x10", "float32", "some of 4"),
+        (wire.Planes, b"\x00\x00", "float32", "some of 4"),
+        (wire.Planes, b"\x08", "float32", "never deflated"),
     ]
     for codec, params, dtype, words in cases:
         with pytest.raises(wire.Corrupt, match=words):
@@ -292,6 +301,98 @@ def test_impossible_contents_are_corrupt() -> None:
         wire.Codebook.unpack(b"\x02", np.float32([2, 1]).tobytes() + b"\0", 3, "float32")
     with pytest.raises(wire.Corrupt, match="outside"):
         wire.QsgdLevels.unpack(b"\x00\x01\x00", b"\0\0\0\0\x0f", 2, "float32")
+
+
+def awkward(dtype: str) -> list[np.ndarray]:
+    """Return arrays of one dtype that are hard to keep: every kind of bits, ties, constants, few values."""
+    rng, size = np.random.default_rng(4), np.dtype(dtype).itemsize
+    noise = rng.integers(0, 256, 20_000 * size, np.uint8).view(dtype)
+    words = noise.view(f"u{size}")
+    normal = (rng.standard_normal(20_000) * 40).astype(dtype)
+    hot = np.zeros(20_000, dtype)
+    hot[777] = 1
+    found = [noise, normal, np.sort(words).view(dtype), (words & 1).view(dtype), np.zeros(20_000, dtype), hot]
+    found += [np.full(20_000, words[3]).view(dtype), np.ones(20_000, dtype), normal[:10], normal[:1], normal[:0]]
+    if dtype.startswith("float"):
+        found += [np.resize(np.array([np.nan, -np.nan, np.inf, -np.inf, -0.0, 0.0], dtype), 20_000)]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", sorted(set(wire.DTYPES.values()) - {"bool"}))
+def test_planes_keep_every_bit_and_enlarge_nothing(dtype: str) -> None:
+    for array in awkward(dtype):
+        values = wire.Planes(array)
+        got = through(values, dtype)
+        assert got.decode().tobytes() == array.tobytes()
+        assert got.decode().dtype == array.dtype
+        assert got.pack() == values.pack()
+        params, section = values.pack()
+        assert len(params) == 1
+        assert len(section) <= array.nbytes
+        least, most = wire.Planes.bounds(params, array.size, dtype)
+        assert least <= len(section) <= most
+        assert type(values.plain()) is wire.Raw
+
+
+@pytest.mark.parametrize("words", ["<u2", "<u4", "<u8"])
+def test_the_exponent_of_a_float_is_a_plane_of_its_own(words: str) -> None:
+    """By hand: of each word the lowest bytes, then the eighth of them with the sign above, then eight exponent bits."""
+    bits = 8 * np.dtype(words).itemsize
+    word = (1 << bits - 1) | (0x96 << bits - 9) | 0x25
+    expected = (0x96 << bits - 8) | (1 << bits - 9) | 0x25
+    section = wire.Planes(np.array([word], words)).pack()
+    assert section == (b"\x00", expected.to_bytes(bits // 8, "little"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "least"), [("float32", 1.2), ("bfloat16", 1.5), ("bfloat16 in float32", 3.0)])
+def test_planes_take_what_their_entropy_is(dtype: str, least: float) -> None:
+    """Within 3 % of the order-0 entropy of the exponents, and all mantissas raw."""
+    x = (np.random.default_rng(5).standard_normal(300_000) * 0.02).astype(np.float32)
+    half = (x.view(np.uint32) >> 16).astype(np.uint16)
+    values = {"float32": x, "bfloat16": half, "bfloat16 in float32": (half.astype(np.uint32) << 16).view(np.float32)}[
+        dtype
+    ]
+    exponents = (x.view(np.uint32) >> 23) & 0xFF
+    size = len(wire.Planes(values).pack()[1])
+    mantissas = 3 * x.size if dtype == "float32" else x.size
+    assert mantissas + 0.99 * entropy(exponents) <= size <= mantissas + 1.03 * entropy(exponents)
+    assert values.nbytes / size > least
+
+
+def test_forged_planes_are_refused_before_they_are_unpacked() -> None:
+    k = 1000
+    stream = zlib.compress(bytes(k))
+    bomb = zlib.compress(bytes(50_000_000))
+
+    def coded(data: bytes, length: int | None = None) -> bytes:
+        return put_varint(len(data) if length is None else length) + data
+
+    honest = coded(stream) + bytes(k)
+    assert wire.Planes.unpack(b"\x01", honest, k, "uint16").decode().tolist() == [0] * k
+
+    def refused() -> None:
+        with pytest.raises(wire.Corrupt):
+            wire.Planes.unpack(b"\x01", coded(bomb) + bytes(k), k, "uint16")
+
+    # Of 50 MB: zlib keeps what it has not read, which is in the section already.
+    assert traced(refused).peak < 1_000_000
+    forged = [
+        (wire.Truncated, honest[:-1]),
+        (wire.Corrupt, honest + b"\0"),
+        (wire.Truncated, coded(stream, 10**9) + bytes(k)),
+        (wire.WireError, b"\x80" * 12 + honest),
+        (wire.Corrupt, coded(zlib.compress(bytes(k - 1))) + bytes(k)),
+        (wire.Corrupt, coded(zlib.compress(bytes(k + 1))) + bytes(k)),
+        (wire.Corrupt, coded(stream + b"\0") + bytes(k)),
+        (wire.Corrupt, coded(stream[:-1]) + bytes(k)),
+        (wire.Corrupt, coded(bytes(20)) + bytes(k)),
+        (wire.Truncated, b""),
+    ]
+    for error, section in forged:
+        with pytest.raises(error):
+            wire.Planes.unpack(b"\x01", section, k, "uint16")
 
 
 def entropy(numbers: np.ndarray) -> float:
@@ -359,7 +460,13 @@ def test_two_magnitudes_leave_the_smallest_error(magnitudes: list[float]) -> Non
 
 def test_non_finite_values_are_counted_and_zeroed() -> None:
     x = np.float32([1, np.nan, np.inf, -np.inf, 2])
-    for values in (wire.Raw(x), wire.Fp16(x), wire.Bf16(x), wire.Natural(np.array([127, 255, 511, 255, 128]))):
+    for values in (
+        wire.Raw(x),
+        wire.Planes(x),
+        wire.Fp16(x),
+        wire.Bf16(x),
+        wire.Natural(np.array([127, 255, 511, 255, 128])),
+    ):
         assert values.count_non_finite() == 3
         assert values.zero_non_finite().decode().tolist() == [1, 0, 0, 0, 2]
 
@@ -390,12 +497,13 @@ def test_constructors_check_their_arguments() -> None:
 
 @pytest.mark.parametrize("codec", list(wire.VALUE_CODECS.values()), ids=list(wire.VALUE_BY_NAME))
 def test_declarations(codec: type[wire.Values]) -> None:
-    assert codec.lossy == (codec is not wire.Raw)
+    lossless = (wire.Raw, wire.Planes)
+    assert codec.lossy == (codec not in lossless)
     assert codec.commutes_with_sum == (codec is wire.Raw)
     # Levels are values by the shapes of their matrices, which a receiver knows and no frame says.
     assert codec.needs == (("shapes",) if codec is wire.Levels else ())
     assert codec.accepts("float32")
-    assert codec.accepts("int32") == (codec is wire.Raw)
+    assert codec.accepts("int32") == (codec in lossless)
 
 
 LARGEST = float(np.finfo(np.float32).max)
