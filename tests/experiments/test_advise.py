@@ -170,7 +170,10 @@ def test_a_large_model_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
     direct = {c.name: c for c in advise(model, rounds=4).candidates}
     monkeypatch.setattr(advising, "DIRECT", 30_000)
     for found in advise(model, rounds=4).candidates:
-        assert (found.up, found.down) == pytest.approx((direct[found.name].up, direct[found.name].down), rel=0.1)
+        whole = direct[found.name]
+        assert (found.up, found.down) == pytest.approx((whole.up, whole.down), rel=0.1)
+        assert found.client_memory >= 0.95 * whole.client_memory
+        assert found.server_memory >= 0.95 * whole.server_memory
 
 
 @pytest.mark.long
