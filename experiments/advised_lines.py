@@ -122,7 +122,7 @@ class Line:
         lost = measured_loss(self, at)
         if lost is not None and lost > at.may_lose:
             return f"it was measured to lose {lost:.1f} points, and you may lose {at.may_lose:g}"
-        return ""
+        return "its loss beside FedAvg was not measured" if lost is None and purpose == "bytes" else ""
 
     def code(self, at: Situation) -> str:
         """Return what to paste."""
@@ -210,7 +210,6 @@ LINES: Final = (
         "D",
         'fc.Compressed(FedAvg({sampled}), fc.TopK(density=0.01, values="q2"))',
         pair(lambda: fc.TopK(density=0.01, values="q2")),
-        row="D",
         remembers=True,
         least_rounds=40,
     ),
@@ -227,7 +226,6 @@ LINES: Final = (
         "I",
         "fc.Compressed(FedAvg({sampled}), fc.Auto(bits=0.1, feedback=True))",
         pair(lambda: fc.Auto(bits=0.1, feedback=True)),
-        row="I",
         remembers=True,
         least_rounds=40,
         note="Clients need numba or the compiled file of fedcomp.",

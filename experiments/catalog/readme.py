@@ -64,7 +64,7 @@ EXPERIMENT = Experiment(
     answer=answer,
     rounds=40,
     clients=10,
-    minutes=15.0,
+    minutes=19.0,
     quick=("rounds=4", "clients=2", "seeds=1", "steps=1", "tasks=digits"),
     notes=(
         "There are three lines for three situations. Safe: EDEN rotates the update at random and sends one bit per "
