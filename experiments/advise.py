@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, optional
 from fedcomp.experiments.advised_app import first_model
-from fedcomp.experiments.advised_client import trial_client
 from fedcomp.experiments.advised_lines import LINES, Line, Situation, amounts, measured_loss
 from fedcomp.rng import Key
 from fedcomp.rules import Flag, Int, OneOf, Real, checked
@@ -41,10 +40,8 @@ SEND_AT_LEAST: Final = 0.9
 """Compression that leaves more than this part of the link time is not recommended."""
 DIFFERENT: Final = 1.1
 """Link times that differ by less are equal; the line that was measured to lose less is then first."""
-
-CLIENT_MODELS, SERVER_MODELS = 7, 4
-"""Models in memory at the peak, with the message and the app's model, or the server's own: at most that of the pair in
-``python -m experiments.bench round``, rounded up."""
+ADDED: Final = ("bytes", "client", "record")
+"""Purposes of lines whose server adds replies into one buffer, so that one more needs no more than its own bytes."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +59,13 @@ class Candidate:
         Bytes of all clients in all rounds.
     seconds : float
         Link time of a round, on average over the run. Training and encoding come on top.
-    client_memory, server_memory, kept : float
-        Bytes of models at the peak, as the pair needs them at most; bytes that a client keeps between rounds. The
-        server holds the replies of a round as well.
+    client_memory : float
+        Bytes of a client at the peak of a round: its state, the message, the trained model, and what encoding needs.
+        Training itself is left out.
+    server_memory : float
+        Bytes of the server at the peak of a round, with its models and the replies of all participants.
+    kept : float
+        Bytes that a client keeps between rounds.
     lost : float or None
         Points of accuracy that the line was measured to lose against FedAvg, the worst of three tasks; None where
         nothing was measured.
@@ -215,7 +216,6 @@ def advise(
     else:
         arrays = _checked(model)
     size = int(parameters or sum(a.size for a in arrays.values()))
-    # Of memory a model is 4 bytes a value, as it travels.
     found = [_candidate(line, at, arrays, size, where) for line in LINES if line.concerns(at)]
     plain = next(c for c in found if c.name == "FedAvg") if at.server else None
     advice = _ranked(found, plain, size, at)
@@ -248,12 +248,15 @@ def _ranked(found: Sequence[Candidate], plain: Candidate | None, size: int, at: 
         "up, down: bytes of a client in a round in which it takes part; messages between clients are in both.",
         f"up, run and down, run: of all {at.rounds} rounds, with {at.participants} of {at.clients} clients in each.",
         "s a round: link time alone; training and encoding come on top.",
-        "client, server: models in memory at the peak, measured for the pair; the server holds the replies as well.",
+        "client, server: memory at the peak of a round, without training; the server's with the replies it holds.",
         "keeps: what is stored of a client between rounds.",
         "points lost: worst of three tasks, `python -m experiments.run readme`; your model may lose more.",
     ]
     if size > DIRECT:
-        notes.append(f"The model has more than {DIRECT} values: bytes were extrapolated from two smaller ones.")
+        notes.append(
+            f"The model has more than {DIRECT} values: bytes were extrapolated from two smaller ones, and memory in "
+            "proportion from the larger one, which is an upper estimate."
+        )
     if any(line.name == each.name and line.remembers and not each.fits for each in found for line in LINES):
         notes.append(
             "C, D, E and I keep error feedback: a longer server step is worth a try, for Auto 2 at .5 bit, 3 at .1, "
@@ -263,18 +266,17 @@ def _ranked(found: Sequence[Candidate], plain: Candidate | None, size: int, at: 
 
 
 def _candidate(line: Line, at: Situation, arrays: Arrays, size: int, link: Link) -> Candidate:
-    def cost(shape: Arrays) -> NDArray[np.float64]:
-        return _trial(line, at, shape, link)
-
     if size <= DIRECT:
-        figures = cost(arrays)
+        figures = _trial(line, at, arrays, link)
     else:
         small, large = (_shrunk(arrays, goal) for goal in (DIRECT // 2, DIRECT))
         n, m = (sum(a.size for a in each.values()) for each in (small, large))
-        low, high = cost(small), cost(large)
+        low, high = (_trial(line, at, each, link) for each in (small, large))
         # Of a model that cannot shrink (thousands of small tensors) both are the same.
         figures = high + (high - low) * (size - m) / (m - n) if m > n else high * size / m
-    up, down, seconds, kept = (float(value) for value in figures)
+        # Below some size buffers of a fixed length need more memory than models, so that two sizes lie on no line.
+        figures[4:] = high[4:] * size / m
+    up, down, seconds, kept, client, server = (float(value) for value in figures)
     many = at.rounds * at.participants
     return Candidate(
         line.name,
@@ -284,8 +286,8 @@ def _candidate(line: Line, at: Situation, arrays: Arrays, size: int, link: Link)
         up * many,
         down * many,
         seconds,
-        4.0 * size * CLIENT_MODELS,
-        4.0 * size * SERVER_MODELS,
+        client,
+        server,
         kept,
         measured_loss(line, at),
         line.unfit(at),
@@ -294,33 +296,39 @@ def _candidate(line: Line, at: Situation, arrays: Arrays, size: int, link: Link)
 
 
 def _trial(line: Line, at: Situation, arrays: Arrays, link: Link) -> NDArray[np.float64]:
-    """Return bytes up and down of a participant in a round and the link seconds of a round, on average over a run, and
-    the bytes of a client's state."""
+    """Return bytes up and down of a participant in a round and the link seconds of a round, on average over a run, the
+    bytes of a client's state, and those of a client and of the server at the peak of a round."""
     from flwr.app import Array, ArrayRecord
     from flwr.serverapp.strategy import FedAvg, FedMedian
 
-    from fedcomp.flower.grid import InProcessGrid
+    from fedcomp.experiments.advised_memory import CountingGrid
     from fedcomp.flower.metered import MeteredGrid
     from fedcomp.flower.rounds import fit
 
     # Clients of the pair do not see each other; of the others the bytes depend on how many there are.
-    shown = min(at.participants, 2 if line.purpose in ("bytes", "median", "record") else NODES)
+    shown = min(at.participants, 2 if line.purpose in ("bytes", "record") else NODES)
     nodes = max(shown, min(at.clients, NODES, math.ceil(shown / at.fraction)))
     # The first rounds differ: models go whole, memories are empty. The later half stands for the rest of the run.
-    rounds = min(at.rounds, max(4, math.ceil(3 * nodes / shown)) if shown < nodes else 4)
+    rounds = max(4, math.ceil(3 * nodes / shown) if shown < nodes else 0)
 
-    class Cohort(InProcessGrid):
+    class Cohort(CountingGrid):
         def get_node_ids(self) -> list[int]:
             words = Key(0, "advise/cohort", round=self.round or 0).u64_of(range(nodes))
             drawn = set(sorted(words, key=words.__getitem__)[:shown])
             return [node for node in super().get_node_ids() if self.partition_of(node) in drawn]
 
-    with _silent(), Cohort(trial_client(), nodes, shuffle_replies=False) as inner:
+    def ended(number: int, *_: object) -> None:
+        inner.served()
+        # Of two rounds: the first renews what lasts, so that the second sees it.
+        if number == rounds - 2:
+            inner.start()
+
+    mean = FedMedian if line.purpose == "median" else FedAvg
+    with _silent(), Cohort(nodes) as inner:
         grid = MeteredGrid(inner)
-        initial = ArrayRecord({name: Array(np.ascontiguousarray(array)) for name, array in arrays.items()})
-        mean = FedMedian if line.purpose == "median" else FedAvg
         strategy = line.make(mean(fraction_evaluate=0.0), amounts(at.scaled(nodes, shown)))
-        fit(strategy, grid, initial, rounds)
+        initial = ArrayRecord({name: Array(np.ascontiguousarray(array)) for name, array in arrays.items()})
+        fit(strategy, grid, initial, rounds, on_round=ended)
         kept = sum(len(inner.node(partition).stored()) for partition in range(nodes)) / nodes
     ledger = grid.ledger
     each = np.zeros((rounds, 3))
@@ -336,8 +344,14 @@ def _trial(line: Line, at: Situation, arrays: Arrays, link: Link) -> NDArray[np.
             8.0 * each[i, 0] / link.up_bits_per_s + 8.0 * each[i, 1] / link.down_bits_per_s + link.latency_s * crossings
         )
     steady = each[rounds // 2 :].mean(axis=0)
-    averages = (each.sum(axis=0) + (at.rounds - rounds) * steady) / at.rounds
-    return np.append(averages, kept)
+    run = each[: at.rounds]
+    averages = (run.sum(axis=0) + (at.rounds - len(run)) * steady) / at.rounds
+    more, reply = at.participants - shown, each[-1, 0]
+    if more and line.purpose not in ADDED:
+        half = shown // 2
+        fewer = _trial(line, replace(at, clients=half, fraction=1.0), arrays, link)[-1]
+        reply = max(reply, (inner.server - fewer) / (shown - half))
+    return np.append(averages, (kept, inner.client, inner.server + more * reply))
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from fedcomp.rng import Key
 Arrays = dict[str, NDArray[Any]]
 
 
-def trial_client() -> Any:
-    """Return an app whose training is noise, and which answers the systems of all lines."""
+def trial_client(training: Callable[[], AbstractContextManager[None]] = nullcontext) -> Any:
+    """Return an app whose training is noise, and which answers the systems of all lines. It trains within the context
+    of ``training()``."""
     from flwr.clientapp import ClientApp
 
     from fedcomp.clients.client import client
@@ -34,21 +36,30 @@ def trial_client() -> Any:
             return call_next(msg, context)
         return bring(Records.ID, lambda m, c: Brought(noised), lambda: call_next(msg, context))
 
+    def train(msg: Any, context: Any) -> Any:
+        with training():
+            return _moved(msg, context)
+
     app = ClientApp()
-    app.train()(_moved)
+    app.train()(train)
     half = ClientHalf("record_dp", records, outside=("compression", "private"), needs=("compression",))
-    return client(app, half, gossip_node(lambda msg, context, setup: _Noise(int(context.node_config["partition-id"]))))
+
+    def problem(msg: Any, context: Any, setup: Any) -> _Noise:
+        return _Noise(int(context.node_config["partition-id"]), training)
+
+    return client(app, half, gossip_node(problem))
 
 
 class _Noise:
     """What a gossip node of a trial learns from."""
 
-    def __init__(self, partition: int) -> None:
-        self._partition = partition
+    def __init__(self, partition: int, training: Callable[[], AbstractContextManager[None]]) -> None:
+        self._partition, self._training = partition, training
 
     def gradient(self, arrays: Mapping[str, Any], key: Key) -> Arrays:
         shapes = [array.shape for array in arrays.values()]
-        return {name: 20.0 * noise(shapes, i, key.round, self._partition) for i, name in enumerate(arrays)}
+        with self._training():
+            return {name: 20.0 * noise(shapes, i, key.round, self._partition) for i, name in enumerate(arrays)}
 
     def buffers_after(self) -> Arrays:
         return {}

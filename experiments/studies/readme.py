@@ -28,6 +28,8 @@ ROWS: Final[Mapping[str, str]] = {
     "both ways: EDEN, 1 bit": "eden codec.bits=1 downlink=eden downlink.bits=1 downlink.scale=least",
     "smaller: top-k 3 %, q2": _TOPK,
     "smaller: top-k 3 %, q2; 5 %, q4 down": f"{_TOPK} downlink=topk downlink.density=0.05 downlink.values=q4",
+    "smallest: top-k 1 %, q2": "topk feedback=true codec.density=0.01 codec.values=q2",
+    "smallest: Auto, 0.1 bits": "auto codec.bits=0.1 codec.feedback=true",
     # The obvious rivals: half precision, which needs no codec, and the other unbiased codec with few bits.
     "bfloat16, both ways": (
         "topk codec.density=1.0 codec.values=bf16 feedback=false "

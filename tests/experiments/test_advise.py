@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from fedcomp.experiments import advise as advising
 from fedcomp.experiments import program
 from fedcomp.experiments.advise import advise, load
 from fedcomp.experiments.advised_app import first_model
-from fedcomp.experiments.advised_lines import ACCURACY, LINES, Situation, amounts
+from fedcomp.experiments.advised_lines import ACCURACY, LINES, Line, Situation, amounts
+from fedcomp.experiments.bench import round as bench
 from fedcomp.gossip.choco import CHOCO
 from fedcomp.gossip.sparse_push import SparsePush
 from fedcomp.rng import Key
 from fedcomp.tasks import get_task
+from fedcomp.timing import parse_link
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -112,6 +115,52 @@ def test_bytes_of_other_systems_are_those_of_a_real_run(name: str, asked: dict[s
     assert (found.up_run, found.down_run) == pytest.approx(traffic(task, strategy, clients, 4, epochs=1), rel=0.1)
 
 
+def memory(line: Line, size: int, clients: int = 2, **asked: Any) -> tuple[float, float]:
+    """Return what a client and the server need at their peaks for a model of 50 tensors, in models."""
+    model = {f"w{i}": np.zeros(size // 50, np.float32) for i in range(50)}
+    figures = advising._trial(line, Situation(clients, 1.0, 4, **asked), model, parse_link("1mbit"))
+    return tuple(figures[-2:] / (4 * size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "measured", "state", "dropped"),
+    [
+        ("FedAvg", "FedAvg, plain", 0, 0),
+        ("D", "pair", 1, 0),
+        pytest.param("H", "pair, Identity", 0, 1, marks=LONG),
+        pytest.param("A", "pair, EDEN 1 bit", 0, 1, marks=LONG),
+        pytest.param("B", "pair, EDEN 1 bit both ways", 1, 1, marks=LONG),
+        pytest.param("I", "pair, Auto 0.1 bit", 1, 1, marks=LONG),
+    ],
+)
+def test_memory_is_what_the_bench_measures_without_a_grid(line: str, measured: str, state: int, dropped: int) -> None:
+    """The bench's app keeps its trained model; here the pair may have dropped it at the peak."""
+    size = 200_000
+    (row,) = bench._rounds(measured, size, 2, None)
+    down, up = (1000 * row[name] / (4 * size) for name in ("kB down", "kB up"))
+    client = row["client, models"] + down + state + 1 - dropped
+    server = row["server, models"] + 1 + 2 * up
+    assert memory(BY_NAME[line], size) == pytest.approx((client, server), rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["A", "D"])
+def test_the_server_of_the_pair_needs_a_reply_more_for_a_client_more(line: str) -> None:
+    """Two of eight participants are tried, and all eight in the other trial."""
+    each = (BY_NAME[line], replace(BY_NAME[line], purpose="client"))
+    two, eight = (memory(tried, 100_000, clients=8)[1] for tried in each)
+    assert two == pytest.approx(eight, rel=0.1)
+
+
+@pytest.mark.slow
+def test_the_server_of_a_median_needs_a_model_more_for_a_client_more() -> None:
+    """Fifteen participants are tried at most."""
+    ten, fifteen, thirty = (memory(BY_NAME["F"], 20_000, clients=n, median=True)[1] for n in (10, 15, 30))
+    assert fifteen - ten > 5.0
+    assert thirty - fifteen == pytest.approx(3 * (fifteen - ten), rel=0.2)
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_large_model_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +170,10 @@ def test_a_large_model_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
     direct = {c.name: c for c in advise(model, rounds=4).candidates}
     monkeypatch.setattr(advising, "DIRECT", 30_000)
     for found in advise(model, rounds=4).candidates:
-        assert (found.up, found.down) == pytest.approx((direct[found.name].up, direct[found.name].down), rel=0.1)
+        whole = direct[found.name]
+        assert (found.up, found.down) == pytest.approx((whole.up, whole.down), rel=0.1)
+        assert found.client_memory >= 0.95 * whole.client_memory
+        assert found.server_memory >= 0.95 * whole.server_memory
 
 
 @pytest.mark.long

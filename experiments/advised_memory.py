@@ -1,0 +1,92 @@
+"""The grid of a trial of ``fedcomp advise``: it counts the memory of the server and of the clients apart."""
+
+from __future__ import annotations
+
+import contextlib
+import tracemalloc
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+from flwr.app import Context, Message
+
+from fedcomp.experiments.advised_client import trial_client
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.payload import payload_bytes
+
+
+class CountingGrid(InProcessGrid):
+    """An in-process grid whose clients train on noise.
+
+    Both sides run in one process, so bytes go to the side whose code runs. What Python and numpy allocate is counted;
+    a compiled kernel's own buffers are not.
+
+    Parameters
+    ----------
+    nodes : int
+
+    Attributes
+    ----------
+    client : int
+        Bytes of a client at its peak: its state, the message, the trained model, and what its half of the system
+        allocates. Training itself is left out.
+    server : int
+        Bytes of the server at its peak, with the models it keeps, the messages it sends and the replies it reads.
+    """
+
+    def __init__(self, nodes: int) -> None:
+        super().__init__(self._answered, nodes, shuffle_replies=False)
+        self._app = trial_client(self._training)
+        self.client = self.server = 0
+        self._before = self._highest = 0
+
+    def start(self) -> None:
+        """Count from now on. What was allocated before, and is kept, is not seen."""
+        tracemalloc.start()
+
+    def close(self) -> None:
+        """Stop counting, and close the grid."""
+        tracemalloc.stop()
+        super().close()
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Deliver: what that allocates is neither side's."""
+        with self._delivering():
+            return super().push_messages(messages)
+
+    def receive(
+        self,
+        message_ids: Collection[str],
+        *,
+        timeout: float | None = None,
+        enough: Callable[[Sequence[Message]], bool] | None = None,
+    ) -> list[Message]:
+        """Deliver: what that allocates is neither side's, but the replies are the server's."""
+        with self._delivering():
+            return super().receive(message_ids, timeout=timeout, enough=enough)
+
+    @contextlib.contextmanager
+    def _delivering(self) -> Iterator[None]:
+        self.served()
+        yield
+        tracemalloc.reset_peak()
+
+    def served(self) -> None:
+        """Note what the server's code has allocated at its peak since the last delivery."""
+        # The states of all clients lie in this process, too.
+        stored = sum(len(node.stored()) for node in self._nodes.values())
+        self.server = max(self.server, tracemalloc.get_traced_memory()[1] - stored)
+
+    def _answered(self, message: Message, context: Context) -> Message:
+        held = payload_bytes(message) + len(self.node(int(context.node_config["partition-id"])).stored())
+        tracemalloc.reset_peak()
+        self._before, self._highest = tracemalloc.get_traced_memory()
+        reply = self._app(message, context)
+        self._highest = max(self._highest, tracemalloc.get_traced_memory()[1])
+        self.client = max(self.client, held + self._highest - self._before)
+        return reply
+
+    @contextlib.contextmanager
+    def _training(self) -> Iterator[None]:
+        """Leave out what is allocated at the peak of a training; what it returns stays."""
+        self._highest = max(self._highest, tracemalloc.get_traced_memory()[1])
+        yield
+        tracemalloc.reset_peak()
