@@ -129,11 +129,11 @@ class SparseLoCo(Compressed):
 
 
 class DeMo(Compressed):
-    """One local step of plain SGD, the largest cosines of each client's momentum, and a step by the sign of their sum.
+    """One local step of plain SGD, the largest cosines of every client's momentum, a step by the sign of their mean.
 
-    Short for ``Compressed(SignStep(lr, falls, **flower), ErrorFeedback(Domain(DCT(chunk), ChunkTopK(...)), decay=decay),
-    downlink)``. The error feedback is the momentum: give the client plain SGD of one step, at any rate that does not
-    change, since a sign has no length. Weight decay is the client's, too.
+    Short for ``Compressed(SignStep(lr, falls, **flower), codec, downlink)`` with the codec ``ErrorFeedback(Domain(
+    DCT(chunk), ChunkTopK(...)), decay=decay)``. This error feedback is the momentum: let clients take one step of plain
+    SGD, without momentum, at any rate that stays the same. A sign has no length, so that the rate does not matter.
 
     Parameters
     ----------
@@ -154,8 +154,8 @@ class DeMo(Compressed):
 
     Examples
     --------
-    >>> DeMo(lr=0.002, fraction_evaluate=0.0)
-    DeMo(SignStep): ErrorFeedback(codec=Domain(transform=DCT(), codec=ChunkTopK(density=0.03125, chunk=64, values='q2')), decay=0.95), downlink=ScaledSign()
+    >>> DeMo(lr=0.002, fraction_evaluate=0.0).codec.codec
+    Domain(transform=DCT(), codec=ChunkTopK(density=0.03125, chunk=64, values='q2'))
     """
 
     def __init__(
