@@ -347,12 +347,6 @@ def by_messages(spec: RunSpec, training: Training) -> dict[str, Any]:
         return fields_of(inprocess.run(spec), training.last)
 
 
-def by_loss(spec: RunSpec, training: Training) -> dict[str, Any]:
-    """Train a row through messages; settings are chosen by the loss on held-out examples, not by the accuracy."""
-    found = by_messages(spec, training)
-    return found | {"score": -found["loss"]}
-
-
 def without_messages(spec: RunSpec, training: Training) -> dict[str, Any]:
     """Train a row without messages, with real frames: the same model, sooner. What only messages have is None."""
     from fedcomp.experiments.central import simulate

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fedcomp.experiments.experiment import Studied
 from fedcomp.experiments.findings import mean
 from fedcomp.experiments.kit import repetitions
-from fedcomp.experiments.tables import Found, Training, by_loss, fields_of
+from fedcomp.experiments.tables import Found, Training, by_messages, fields_of
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def by_step(spec: RunSpec) -> RunSpec:
 
 def train(spec: RunSpec, training: Training) -> dict[str, Any]:
     """Train a row by messages, to be judged by its loss."""
-    return by_loss(by_step(spec), training)
+    found = by_messages(by_step(spec), training)
+    return found | {"score": -found["loss"]}
 
 
 def lossy(training: Training, label: str, seed: int, lr: float) -> Mapping[str, Any]:
