@@ -48,7 +48,7 @@ EXPERIMENT = Experiment(
     options={
         "seeds": 3,
         "workers": 2,
-        "steps": "0.002,0.004,0.008",
+        "steps": "0.002,0.004,0.008,0.016",
         "batch_size": 4,
         "max_steps": 15,
         "task.speakers": Option(4, Int(1), "speakers, each with a dialect of its own"),
