@@ -65,8 +65,10 @@ EXPERIMENT = Experiment(
         "uplink bytes": "uplink bytes",
         FEWER: FEWER,
     },
-    caption="Uplink bytes are of payload, per client and round of 15 steps. Each row has the step size of the grid that "
-    "did best on a validation split.",
+    caption=(
+        "Uplink bytes are of payload, per client and round of 15 steps. Each row has the step size that did best on a "
+        "validation split."
+    ),
     claims=f"""
         DiLoCo | times the loss against {DENSE} | <= 1.005 | goal: one bit both ways costs nothing
         DiLoCo | times the loss against FedAvg | <= 1.0 | goal: not behind whole models without an outer step

@@ -347,8 +347,8 @@ def test_a_quorum_a_deadline_and_a_pipeline_step_by_nesterov_too(around) -> None
 
 
 def naive_demo(rounds: int, kept: int, beta: float, lr: float, lost: frozenset[int] = frozenset()) -> np.ndarray:
-    """Return a model of 128 values after DeMo's lines in float64, of three clients whose gradients are (w - target) / 2;
-    of client 0 what it sent in the rounds ``lost`` goes back into its momentum.
+    """Return a model of 128 values after DeMo's lines in float64. Gradients of its three clients are (w - target) / 2;
+    what client 0 sent in the rounds ``lost`` goes back into its momentum.
     """
     chunk = 64
     place = np.arange(chunk)
