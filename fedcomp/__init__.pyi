@@ -11,6 +11,8 @@ from fedcomp.flower.records import record as record
 from fedcomp.flower.records import tensors as tensors
 from fedcomp.strategies.guard import Norms as Norms
 from fedcomp.strategies.outer import Nesterov as Nesterov
+from fedcomp.strategies.outer import SignStep as SignStep
+from fedcomp.strategies.rare import DeMo as DeMo
 from fedcomp.strategies.rare import DiLoCo as DiLoCo
 from fedcomp.strategies.rare import SparseLoCo as SparseLoCo
 from fedcomp.strategies.overlap import PipelinedStrategy as PipelinedStrategy

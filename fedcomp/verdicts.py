@@ -279,6 +279,11 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
                 "It sends 93 times fewer bytes both ways, but after 20 rounds its loss is 13 % above that of "
                 "whole-model DiLoCo, as that of top-k with feedback; take it for long runs whose clients return.",
             ),
+            "demo": Verdict(
+                "specialised",
+                "It exchanges after every step and sends about ten times DiLoCo's bytes of 15 steps a round; take it "
+                "where clients and server are linked well.",
+            ),
             "forward": Verdict(
                 "specialised",
                 "Take it where clients cannot back-propagate: on MNIST 32 directions are 12 points behind back- "

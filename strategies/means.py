@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from fedcomp.flower.logs import flowers
 from fedcomp.layout import Layout, Vector
 from fedcomp.strategies.adaptive import Outcome, arrived_in, has_moments, step_on_support
-from fedcomp.strategies.outer import Nesterov
+from fedcomp.strategies.outer import Nesterov, SignStep
 
-_WEIGHTED_MEANS: Final = tuple(
-    strategy.aggregate_train for strategy in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi, Nesterov)
-)
-"""Aggregations that see the replies only through their weighted mean: Flower's, and the outer step."""
+_MEANS: Final = (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi, Nesterov, SignStep)
 
-MEANS: Final = tuple(method.__qualname__.split(".")[0] for method in _WEIGHTED_MEANS)
+_WEIGHTED_MEANS: Final = tuple(strategy.aggregate_train for strategy in _MEANS)
+"""Aggregations that see the replies only through their weighted mean: Flower's, and the outer steps."""
+
+MEANS: Final = tuple(strategy.__name__ for strategy in _MEANS)
 """Their names, for messages."""
 
 

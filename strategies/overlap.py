@@ -420,6 +420,11 @@ class PipelinedStrategy(Overlapping):
     deadline : Deadline, optional
         Ends rounds earlier, based on the clients' past durations; with ``width=1`` this is synchronous training with an
         adaptive deadline.
+    quorum : int
+        Usable answers with which a round need not wait for the others; 0 waits for all, or for the deadline. Answers
+        that come after the step are late: they are dropped and reported, and clients with memory put them back.
+    grace : float
+        Seconds for which a round that has its quorum still waits for the others, at least 0.
     compensation : float
         λ of delay compensation, 0 for none: ``u - λ u² (now - then)`` takes the place of the mean update ``u``, where
         ``then`` is the model that the update started from. The papers' λ is for gradients: η times this one for a
@@ -450,11 +455,17 @@ class PipelinedStrategy(Overlapping):
         warmup_rounds: int = 0,
         timeout: float = 3600.0,
         deadline: Deadline | None = None,
+        quorum: int = 0,
+        grace: float = 0.0,
         compensation: float = 0.0,
         evaluate_every: int = 0,
     ) -> None:
         super().__init__(inner, timeout=timeout, deadline=deadline)
         self.width = params.integer("width", width, low=1)
+        self.quorum = params.integer("quorum", quorum, low=0)
+        self.grace = params.number(
+            "grace", grace, rule="a finite number of seconds >= 0", ok=lambda v: 0.0 <= v < float("inf")
+        )
         self.warmup_rounds = params.integer("warmup_rounds", warmup_rounds, low=0)
         self.compensation = params.number(
             "compensation", compensation, rule="a finite number >= 0", ok=lambda v: 0.0 <= v < float("inf")
@@ -474,12 +485,15 @@ class PipelinedStrategy(Overlapping):
         """Log the pipe, then what is inside."""
         super().summary()
         log.info("\t├──> width %d after %d rounds", self.width, self.warmup_rounds)
+        if self.quorum:
+            log.info("\t├──> a round ends %g s after its first %d usable answers", self.grace, self.quorum)
         if not self.evaluate_every:
             log.info("\t├──> clients do not evaluate (evaluate_every=0)")
 
     def identity(self) -> dict[str, Any]:
         """Return the settings, which must not change within a run."""
-        return {**super().identity(), "width": self.width, "warmup": self.warmup_rounds}
+        own = {"width": self.width, "warmup": self.warmup_rounds, "quorum": self.quorum, "grace": self.grace}
+        return {**super().identity(), **own}
 
     def round(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Exchanges[Outcome]:
         """Send a round; where the pipe is full then, apply the oldest one.
@@ -558,13 +572,19 @@ class PipelinedStrategy(Overlapping):
         """Wait for the oldest round, run what is left of it, and make its step on top of ``arrays``."""
         flight, came, arrays = self.flights.pop(0), list[Arrived](), self.inner.travelling(arrays)
         if flight.waiting:
-            came = yield from self._collect([flight], flight.deadline, grid)
+            came = yield from self._collect([flight], flight.deadline, grid, self._enough)
+        if flight.waiting and self.quorum:
+            # Those that failed are no part of the quorum, and nobody waits for them.
+            came += yield from self._collect([flight], min(flight.deadline, now(grid) + self.grace), grid)
         self._give_up(flight)
         step = yield from self._land(flight, [reply for _, _, reply in came])
         x, ages = flight.x.onto(arrays), {sent.node: self.steps - flight.step for _, sent, _ in came}
         if step is not None and self.compensation:
             _compensate(step, x, flight.now, self.compensation)
         return self._step(x, flight.now, step, ages, grid)
+
+    def _enough(self, replies: Sequence[Message]) -> bool:
+        return bool(self.quorum) and sum(not reply.has_error() for reply in replies) >= self.quorum
 
     def _land(self, flight: Flight, replies: list[Message]) -> Exchanges[Step | None]:
         begun = flight.exchange if flight.exchange.sent else None

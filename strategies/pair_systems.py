@@ -10,9 +10,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from fedcomp.strategies.outer import Nesterov
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.outer import Nesterov, SignStep
 from fedcomp.strategies.parts import INNER_PREFIX, PAIR_PREFIXES, Scalar, Settings, downlink, make_inner, policy, uplink
-from fedcomp.strategies.system import System, codec_settings, settings_of
+from fedcomp.strategies.rare import cosines
+from fedcomp.strategies.system import System, arguments, codec_settings, settings_of
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
@@ -28,7 +30,6 @@ def build_pair(settings: Settings, seed: int, *, codec: str, feedback: bool | No
     ``feedback`` is False where the setting of that name alone decides, None where the codec does.
     """
     from fedcomp.strategies.adapters import Adapters
-    from fedcomp.strategies.compressed import Compressed
 
     return (Adapters if settings.get("adapters", False) else Compressed)(
         make_inner(settings),
@@ -63,6 +64,17 @@ def _pair(name: str, title: str, paper: str, summary: str, codec: str, defaults:
     build = partial(build_pair, codec=codec)
     own = {"downlink": "", "adapters": False, "first_model_at_nodes": False, **defaults}
     return System(name, title, paper, summary, build, own, PAIR_PREFIXES)
+
+
+_COSINES: Final = settings_of(cosines, "kept", "chunk", "values", "decay")
+_SIGNS: Final[Mapping[str, Scalar]] = MappingProxyType(
+    {"inner": "signstep", **{f"{INNER_PREFIX}{k}": v for k, v in settings_of(SignStep, "lr", "falls").items()}}
+)
+
+
+def _demo(settings: Settings, seed: int) -> Strategy:
+    codec = cosines(**arguments(cosines, settings, _COSINES))
+    return Compressed(make_inner(settings), codec, downlink(settings), policy=policy(settings), seed=seed)
 
 
 SYSTEMS: Final = (
@@ -225,6 +237,16 @@ SYSTEMS: Final = (
             "downlink.density": 1 / 16,
             "downlink.values": "q2",
         },
+    ),
+    System(
+        "demo",
+        "DeMo",
+        "Peng, Quesnelle, Kingma 2024, Decoupled momentum optimization",
+        "after every step the largest cosines of each client's momentum; the rest of it stays with the client, and the "
+        "server steps by the sign of the mean",
+        _demo,
+        {**_COSINES, **_SIGNS, "downlink": "scaledsign"},
+        PAIR_PREFIXES,
     ),
     System(
         "auto",

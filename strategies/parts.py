@@ -54,9 +54,10 @@ INNER: Final[Mapping[str, str]] = MappingProxyType(
         "bulyan": "Bulyan",
         "qfedavg": "QFedAvg",
         "nesterov": "Nesterov",
+        "signstep": "SignStep",
     }
 )
-"""Strategies by the name of the setting ``inner``, Flower's and :class:`~fedcomp.strategies.outer.Nesterov`; their
+"""Strategies by the name of the setting ``inner``, Flower's and those of :mod:`fedcomp.strategies.outer`; their
 parameters are the settings ``inner.*``."""
 
 _MANAGED: Final = {"fraction_train": "fraction", "fraction_evaluate": "fraction_evaluate"}
@@ -80,7 +81,7 @@ def make_inner(settings: Settings) -> Strategy:
     name = str(settings["inner"])
     if name not in INNER:
         raise ConfigError(f"inner={name!r} is not a strategy{nearest(name, INNER)}")
-    cls: Callable[..., Strategy] = getattr(outer if name == "nesterov" else flower, INNER[name])
+    cls: Callable[..., Strategy] = getattr(flower, INNER[name], None) or getattr(outer, INNER[name])
     options = below(settings, INNER_PREFIX)
     allowed = [p for p in inspect.signature(cls).parameters if p not in _MANAGED]
     for key in options:

@@ -142,13 +142,13 @@ def windows(**options: Any) -> bool:
     return task.train_split.x.shape[1] == options.get("seq_len", 32) and min(dealt) > 0
 
 
-def dialects(lr: float = 0.01, momentum: float = 0.0, **options: Any) -> bool:
+def dialects(lr: float = 0.01, momentum: float = 0.0, max_steps: int = 30, **options: Any) -> bool:
     """Whether a small transformer learns the dialects, AdamW's moments among what was asked for."""
     task = get_task("dialects", hidden=8, layers=1, seq_len=8, **options)
     model = task.model(0)
     data = task.client(0, 4)
     before = task.evaluate(model, data)["loss"]
-    task.train(model, data, lr=lr, momentum=momentum, max_steps=30, key=BATCH)
+    task.train(model, data, lr=lr, momentum=momentum, max_steps=max_steps, key=BATCH)
     return task.evaluate(model, data)["loss"] < before
 
 
@@ -289,6 +289,16 @@ TASKS = (
         "kept=True keeps the moments of adamw; write optimizer='adamw' as well",
         lambda: dialects(kept=True),
         lambda: dialects(kept=True, optimizer="adamw"),
+    ),
+    row(
+        "falls is of the step size of adamw; write optimizer='adamw' as well",
+        lambda: dialects(falls=60),
+        lambda: dialects(falls=60, optimizer="adamw"),
+    ),
+    row(
+        "falls counts the steps of a round; set max_steps",
+        lambda: dialects(falls=60, optimizer="adamw", max_steps=0),
+        lambda: dialects(falls=60, optimizer="adamw", max_steps=30),
     ),
     row(
         "are of optimizer='sgd'; leave them out with 'adamw'",

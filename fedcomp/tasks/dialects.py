@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from fedcomp.errors import ConfigError
+from fedcomp.rates import falling
 from fedcomp.rng import Key
 from fedcomp.rules import Flag, Int, OneOf
 from fedcomp.tasks import models
-from fedcomp.tasks.base import Stepper, Task, single_thread
+from fedcomp.tasks.base import Split, Stepper, Task, single_thread
 from fedcomp.tasks.models import CharTransformer
 from fedcomp.tasks.options import TaskOption
 from fedcomp.tasks.sgd import Sgd
@@ -62,6 +63,29 @@ class AdamW(torch.optim.AdamW):
             parameter.grad = gradient
         super().step()
         self.zero_grad()
+
+
+class Falling:
+    """An AdamW whose step size falls over a run: :func:`fedcomp.rates.falling`.
+
+    Parameters
+    ----------
+    optimizer : AdamW
+    lr : float
+        The largest step size.
+    first, steps : int
+        Number of the next step, from 0, and of all steps of the run: by the server's rounds, so that a client which
+        missed some of them takes steps as short as those of the others.
+    """
+
+    def __init__(self, optimizer: AdamW, lr: float, first: int, steps: int) -> None:
+        self.optimizer, self.lr, self.number, self.steps = optimizer, lr, first, steps
+
+    def step(self, loss: Any) -> None:
+        """Take the next step down ``loss``."""
+        self.optimizer.param_groups[0]["lr"] = self.lr * falling(self.number, self.steps)
+        self.optimizer.step(loss)
+        self.number += 1
 
 
 class Lora(nn.Module):
@@ -166,12 +190,17 @@ class Dialects(TinyShakespeare):
         "frozen_a": TaskOption(False, Flag(), "keep the half A of all adapters as it was drawn"),
         "optimizer": TaskOption("sgd", OneOf("sgd", "adamw"), "of a client: sgd, or adamw with decays 0.9 and 0.99"),
         "kept": TaskOption(False, Flag(), "clients keep the moments of adamw from round to round"),
+        "falls": TaskOption(
+            0, Int(0), "steps over which the step size of adamw falls to a tenth, by the server's rounds; 0 keeps it"
+        ),
     }
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         check({**options, "model": "transformer"})
         if options["kept"] and options["optimizer"] == "sgd":
             raise ConfigError("kept=True keeps the moments of adamw; write optimizer='adamw' as well")
+        if options["falls"] and options["optimizer"] == "sgd":
+            raise ConfigError("falls is of the step size of adamw; write optimizer='adamw' as well")
         corpus, source = load(self.name, options["root"], options["download"])
         assert isinstance(corpus, Corpus)
         kept = longest(corpus.texts, options)
@@ -240,3 +269,21 @@ class Dialects(TinyShakespeare):
             weight_decay=decay,
             foreach=False,
         )
+
+    def train(
+        self, model: nn.Module, data: Split, *, lr: float, key: Key, optimizer: Stepper | None = None, **options: Any
+    ) -> dict[str, float]:
+        """Train as every task does; with ``falls`` at a step size by the key's round, which is the server's.
+
+        Raises
+        ------
+        ConfigError
+            With ``falls`` where the steps of a round are not limited.
+        """
+        if self.options["falls"]:
+            if not (count := options.get("max_steps")):
+                raise ConfigError("falls counts the steps of a round; set max_steps")
+            rates = {name: options[name] for name in ("momentum", "weight_decay", "proximal") if name in options}
+            made: Any = self.optimizer(model, lr=lr, **rates) if optimizer is None else optimizer
+            optimizer = Falling(made, lr, max(0, key.round - 1) * count, self.options["falls"])
+        return super().train(model, data, lr=lr, key=key, optimizer=optimizer, **options)

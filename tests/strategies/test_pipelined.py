@@ -28,7 +28,7 @@ from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Codec, Identity, RandomK, SignSGD, TopK
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower import checkpoint
-from fedcomp.flower.faults import Delivery, RandomFaults, ScriptedFaults, late
+from fedcomp.flower.faults import Delivery, Fault, RandomFaults, ScriptedFaults, late
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
@@ -297,6 +297,47 @@ def test_an_adaptive_deadline_leaves_the_slow_out_and_asks_them_again() -> None:
     assert set(used[1:]) == {4}
     assert took < 30.0 + 39 * 3.0
     assert sum(strategy.reports[r].overlap.late for r in range(1, 41)) >= 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("quorum", "grace", "used", "seconds"),
+    [(2, 0.0, {0, 1}, 2.0), (2, 1.5, {0, 1, 2}, 3.5), (4, 0.0, {0, 1, 2, 3}, 9.0), (0, 1.0, {0, 1, 2, 3}, 9.0)],
+    ids=["no grace", "grace", "everybody", "without a quorum"],
+)
+def test_a_round_ends_a_grace_after_its_quorum(quorum: int, grace: float, used: set[int], seconds: float) -> None:
+    """Clients take 1, 2, 3 and 9 seconds, then the slow ones are the fast ones. Late answers are reported, and put back
+    by their clients when these are asked again.
+    """
+    strategy = pipe(Compressed(quiet(), TopK(density=0.3)), 1, quorum=quorum, grace=grace)  # type: ignore[arg-type]
+
+    def compute(delivery: Delivery) -> float:
+        first = (1.0, 2.0, 3.0, 9.0)[delivery.partition]
+        return first if delivery.round == 1 else 1.0 - 0.1 * delivery.partition
+
+    with InProcessGrid(squares([compression()]), 4, seed=3, compute_seconds=compute) as inner:
+        ends: list[float] = []
+        nodes = list(inner.get_node_ids())
+        fit(strategy, MeteredGrid(inner), start(), 20, on_round=lambda *_: ends.append(inner.clock))
+    numbers = {node: number for number, node in enumerate(nodes)}
+    assert {numbers[node] for node in strategy.reports[1].weights} == used
+    assert ends[0] == pytest.approx(seconds)
+    late = sum(strategy.reports[r].overlap.late for r in range(1, 21))  # type: ignore[attr-defined]
+    back = {numbers[node] for r in range(1, 21) for node in strategy.reports[r].rolled_back}
+    assert (late > 0) is (len(used) < 4)
+    assert {0, 1, 2, 3} - used <= back
+    assert bool(back) is bool(late)
+
+
+def test_failures_are_no_part_of_a_quorum() -> None:
+    def failing(delivery: Delivery) -> Fault | None:
+        return Fault("raise") if delivery.partition == 0 else None
+
+    strategy = pipe(Compressed(quiet(), TopK(density=0.3)), 1, quorum=2)  # type: ignore[arg-type]
+    app = squares([compression()])
+    with InProcessGrid(app, 4, seed=3, fault=failing, compute_seconds=lambda d: 1.0 + d.partition) as inner:
+        fit(strategy, MeteredGrid(inner), start(), 1)
+        nodes = list(inner.get_node_ids())
+    assert {nodes.index(node) for node in strategy.reports[1].weights} == {1, 2}
 
 
 @pytest.mark.parametrize("width", [2, 3])

@@ -1,4 +1,4 @@
-"""Rare exchanges: numbers 13 to 18 of the list of properties. What a client keeps, the outer step, and the presets."""
+"""Rare exchanges: numbers 13 to 19 of the list of properties. What a client keeps, the outer step, and the presets."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from fedcomp.flower.faults import Fault, RandomFaults, ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.records import to_arrays
 from fedcomp.layout import Layout, Update
+from fedcomp.rates import falling
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.outer import Nesterov
-from fedcomp.strategies.rare import DiLoCo, SparseLoCo
+from fedcomp.strategies.rare import DeMo, DiLoCo, SparseLoCo
 
 ALL = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
 SIZES = {"weight": (16, 12), "bias": (16,)}
@@ -293,11 +294,38 @@ def test_a_client_that_stopped_at_half_its_steps_weighs_half() -> None:
             return super().aggregate_train(server_round, replies)
 
     arrays, _ = run(Looking(**ALL), 1, clients=2, app=app)
-    coded, _ = run(DiLoCo(Identity(), None, outer=(1.0, 0.0), **ALL), 1, clients=2, app=app)
+
+    def coded() -> DiLoCo:
+        return DiLoCo(Identity(), None, outer=(1.0, 0.0), **ALL)
+
+    around = (coded(), fc.PipelinedStrategy(coded(), 1, quorum=2), fc.Buffered(coded(), concurrency=2, buffer=2))
     (half, first), (full, second) = sorted(seen, key=lambda pair: pair[0])
     assert (half, full) == (32, 64)
-    for found in (arrays, coded):
+    for found in (arrays, *(run(strategy, 1, clients=2, app=app)[0] for strategy in around)):
         np.testing.assert_allclose(to_arrays(found)["weight"], (first + 2 * second) / 3, atol=1e-6)
+
+
+def test_the_local_step_size_is_that_of_the_servers_round_also_for_a_client_that_missed_some() -> None:
+    """Client 1 gets no message in rounds 2 to 4; in round 5 both take their steps at the rates of round 5."""
+    rates: dict[int, list[float]] = {0: [], 1: []}
+
+    class Watched(torch.optim.SGD):
+        partition = 0
+
+        def step(self, *args, **options):
+            rates[self.partition].append(self.param_groups[0]["lr"])
+            return super().step(*args, **options)
+
+    def steps(partition: int) -> int:
+        Watched.partition = partition
+        return 4
+
+    away = ScriptedFaults({(number, 1): "offline" for number in (2, 3, 4)})
+    strategy = DiLoCo(Identity(), None, **ALL)
+    run(strategy, 5, clients=2, app=training_app(steps, partial(Watched, momentum=0.9)), fault=away)
+    assert [strategy.reports[number].used for number in range(1, 6)] == [2, 1, 1, 1, 2]
+    assert rates[0] == [0.02 / (1.0 + 0.05 * step) for step in range(20)]
+    assert rates[1] == [*rates[0][:4], *rates[0][16:]]
 
 
 @pytest.mark.parametrize(
@@ -313,6 +341,84 @@ def test_a_quorum_a_deadline_and_a_pipeline_step_by_nesterov_too(around) -> None
     found, grid = run(around(), 12)
     assert loss_of(found, 4) < 0.2 * loss_of(start(), 4)
     assert all(np.isfinite(array).all() for array in optimizer_of(grid).values())
+
+
+# 19
+
+
+def naive_demo(rounds: int, kept: int, beta: float, lr: float, lost: frozenset[int] = frozenset()) -> np.ndarray:
+    """Return a model of 128 values after DeMo's lines in float64. Gradients of its three clients are (w - target) / 2;
+    what client 0 sent in the rounds ``lost`` goes back into its momentum.
+    """
+    chunk = 64
+    place = np.arange(chunk)
+    basis = np.cos(np.pi / chunk * (place[None] + 0.5) * place[:, None]) * np.sqrt(2 / chunk)
+    basis[0] /= np.sqrt(2)
+    w, m = np.zeros(128), np.zeros((3, 128))
+    for number in range(1, rounds + 1):
+        sent = []
+        for client in range(3):
+            m[client] = beta * m[client] + 0.5 * (w - demo_target(client))
+            q = m[client].reshape(2, chunk) @ basis.T
+            least = np.sort(np.abs(q), axis=1)[:, chunk - kept][:, None]
+            back = (np.where(np.abs(q) >= least, q, 0.0) @ basis).ravel()
+            if not (client == 0 and number in lost):
+                m[client] -= back
+                sent.append(back)
+        w = w - lr * np.sign(np.mean(sent, axis=0))
+    return w
+
+
+def demo_target(client: int) -> np.ndarray:
+    return 4.0 * Key(8, "demo", 0, client).uniform(128) - 2.0
+
+
+def demo_app() -> ClientApp:
+    """Return an app that takes one step of SGD at rate 1 on |w - target|² / 4."""
+    app = fc.client(ClientApp())
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        (name, record), partition = next(iter(msg.content.array_records.items())), context.node_config["partition-id"]
+        w = to_arrays(record)["w"]
+        after = {"w": Array(np.float32(w - 0.5 * (w - demo_target(partition))))}
+        content = {name: ArrayRecord(after), "metrics": MetricRecord({"num-examples": 1})}
+        return Message(RecordDict(content), reply_to=msg)
+
+    return app
+
+
+def run_demo(strategy, rounds: int, **grid_options) -> np.ndarray:
+    zero = ArrayRecord({"w": Array(np.zeros(128, np.float32))})
+    return stack(run(strategy, rounds, clients=3, app=demo_app(), arrays=zero, **grid_options)[0])
+
+
+@pytest.mark.parametrize("kept", [1, 2, 64])
+def test_demo_is_the_papers_lines(kept: int) -> None:
+    found = run_demo(DeMo(kept, values="float32", lr=0.05, **ALL), 12)
+    np.testing.assert_allclose(found, naive_demo(12, kept, 0.95, 0.05), atol=1e-5)
+    # Without what a client keeps, or with a memory that does not fade, it would be another model.
+    assert kept == 64 or np.abs(found - naive_demo(12, kept, 0.0, 0.05)).max() > 0.04
+    assert kept == 64 or np.abs(found - naive_demo(12, kept, 1.0, 0.05)).max() > 0.04
+
+
+def test_demo_that_sends_all_cosines_is_descent_by_signs_of_the_mean_gradient() -> None:
+    w, target = np.zeros(128), np.mean([demo_target(client) for client in range(3)], axis=0)
+    for number in range(10):
+        w -= 0.1 * falling(number, 10) * np.sign(w - target)
+    np.testing.assert_allclose(run_demo(DeMo(64, values="float32", lr=0.1, falls=10, **ALL), 10), w, atol=1e-5)
+
+
+def test_a_lost_reply_gives_demos_momentum_back_what_was_sent() -> None:
+    strategy = DeMo(2, values="float32", lr=0.05, **ALL)
+    found = run_demo(strategy, 6, fault=ScriptedFaults({(2, 0): "lost_reply", (4, 0): "lost_reply"}))
+    np.testing.assert_allclose(found, naive_demo(6, 2, 0.95, 0.05, frozenset({2, 4})), atol=1e-5)
+    assert np.abs(found - naive_demo(6, 2, 0.95, 0.05)).max() > 0.04
+
+
+def test_demos_downlink_of_one_bit_is_its_step() -> None:
+    whole, strategy = DeMo(2, downlink=None, lr=0.05, **ALL), DeMo(2, lr=0.05, **ALL)
+    np.testing.assert_allclose(run_demo(strategy, 8), run_demo(whole, 8), atol=1e-6)
 
 
 # What is kept.

@@ -149,9 +149,30 @@ def test_an_optimizer_that_is_given_goes_on() -> None:
         np.testing.assert_allclose(array, to_arrays(halves)[name], rtol=1e-3, atol=1e-4)
 
 
+def test_a_step_size_that_falls_follows_the_keys_round_and_nothing_that_the_client_did() -> None:
+    """A client that missed rounds 2 to 8 takes the steps of round 9 as if it had been there: AdamW at these rates."""
+    task = dialects(optimizer="adamw", falls=30)
+    data, ours, theirs = task.client(0, 4), task.model(0), task.model(0)
+    kept = task.optimizer(ours, lr=0.01)
+    plain = torch.optim.AdamW(theirs.parameters(), lr=0.01, betas=(0.9, 0.99), weight_decay=0.0)
+    for number in (1, 9):
+        key = Key(0, "batches", number)
+        task.train(ours, data, lr=0.01, batch_size=4, max_steps=3, key=key, optimizer=kept)
+        for h, (x, y) in enumerate(data.batches(batch_size=4, key=key, max_steps=3)):
+            at = 3 * (number - 1) + h
+            plain.param_groups[0]["lr"] = 0.01 * min(1.0, (at + 1) / 20) * (0.55 + 0.45 * np.cos(np.pi * at / 30))
+            plain.zero_grad()
+            task.objective(theirs, theirs(x), y).backward()
+            plain.step()
+    for name, array in to_arrays(ours).items():
+        np.testing.assert_allclose(array, to_arrays(theirs)[name], rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "training", "match"),
     [
+        ({"falls": 10}, {"max_steps": 2}, "optimizer='adamw' as well"),
+        ({"falls": 10, "optimizer": "adamw"}, {}, "set max_steps"),
         ({"pretrained": 1, "speakers": 20}, {}, "lower speakers"),
         ({"kept": True}, {}, "optimizer='adamw' as well"),
         ({"hidden": 10}, {}, "heads=4 does not divide"),
