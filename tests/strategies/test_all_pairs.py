@@ -247,7 +247,7 @@ SHORTER = {
     "pair of votes": 10,
     "pair of integers": 2,
     "pair of factors": 1.02,
-    "pair of adapters": 30,
+    "pair of adapters": 20,
 }
 """How many times fewer bytes go up than with whole models, at least."""
 
