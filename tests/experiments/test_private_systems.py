@@ -114,7 +114,8 @@ def test_of_adapters_one_half_is_drawn_and_has_no_noise(name):
     assert len(halves) == 4
     for key, values in halves.items():
         np.testing.assert_array_equal(values, draw(3, key, values.shape, 1 / np.sqrt(values.shape[1])))
-        assert result.arrays[key.replace("lora_A", "lora_B")].all()
+        other = result.arrays[key.replace("lora_A", "lora_B")]
+        assert np.count_nonzero(other) > 0.9 * other.size
     with pytest.raises(ConfigError, match=r"'adapters'.* need a codec"):
         check(RunSpec(name, settings={"adapters": True}))
 
