@@ -165,7 +165,7 @@ EXPERIMENT = Experiment(
     ),
     rounds=5,
     clients=32,
-    minutes=6.0,
+    minutes=3.0,
     quick=(
         "rounds=1",
         "clients=4",
