@@ -204,6 +204,16 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "how-to/adapters.md",
     ),
     Published(
+        "FFA-LoRA under differential privacy",
+        "Sun, Li, Li, Ding, ICLR 2024",
+        "Noise costs less where half A is frozen, for the noises of two halves multiply",
+        "recalled",
+        "Loss at epsilon 8 with A frozen against both halves, as many values, for clients and for records as the unit",
+        "private_adapters",
+        ("clients, frozen A: seeds with a larger*", "records, frozen A: seeds with a larger*"),
+        "how-to/adapters.md",
+    ),
+    Published(
         "DiLoCo",
         "Douillard et al., 2023, arXiv:2311.08105",
         "Exchanges of hundreds of steps reach the loss of training that exchanges in every step",
