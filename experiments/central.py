@@ -676,6 +676,8 @@ def simulate_private(spec: RunSpec) -> PrivateOutcome:
         raise ConfigError(f"{spec.system!r} with these settings is not a private system in the drop-in pair")
     if settings["downlink"]:
         run_it_on_an_engine(f"downlink is '', not {settings['downlink']!r}")
+    if settings.get("adapters", False):
+        run_it_on_an_engine("the halves of adapters are not drawn at both ends")
     strategy, codec = pair.inner, pair.codec
     if codec.remembers:
         run_it_on_an_engine(f"private clients have no memory, as {codec!r} needs")

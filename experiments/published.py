@@ -204,6 +204,16 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "how-to/adapters.md",
     ),
     Published(
+        "FFA-LoRA under differential privacy",
+        "Sun, Li, Li, Ding, ICLR 2024",
+        "Noise costs less where half A is frozen, for the noises of two halves multiply",
+        "recalled",
+        "Loss at epsilon 8 with A frozen against both halves, as many values, for clients and for records as the unit",
+        "private_adapters",
+        ("clients, frozen A: seeds with a larger*", "records, frozen A: seeds with a larger*"),
+        "how-to/adapters.md",
+    ),
+    Published(
         "DiLoCo",
         "Douillard et al., 2023, arXiv:2311.08105",
         "Exchanges of hundreds of steps reach the loss of training that exchanges in every step",
@@ -221,6 +231,16 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "Loss at 1/64 over that of whole-model DiLoCo, and bytes of both directions",
         "diloco",
         ("SparseLoCo: times the loss against DiLoCo, whole models", "SparseLoCo: times fewer both ways*"),
+        "systems/diloco.md",
+    ),
+    Published(
+        "DeMo",
+        "Peng, Quesnelle and Kingma, 2024, arXiv:2411.19870",
+        "Few cosines of each momentum and a step by signs train as well as an exchange of whole gradients",
+        "abstract",
+        "Loss over that of DiLoCo with whole models, of as many steps with gradients of as many examples",
+        "diloco",
+        ("DeMo: times the loss against DiLoCo, whole models",),
         "systems/diloco.md",
     ),
     Published(

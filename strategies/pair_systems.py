@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Final
 
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.outer import Nesterov, SignStep
-from fedcomp.strategies.parts import INNER_PREFIX, PAIR_PREFIXES, Scalar, Settings, downlink, make_inner, policy, uplink
+from fedcomp.strategies.parts import (
+    INNER_PREFIX,
+    PAIR_PREFIXES,
+    Scalar,
+    Settings,
+    downlink,
+    make_inner,
+    pair_of,
+    policy,
+    uplink,
+)
 from fedcomp.strategies.rare import cosines
 from fedcomp.strategies.system import System, arguments, codec_settings, settings_of
 
@@ -25,13 +35,11 @@ def _plain(settings: Settings, seed: int) -> Strategy:
 
 
 def build_pair(settings: Settings, seed: int, *, codec: str, feedback: bool | None = False) -> Strategy:
-    """Return the drop-in pair with a codec and the settings of its parts; ``adapters`` makes it the one of adapters.
+    """Return the drop-in pair with a codec and the settings of its parts.
 
     ``feedback`` is False where the setting of that name alone decides, None where the codec does.
     """
-    from fedcomp.strategies.adapters import Adapters
-
-    return (Adapters if settings.get("adapters", False) else Compressed)(
+    return pair_of(settings)(
         make_inner(settings),
         uplink(settings, codec),
         downlink(settings),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from fedcomp.codecs import Codec
     from fedcomp.layout import DensityPolicy
+    from fedcomp.strategies.compressed import Compressed
 
 Scalar = bool | int | float | str
 """The values a setting may have: what Flower's run configuration can carry."""
@@ -181,6 +182,14 @@ def policy(settings: Settings) -> DensityPolicy | None:
     return SmallDense(**options) if options else None
 
 
+def pair_of(settings: Settings) -> type[Compressed]:
+    """Return the class of the drop-in pair: that of adapters where the setting ``adapters`` says so."""
+    from fedcomp.strategies.adapters import Adapters
+    from fedcomp.strategies.compressed import Compressed
+
+    return Adapters if settings.get("adapters", False) else Compressed
+
+
 def around(strategy: Strategy, settings: Settings, seed: int) -> Strategy:
     """Return ``strategy`` inside the drop-in pair with the codec that the settings name, or itself without one.
 
@@ -189,13 +198,12 @@ def around(strategy: Strategy, settings: Settings, seed: int) -> Strategy:
     ConfigError
         When there are parameters of a codec but no codec.
     """
-    from fedcomp.strategies.compressed import Compressed
-
     name = str(settings["codec"])
     if name:
-        return Compressed(strategy, uplink(settings, name), downlink(settings), feedback=False, seed=seed)
+        pair = pair_of(settings)
+        return pair(strategy, uplink(settings, name), downlink(settings), feedback=False, seed=seed)
     idle = [prefix for prefix in (CODEC_PREFIX, FEEDBACK_PREFIX, DOWNLINK_PREFIX) if below(settings, prefix)]
-    idle += [key for key in ("feedback", "downlink") if settings[key]]
+    idle += [key for key in ("feedback", "downlink", "adapters") if settings.get(key)]
     if idle:
         raise ConfigError(f"settings {idle} need a codec; set codec, for instance codec=qsgd")
     return strategy

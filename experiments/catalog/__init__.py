@@ -17,6 +17,7 @@ CATALOG: dict[str, str] = {
         "compare",
         "auto",
         "adapters",
+        "private_adapters",
         "bits",
         "compressors",
         "fft",

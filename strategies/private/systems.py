@@ -235,6 +235,7 @@ _REFUSED: Final = (
     ("fraction", 1.0, "cohorts drawn from a seed are not a secret sample; use sampling, rate and cap"),
     ("fraction_evaluate", 0.0, "metrics of clients would be released beside the noise; the server evaluates"),
 )
+_CODED: Final[Settings] = MappingProxyType({"codec": "", "feedback": False, "downlink": "", "adapters": False})
 _COUNT: Final = settings_of(Private, "count")
 _SHORTENED: Final[Mapping[str, Scalar]] = {
     "clip": 1.0,
@@ -266,9 +267,7 @@ SYSTEMS: Final = (
         "McMahan et al. 2018, Learning differentially private recurrent language models",
         "the clipped update, alone: no metrics and no number of examples; noise is added to the sum of all updates",
         {
-            "codec": "",
-            "feedback": False,
-            "downlink": "",
+            **_CODED,
             "clip": 1.0,
             "adaptive": False,
             **{key: settings_of(AdaptiveClip, name)[name] for name, key in _ADAPTIVE.items()},
@@ -356,9 +355,7 @@ SYSTEMS: Final = (
         "Abadi et al. 2016, Deep learning with differential privacy",
         "the model after DP-SGD on the client's own records, noise added there, and what it cost; no metrics",
         {
-            "codec": "",
-            "feedback": False,
-            "downlink": "",
+            **_CODED,
             **settings_of(DpSgdPlan, "adjacency", "method", "clip"),
             "record_rate": 0.1,
             "k": 100,

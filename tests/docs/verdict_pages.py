@@ -1,7 +1,7 @@
 """Verdicts on the pages: ``python tests/docs/verdict_pages.py`` writes the words of ``fedcomp.verdicts`` there.
 
 A page of a system names its subjects below its title, one a line: ``> Verdict on `topk`: **recommended**. Why.`` On a
-page of several systems such lines stand below the headings of their sections.
+page of several systems such lines stand below the headings of their sections. Adapters have a page among the tasks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from fedcomp.verdicts import VERDICTS, WORDS, verdict_of
 
 ROOT = Path(__file__).resolve().parents[2]
-SYSTEM_PAGES = sorted((ROOT / "docs" / "systems").glob("*.md"))
+SYSTEM_PAGES = [*sorted((ROOT / "docs" / "systems").glob("*.md")), ROOT / "docs" / "how-to" / "adapters.md"]
 TABLES = ROOT / "docs" / "choose" / "verdicts.md"
 LINE = re.compile(r"^> Verdict on `(?P<name>[^`]+)`: .*$", re.M)
 

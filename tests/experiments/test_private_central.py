@@ -112,6 +112,7 @@ def test_a_row_without_a_promise_is_trained_too_and_has_no_epsilon() -> None:
     [
         (spec("dp-fedavg", clip=1.0), "not a private system in the drop-in pair"),
         (spec("topagg", k=40, downlink="qsgd"), "downlink"),
+        (spec("dp-fedavg", codec="qsgd", clip=1.0, adapters=True), "adapters are not drawn"),
         (spec("dp-fedavg", codec="topk", feedback=True, clip=1.0, **{"codec.density": 0.1}), "memory"),
         (spec("topagg", k=40, **{"task.batch_norm": True, "task.model": "cnn", "task.hidden": "256,256"}), "buffers"),
     ],

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 from private_rows import NAMES, small
 
+from fedcomp.adapters import draw
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.spec import RunSpec
@@ -99,6 +101,23 @@ def test_a_codec_has_to_be_named_before_it_has_parameters():
     with pytest.raises(ConfigError, match="need a codec"):
         check(small("dp-fedavg", feedback=True))
     check(small("dp-fedavg", codec="topk", feedback=True, **{"codec.density": 0.1}))
+
+
+@pytest.mark.parametrize("name", ["dp-fedavg", "record-dp"])
+def test_of_adapters_one_half_is_drawn_and_has_no_noise(name):
+    """As many values are bounded and noised as travel; A is the one of the seed at the end."""
+    lora = {"task.rank": 2, "task.frozen_a": True, "task.hidden": "8", "task.layers": 1, "task.seq_len": 8}
+    own = {"codec": "identity", "noise_multiplier": 1.0, "delta": 1e-5, "insecure_deterministic": True, "max_steps": 1}
+    settings = {**lora, **own, "adapters": True, "task.speakers": 2}
+    result = engines.run(RunSpec(name, task="dialects", rounds=1, clients=2, seed=3, settings=settings))
+    halves = {key: array for key, array in result.arrays.items() if "lora_A" in key}
+    assert len(halves) == 4
+    for key, values in halves.items():
+        np.testing.assert_array_equal(values, draw(3, key, values.shape, 1 / np.sqrt(values.shape[1])))
+        other = result.arrays[key.replace("lora_A", "lora_B")]
+        assert np.count_nonzero(other) > 0.9 * other.size
+    with pytest.raises(ConfigError, match=r"'adapters'.* need a codec"):
+        check(RunSpec(name, settings={"adapters": True}))
 
 
 def test_only_private_rows_have_a_budget():

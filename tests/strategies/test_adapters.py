@@ -200,6 +200,60 @@ def test_the_mean_of_frames_is_the_mean_of_products_with_unequal_ranks_weights_a
         assert np.abs(padded - means).max() > 1e-2
 
 
+def test_a_mean_of_both_halves_lacks_the_covariance_of_their_changes() -> None:
+    """What the drop-in pair does with an app that trains both: sum of w_i (b_i - b)(a_i - a) is missing."""
+    app = App(change)
+
+    def both(arrays: Named) -> Named:
+        return {k: v + change(app.number, app.node, k, v.shape) if is_a(k) else v for k, v in arrays.items()}
+
+    app.answer = both
+    end, _ = app.run(fc.Compressed(FedAvg(**EVERYBODY), fc.Identity()), rounds=2)
+    start = {k: v.astype(np.float64) for k, v in app.given[2, 0].items()}
+    weights = np.arange(1, NODES + 1) / 10
+    steps = [{k: change(2, node, k, v.shape).astype(np.float64) for k, v in start.items()} for node in range(NODES)]
+    for layer in LAYERS:
+        a, b = (next(k for k in start if layer in k and word in k) for word in ("lora_A", "lora_B"))
+        exact_mean = sum(w * (start[b] + s[b]) @ (start[a] + s[a]) for w, s in zip(weights, steps, strict=True))
+        means = {k: sum(w * s[k] for w, s in zip(weights, steps, strict=True)) for k in (a, b)}
+        missing = sum(w * (s[b] - means[b]) @ (s[a] - means[a]) for w, s in zip(weights, steps, strict=True))
+        np.testing.assert_allclose(product(end, layer) + missing, exact_mean, atol=1e-5)
+        assert np.abs(missing).max() > 1e-2
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_all_clients_train_from_one_replica_whatever_they_missed(fraction: float) -> None:
+    """With one bit down it is not the server's model, and what it lacks comes with the next step."""
+    models: list[Named] = []
+
+    class Watching(FedAvg):
+        def aggregate_train(self, server_round, replies):
+            found = super().aggregate_train(server_round, replies)
+            assert found[0] is not None
+            models.append(to_arrays(found[0]))
+            return found
+
+    still = 12
+
+    def until(number: int, node: int, name: str, shape: tuple[int, ...]) -> Any:
+        # Never quite still: of a model that did not change there is no step.
+        return change(number, node, name, shape) * (1.0 if number < still else 1e-6)
+
+    options = {**EVERYBODY, "fraction_train": fraction, "min_train_nodes": 2, "fraction_evaluate": 0.0}
+    app = App(until)
+    app.run(fc.Adapters(Watching(**options), fc.Identity()), rounds=3 * still)
+    far = {}
+    for number in range(2, 3 * still + 1):
+        replicas = [model for (at, _), model in app.given.items() if at == number]
+        assert len(replicas) == fraction * NODES
+        for name, values in replicas[0].items():
+            assert all(np.array_equal(other[name], values) for other in replicas)
+        halves = {k: v for k, v in replicas[0].items() if not is_a(k)}
+        far[number] = max(float(np.abs(v - models[number - 2][k]).max()) for k, v in halves.items())
+    assert far[still] > 0.05
+    assert far[3 * still] < 0.01 * far[still]
+
+
 def test_signs_of_rows_and_columns_do_not_matter() -> None:
     """Where A's rows and B's columns change sign together, the same model is trained, in the same bytes."""
     flip = np.where(Key(9, "signs").uniform(RANK) < 0.5, -1, 1).astype(np.float32)
@@ -391,6 +445,42 @@ def test_pairs_are_found_by_name_in_any_order(spelling: str) -> None:
         travels = without(to_record(shuffled), halves)
         assert list(travels) == [name for name in shuffled if not is_a(name)]
         assert list(completed(travels, halves, 0)) == list(shuffled)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "layers"),
+    [
+        # Llama, with a rank of its own for one module; a square layer, and one whose rank is its width.
+        (
+            "base_model.model.model.layers.0.",
+            {
+                "self_attn.q_proj": (64, 64, 8),
+                "self_attn.v_proj": (16, 64, 4),
+                "mlp.down_proj": (64, 172, 8),
+                "mlp.gate_proj": (172, 64, 64),
+            },
+        ),
+        # GPT-2: Conv1D keeps its weight transposed and PEFT its adapters not; one B for queries, keys and values.
+        (
+            "base_model.model.transformer.h.0.",
+            {"attn.c_attn": (192, 64, 8), "attn.c_proj": (64, 64, 8), "mlp.c_proj": (64, 256, 8)},
+        ),
+    ],
+    ids=["Llama", "GPT-2"],
+)
+def test_halves_of_known_models_are_drawn_as_they_begin(prefix: str, layers: dict[str, tuple[int, int, int]]) -> None:
+    model: Named = {}
+    for layer, (out, inputs, rank) in layers.items():
+        model[f"{prefix}{layer}.lora_A.weight"] = np.ones((rank, inputs), np.float32)
+        model[f"{prefix}{layer}.lora_B.weight"] = np.zeros((out, rank), np.float32)
+    halves = AdapterNames().halves(model, 3)
+    drawn = halves.drawn({k: v.shape for k, v in model.items() if not is_a(k)}, 3)
+    assert list(drawn) == [name for name in model if is_a(name)]
+    for layer, (_, inputs, rank) in layers.items():
+        values = drawn[f"{prefix}{layer}.lora_A.weight"]
+        assert values.shape == (rank, inputs)
+        # By its inputs, not by its outputs or rank.
+        assert np.abs(values).max() == pytest.approx(1 / np.sqrt(inputs), rel=0.03)
 
 
 def test_the_half_that_is_zero_travels_whatever_it_is_called() -> None:

@@ -25,7 +25,7 @@ from fedcomp.clients.conditional import conditional
 from fedcomp.clients.forward import forward_gradients
 from fedcomp.clients.gcn import graph_owner
 from fedcomp.clients.private.dpsgd import record_dp
-from fedcomp.codecs import LGC, QSGD, Factors, FixedPoint, GradiVeQ, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
+from fedcomp.codecs import EDEN, LGC, QSGD, Factors, FixedPoint, GradiVeQ, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
 from fedcomp.drift.schedule import ScheduleSettings
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines, systems
@@ -33,6 +33,7 @@ from fedcomp.experiments.engines import inprocess
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.votes import TopkSign
+from fedcomp.strategies.adapters import Adapters
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.conditional import Conditional
@@ -80,6 +81,7 @@ Wrap = Callable[[Any], Strategy]
 
 OUTER: Mapping[str, Wrap] = {
     "pair": lambda inner: Compressed(inner, TopK(0.01)),
+    "adapters": Adapters,
     "conditional": Conditional,
     "pipelined": PipelinedStrategy,
     "buffered": lambda inner: Buffered(inner, concurrency=3, buffer=2),
@@ -110,6 +112,7 @@ PAIRS: Mapping[str, Callable[[], Strategy]] = {
     "pair of votes": lambda: Compressed(flowers(), SignSGD(step=0.01)),
     "pair of integers": lambda: Compressed(flowers(), INTEGERS),
     "pair of factors": lambda: Compressed(flowers(), Factors()),
+    "pair of adapters": lambda: Adapters(flowers(), EDEN(1), None),
 }
 
 
@@ -120,7 +123,7 @@ def around(outer: str, inner: Callable[[], Strategy]) -> Callable[[], Strategy]:
 INNER: Mapping[str, Callable[[], Strategy]] = {
     **MEANS,
     **PAIRS,
-    **{name: around(name, flowers) for name in OUTER if name not in ("pair", "coded sum")},
+    **{name: around(name, flowers) for name in OUTER if name not in ("pair", "adapters", "coded sum")},
     "coded sum": around("coded sum", PAIRS["pair of integers"]),
     "pair around dp-fedavg": lambda: Compressed(DpFedAvg(flowers(), clip=1.0, **PROMISE), TopK(0.1)),
     "record dp around the pair": around("record dp", PAIRS["pair"]),
@@ -136,6 +139,7 @@ INNER: Mapping[str, Callable[[], Strategy]] = {
 WITH_FLOWERS = ("FedAvg", "FedAdam", "FedMedian")
 ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "pair": (*WITH_FLOWERS, "dp-fedavg", "Flower's server-side dp"),
+    "adapters": (*WITH_FLOWERS, "dp-fedavg", "Flower's server-side dp"),
     "conditional": (*WITH_FLOWERS, *PAIRS),
     "pipelined": (*WITH_FLOWERS, *PAIRS, "shared support"),
     "buffered": (*WITH_FLOWERS, *(name for name in PAIRS if name != "pair of votes")),
@@ -221,23 +225,48 @@ SHOWN: Mapping[str, Callable[[RunResult], bool]] = {
     "gradient code": lambda r: last(r)["coded.included"] == 4,
     "forward": lambda r: last(r).get("forward.signs", 1) > 0,
     "graph": lambda r: last(r)["gcn.rows_fetched"] > 0,
+    **dict.fromkeys(("adapters", "pair of adapters"), lambda r: last(r)["adapters.drawn"] == 8 * (3 * 32 + 128)),
 }
 """What a part's report shows where it works; privacy is shown by what was spent, compression by bytes."""
 
+LORA: Mapping[str, Any] = {
+    "task.hidden": "32",
+    "task.layers": 1,
+    "task.seq_len": 16,
+    "task.speakers": CLIENTS,
+    "task.rank": 8,
+    "task.frozen_a": True,
+    "max_steps": 2,
+}
+"""Of a small transformer's adapters: halves of 32 and 128 inputs are drawn."""
+
 PRIVATE = ("dp-fedavg", "distributed dp", "topagg", "lsg", "local dp", "record dp")
-SHORTER = {"pair": 10, "pair, downlink": 10, "pair of votes": 10, "pair of integers": 2, "pair of factors": 1.02}
+SHORTER = {
+    "pair": 10,
+    "pair, downlink": 10,
+    "pair of votes": 10,
+    "pair of integers": 2,
+    "pair of factors": 1.02,
+    "pair of adapters": 20,
+}
 """How many times fewer bytes go up than with whole models, at least."""
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("outer", "inner"), [(outer, inner) for outer in ACCEPTED for inner in ACCEPTED[outer]])
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    # A model of a graph may have adapters, but no task here has such a one.
+    [(o, i) for o in ACCEPTED for i in ACCEPTED[o] if (o, i) != ("graph", "pair of adapters")],
+)
 def test_each_part_of_an_accepted_pair_has_its_effect(outer: str, inner: str, monkeypatch) -> None:
     graph, forward = outer == "graph", "forward" in (outer, inner)
     like = "skewed-gcn" if graph else "forward" if forward else "identity"
-    task = "digits-graph" if graph else "digits"
+    adapted = "adapters" in outer or "adapters" in inner
+    task = "digits-graph" if graph else "dialects" if adapted else "digits"
     # Losses stand still where nodes are to be quiet.
-    options = {"lr": 1e-9} if outer == "conditional" else {"lr": 0.05}
+    options: dict[str, Any] = {"lr": 1e-9} if outer == "conditional" else {"lr": 0.05}
+    options |= LORA if adapted else {}
     result = run(lambda: OUTER[outer](INNER[inner]()), monkeypatch, like, task, **options)
     assert not any(record.metrics.get("report.refused") for record in result.rounds[1:])
     assert result.rounds[-1].failures == 0
@@ -255,7 +284,7 @@ def test_each_part_of_an_accepted_pair_has_its_effect(outer: str, inner: str, mo
         # A relay's shards are sealed: 48 bytes for each of them, however short it is.
         boxes = 48 * CLIENTS * CLIENTS * ROUNDS if outer == "relay" else 0
         assert up(whole) - rows - boxes > SHORTER[inner] * (up(result) - rows - boxes)
-    if outer == "pair":
+    if outer in ("pair", "adapters"):
         assert up(run(INNER[inner], monkeypatch, like, task, **options)) > 10 * up(result)
     if inner == "pair, downlink":
         assert down(result) < down(run(lambda: OUTER[outer](INNER["pair"]()), monkeypatch, like, task, **options))
