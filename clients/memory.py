@@ -516,9 +516,9 @@ def _require_room(system: System, size: int) -> None:
     folder = IN_USE.get()
     if folder is None:
         raise ConfigError(
-            f"{system!r} would keep {size:,} bytes here, reply and optimizer included, and a node's state holds "
-            f"{MOST_BYTES:,} at most; give the node a state folder (state-dir), use memory='float16' where the codec "
-            "has it, or a codec without memory, EDEN() or QSGD()"
+            f"{system!r} would keep {size:,} bytes here, reply and optimizer included, of {MOST_BYTES:,} at most; give "
+            "the node a state-dir, use memory='float16' where the codec has it, or a codec without memory, EDEN() or "
+            "QSGD()"
         )
     room = folder.room()
     if size > room:

@@ -343,6 +343,9 @@ class Now:
             if out is not None:
                 with np.errstate(over="ignore", invalid="ignore"):
                     Mean.add(self, codec, g._replace(frame=bundle), weight, out)
+                # Not needed parsed any more, but where a later one is refused.
+                good.append(g)
+                continue
             room -= bundle.held_bytes()
             good.append(g._replace(frame=bundle) if room >= 0 else g)
         good.added = out

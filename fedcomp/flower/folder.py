@@ -1,9 +1,10 @@
 """The state folder of a node: one file per run series, written atomically, from which a restarted node continues.
 
 A file is a head and the records of ``context.state`` in the format of :mod:`fedcomp.flower.growing`, never pickle: of
-any size that the disk has room for, written from the arrays where they lie and read one by one. The head is a few hundred bytes: whose state it is, how often it was written, and a digest of the records, so that a message
-which finds its own copy up to date reads no more than that. Whatever is damaged, of a newer release or not such a file
-at all is set aside under another name, and said; nothing is removed because it cannot be read.
+any size that the disk has room for, written from the arrays where they lie and read one by one. The head is a few
+hundred bytes: whose state it is, how often it was written, and a digest of the records, so that a message which finds
+its own copy up to date reads no more than that. Whatever is damaged, of another release or not such a file at all is
+set aside under another name, and said; nothing is removed because it cannot be read.
 
 What a reply owes to the disk is the business of :mod:`fedcomp.clients.kept`.
 """
@@ -23,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from flwr.app import ConfigRecord, RecordDict
 
