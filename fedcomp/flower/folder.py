@@ -41,7 +41,7 @@ VERSION: Final = 2
 """Version of the files; a reader refuses others."""
 
 SERIES_KEPT: Final = 3
-"""How many run series of a partition keep their files: the latest ones, fewer where the disk has no room for them."""
+"""How many run series of a partition keep their files: the latest ones."""
 
 SESSIONS_KEPT: Final = 8
 """How many sessions a file remembers to be of: the latest ones."""
@@ -284,25 +284,22 @@ class StateFolder:
         head = _MAGIC + _HEAD.pack(VERSION, len(said), zlib.crc32(said)) + said
         path, size = self.path / f"{self.partition}-{stamp.series:x}{_SUFFIX}", len(head) + sum(map(len, data))
         try:
-            self._make_room(size, path)
+            if size > (room := self.room()):
+                raise FolderError(f"No space left: the state has {size:,} bytes, the state folder's disk {room:,} free")
             store.write(path, head, *data)
+            self._prune(path)
         except OSError as error:
             raise FolderError(f"{path} could not be written: {error.strerror}; the former state is kept") from error
 
     def room(self) -> int:
-        """Return how many bytes a state may have: those that are free, or that earlier series take."""
-        return shutil.disk_usage(self.path).free + sum(path.stat().st_size for path in list(self.stamps())[1:])
+        """Return how many bytes a state may have, which is written beside the former one."""
+        return shutil.disk_usage(self.path).free
 
-    def _make_room(self, size: int, latest: Path) -> None:
-        """Remove the files of old series, and of further ones where the disk has no room for ``size`` bytes beside
-        them and the series' former file, which stays until the new one is whole."""
-        others = [path for path in self.stamps() if path != latest]
-        while others and (len(others) >= SERIES_KEPT or shutil.disk_usage(self.path).free < size):
-            gone = others.pop()
-            gone.unlink()
-            log.info("state folder %s: removed %s of an earlier run", self.path, gone.name)
-        if size > (free := shutil.disk_usage(self.path).free):
-            raise FolderError(f"No space left: the state has {size:,} bytes, the state folder's disk {free:,} free")
+    def _prune(self, latest: Path) -> None:
+        """Remove the files of old series."""
+        for path in [path for path in self.stamps() if path != latest][SERIES_KEPT - 1 :]:
+            path.unlink()
+            log.info("state folder %s: removed %s of an earlier run", self.path, path.name)
 
     def _stamp(self, data: bytes, path: Path) -> tuple[Stamp, int]:
         """Return the stamp at the start of a file, and the position of the first record."""
