@@ -156,10 +156,8 @@ def _adapters(width: int, layers: int, tokens: int, _: Any) -> list[Row]:
             halves[second] = np.zeros((width, RANK), np.float32)
     adapters = sum(array.nbytes for array in halves.values())
     server: Any = Adapters(FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1), base=digest.result)
-    node, mod = (
-        Context(1, 1, {"partition-id": 0, "num-partitions": 1}, RecordDict(), {}),
-        compression(base=lambda: digest.result),
-    )
+    node = Context(1, 1, {"partition-id": 0, "num-partitions": 1}, RecordDict(), {})
+    mod = compression(base=lambda: digest.result)
 
     def app(msg: Message, context: Context) -> Message:
         own = to_arrays(next(iter(msg.content.array_records.values())))
