@@ -33,7 +33,7 @@ from pathlib import Path
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedcomp.clients.edge.node_config import STATE_FOLDER
-from fedcomp.clients.memory import Held, size_of
+from fedcomp.clients.memory import Held, bytes_of
 from fedcomp.clients.messages import partition_of
 from fedcomp.errors import ConfigError
 from fedcomp.flower.folder import (
@@ -220,7 +220,7 @@ class _Kept:
 
 def _apart(records: RecordDict) -> tuple[str, ...]:
     """Return the names of the largest records, without which the others are small enough for a message."""
-    sizes = {name: size_of(record) for name, record in records.items()}
+    sizes = {name: bytes_of(record) for name, record in records.items()}
     names, left = [], sum(sizes.values())
     for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
         if left <= MOST_BYTES:

@@ -331,7 +331,7 @@ class Memory:
             _id_of(context),
             self.length,
         ).put(store)
-        _require_room(system, sum(size_of(record) for name, record in store.items() if name.startswith("fedcomp.")))
+        _require_room(system, sum(bytes_of(record) for name, record in store.items() if name.startswith("fedcomp.")))
         context.state = store
 
     def repeat(self, context: Context, head: AskHead, version: int, store: RecordDict) -> RecordDict:
@@ -503,7 +503,7 @@ def _id_of(context: Context) -> bytes:
     return context.node_id.to_bytes(8, "big")
 
 
-def size_of(record: Any) -> int:
+def bytes_of(record: Any) -> int:
     """Return the bytes of what is large in a record."""
     if isinstance(record, ArrayRecord):
         return sum(map(size_of, record.values()))
