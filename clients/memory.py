@@ -28,6 +28,7 @@ from fedcomp.codecs.base import norm
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower import asks
 from fedcomp.flower.asks import BLOBS_KEPT, AskHead
+from fedcomp.flower.folder import IN_USE
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import FRAME, NODE_RECORD, put_frame, take_frame
 from fedcomp.flower.records import Place, size_of, to_arrays, to_record
@@ -330,7 +331,7 @@ class Memory:
             _id_of(context),
             self.length,
         ).put(store)
-        _require_room(system, sum(_size(record) for name, record in store.items() if name.startswith("fedcomp.")))
+        _require_room(system, sum(bytes_of(record) for name, record in store.items() if name.startswith("fedcomp.")))
         context.state = store
 
     def repeat(self, context: Context, head: AskHead, version: int, store: RecordDict) -> RecordDict:
@@ -502,7 +503,7 @@ def _id_of(context: Context) -> bytes:
     return context.node_id.to_bytes(8, "big")
 
 
-def _size(record: Any) -> int:
+def bytes_of(record: Any) -> int:
     """Return the bytes of what is large in a record."""
     if isinstance(record, ArrayRecord):
         return sum(map(size_of, record.values()))
@@ -510,9 +511,18 @@ def _size(record: Any) -> int:
 
 
 def _require_room(system: System, size: int) -> None:
-    if size > MOST_BYTES:
+    if size <= MOST_BYTES:
+        return
+    folder = IN_USE.get()
+    if folder is None:
         raise ConfigError(
-            f"{system!r} would keep {size:,} bytes here, reply and optimizer included, and a node's state holds "
-            f"{MOST_BYTES:,} at most; use memory='float16' where the codec has it, or a codec without memory, EDEN() "
-            "or QSGD()"
+            f"{system!r} would keep {size:,} bytes here, reply and optimizer included, of {MOST_BYTES:,} at most; give "
+            "the node a state-dir, use memory='float16' where the codec has it, or a codec without memory, EDEN() or "
+            "QSGD()"
+        )
+    room = folder.room()
+    if size > room:
+        raise ConfigError(
+            f"{system!r} would keep {size:,} bytes, reply and optimizer included, in this node's state folder, whose "
+            f"disk has room for {room:,}; free more, or use a codec without memory, EDEN() or QSGD()"
         )

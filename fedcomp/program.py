@@ -313,7 +313,7 @@ class Now:
     def verified(self, codec: Codec, given: Sequence[Given], *, add: bool = False) -> Verified:
         """Return the parsed contributions whose frames are valid for ``codec``; refuse the others one by one.
 
-        With ``add`` they are added on the way, which is in vain where one of them is refused.
+        With ``add`` they are added on the way, and stay the bytes that they were; in vain where one of them is refused.
         """
         good = Verified()
         weight = sum(g.weight for g in given)
@@ -343,6 +343,9 @@ class Now:
             if out is not None:
                 with np.errstate(over="ignore", invalid="ignore"):
                     Mean.add(self, codec, g._replace(frame=bundle), weight, out)
+                # Not needed parsed any more, but where a later one is refused.
+                good.append(g)
+                continue
             room -= bundle.held_bytes()
             good.append(g._replace(frame=bundle) if room >= 0 else g)
         good.added = out

@@ -83,10 +83,11 @@ def ended(
     start: Any = None,
     mods: Any = (),
     nodes: int = NODES,
+    node_config: Any = None,
 ) -> Any:
     """Return the model after some rounds with the toy's clients."""
     app = client_app([*mods, *(half() for half in halves)])
-    with fc.InProcessGrid(app, nodes, seed=4) as grid:
+    with fc.InProcessGrid(app, nodes, seed=4, node_config=node_config) as grid:
         return fit(strategy, grid, model() if start is None else start, rounds, timeout=9.0).arrays
 
 

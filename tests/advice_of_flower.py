@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,8 +23,8 @@ from toy import client_app, model, stack
 
 import fedcomp as fc
 from fedcomp.clients import app as generic
-from fedcomp.clients import memory
-from fedcomp.clients.edge import prepare
+from fedcomp.clients import kept, memory
+from fedcomp.clients.edge import STATE_FOLDER, prepare
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.sensors import SensorServer, StoredEdge, connect
 from fedcomp.codecs.base import padded as equally_long
@@ -109,10 +110,14 @@ def deploys(path: Path, deployments: Deployments | None = None) -> bool:
     return StoredEdge(path).version == 1
 
 
-def answers(codec: Any) -> bool:
-    """Whether nodes take part in a program whose states hold the toy's model once and a half, beside the last reply."""
-    with patch.object(memory, "MOST_BYTES", 9_600):
-        return trains(Server(Pair(codec), quiet()), (fc.compression,))
+def answers(codec: Any, path: Path | None = None, free: int = 0) -> bool:
+    """Whether nodes take part in a program whose states hold the toy's model once and a half, beside the last reply;
+    those with a state folder at ``path`` on a disk with ``free`` bytes left, 0 for as many as there are."""
+    node = {} if path is None else {STATE_FOLDER: str(path)}
+    usage = shutil.disk_usage(Path(__file__).parent)
+    disk = patch.object(folder.shutil, "disk_usage", lambda _: usage._replace(free=free or usage.free))
+    with patch.object(memory, "MOST_BYTES", 9_600), patch.object(kept, "MOST_BYTES", 9_600), disk:
+        return trains(Server(Pair(codec), quiet()), (fc.compression,), node_config=node)
 
 
 def content(server_round: int = 1) -> RecordDict:
@@ -421,11 +426,24 @@ FLOWER: tuple[Row, ...] = (
         lambda: addressed(slice(0, 2), slice(1, 3)),
         lambda: addressed(slice(0, 2), slice(2, 4)),
     ),
-    row(
-        "use memory='float16' where the codec has it, or a codec without memory, EDEN() or QSGD()",
-        lambda: answers(fc.ErrorFeedback(fc.TopK(0.01))),
-        lambda: (
-            answers(fc.ErrorFeedback(fc.TopK(0.01), memory="float16")) and answers(fc.EDEN()) and answers(fc.QSGD())
+    Row(
+        "give the node a state-dir, use memory='float16' where the codec has it, or a codec without memory, EDEN() or "
+        "QSGD()",
+        lambda _: answers(fc.ErrorFeedback(fc.TopK(0.01))),
+        lambda path: (
+            answers(fc.ErrorFeedback(fc.TopK(0.01)), path / "state")
+            and answers(fc.ErrorFeedback(fc.TopK(0.01), memory="float16"))
+            and answers(fc.EDEN())
+            and answers(fc.QSGD())
+        ),
+    ),
+    Row(
+        "disk has room for {}; free more, or use a codec without memory, EDEN() or QSGD()",
+        lambda path: answers(fc.ErrorFeedback(fc.TopK(0.01)), path / "state", 9_600),
+        lambda path: (
+            answers(fc.ErrorFeedback(fc.TopK(0.01)), path / "state", 30_000)
+            and answers(fc.EDEN(), path / "eden", 20_000)
+            and answers(fc.QSGD(), path / "qsgd", 20_000)
         ),
     ),
     row(

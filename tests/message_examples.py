@@ -94,6 +94,7 @@ EXAMPLES: dict[str, Schema] = {
         length=0.5,
     ),
     "folder.KeptRecord": folder.KeptRecord("a", 7),
+    "folder.KeptRecord/apart": folder.KeptRecord("a", 7, ("fedcomp.memory",)),
 }
 """By module and class; after a slash, what is special. The plain ones leave out all that may be left out."""
 

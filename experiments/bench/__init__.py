@@ -14,6 +14,7 @@ _MEASURES = {
     "engine": "client rounds per second in process against Ray, memory of the server",
     "server": "a client's cost to the server by codec, against FedAvg's own, with up to 1000 clients",
     "round": "a round of both halves beside the app: read passes, models of memory, bytes; plain FedAvg beside it",
+    "gigabytes": "memory of a round at 100 million values and of adapters of 1.3 billion, states beyond 2 GiB",
     "upkeep": "a round's cost beside its updates: the step from their mean, the checkpoint, new arrays",
     "gossip": "decentralised runs: time per edge as graphs grow, the protocol",
     "graphs": "a sampled step and a round as graphs grow, the sampler",

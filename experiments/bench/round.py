@@ -63,9 +63,10 @@ def cases(quick: bool) -> Iterator[Case]:
     for size in sizes:
         for name in SYSTEMS:
             for clients in (FEW, MANY):
-                yield Case(f"{name}, {size:,} values, {clients} replies", partial(_rounds, name, size, clients))
+                last = 6 if clients == FEW else 3
+                yield Case(f"{name}, {size:,} values, {clients} replies", partial(rounds, name, size, clients, last))
     for name in [name for name in CODECS if name not in SYSTEMS]:
-        yield Case(f"{name}, {sizes[0]:,} values, {FEW} replies", partial(_rounds, name, sizes[0], FEW))
+        yield Case(f"{name}, {sizes[0]:,} values, {FEW} replies", partial(rounds, name, sizes[0], FEW, 6))
     at = {system: {"system": system, "replies": FEW, "values": sizes[-1]} for system in SYSTEMS}
 
     def goal(system: str, side: str, what: str, value: Any, bound: float, source: str) -> Bound:
@@ -85,8 +86,11 @@ def _record(vector: Vector) -> ArrayRecord:
     return ArrayRecord({f"w{i}": Array(part) for i, part in enumerate(np.array_split(vector, TENSORS))})
 
 
-def _rounds(name: str, size: int, clients: int, _: Any) -> list[Row]:
-    """Run rounds of a federation, and return the medians of all but the first."""
+def rounds(name: str, size: int, clients: int, last: int, _: Any) -> list[Row]:
+    """Run ``last`` rounds of a federation, and return the medians of all but the first.
+
+    That one warms up, and in the last one memory is traced, which takes time.
+    """
     model = layered(size)
     limit, arrays = read_pass(model), _record(model)
     server: Any = FedAvg(fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients)
@@ -100,8 +104,6 @@ def _rounds(name: str, size: int, clients: int, _: Any) -> list[Row]:
     passes: dict[str, list[float]] = {"client": [], "server": []}
     peaks: dict[str, list[float]] = {"client": [], "server": []}
     down = up = 0
-    # The first round warms up, and in the last one memory is traced, which takes time.
-    last = 6 if clients == FEW else 3
     with quiet(), acting_as(1, 0):
         for number in range(1, last + 1):
             measure = partial(_measured, limit, trace=number == last)

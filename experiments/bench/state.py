@@ -42,11 +42,11 @@ def cases(quick: bool) -> Iterator[Case]:
 def _state(home: Path, size: int, repetitions: int) -> Case:
     arrays = ArrayRecord({"memory": Array(np.arange(size // 4, dtype=np.float32))})
     records = RecordDict({"fedcomp.uplink.memory": arrays, "fedcomp.uplink": ConfigRecord({"pending": 1})})
-    folder, written, count = StateFolder(home / "state", 0), pack(records)[0], itertools.count(1)
+    folder, written, count = StateFolder(home / "state", 0), b"".join(pack(records)[0]), itertools.count(1)
 
     def save() -> None:
         data, digest = pack(records)
-        folder.save(Stamp(0, 1, (), "life", next(count), digest, len(data)), data)
+        folder.save(Stamp(0, 1, (), "life", next(count), digest, sum(map(len, data))), *data)
 
     def load() -> None:
         (path,) = folder.stamps()

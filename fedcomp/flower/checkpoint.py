@@ -34,7 +34,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedcomp.errors import LayoutError
 from fedcomp.flower import store
 from fedcomp.flower.grid import in_process
-from fedcomp.flower.growing import GrowingFile, is_growing, read
+from fedcomp.flower.growing import GrowingFile, is_growing, packed, read
 from fedcomp.flower.ledger import TrafficLedger, TrafficLedgerError
 from fedcomp.flower.records import read_array
 from fedcomp.plain import PlainError
@@ -158,10 +158,10 @@ def save(
     value = _value(server_round, arrays, strategy, grid, ledger, result, extra)
     try:
         # All of it before the file is touched: what cannot be stored leaves the older checkpoint as it is.
-        data = store.dumps(value, _KIND)
+        data = packed(value, _KIND)
     except store.StoreError as error:
         raise CheckpointError(str(error)) from error
-    store.write(Path(path), data)
+    store.write(Path(path), *data)
 
 
 class CheckpointFile:

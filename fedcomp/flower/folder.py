@@ -1,9 +1,10 @@
 """The state folder of a node: one file per run series, written atomically, from which a restarted node continues.
 
-A file is a head and the records of ``context.state`` in the format of :mod:`fedcomp.flower.store`, never pickle. The
-head is a few hundred bytes: whose state it is, how often it was written, and a digest of the records, so that a message
-which finds its own copy up to date reads no more than that. Whatever is damaged, of a newer release or not such a file
-at all is set aside under another name, and said; nothing is removed because it cannot be read.
+A file is a head and the records of ``context.state`` in the format of :mod:`fedcomp.flower.growing`, never pickle: of
+any size that the disk has room for, written from the arrays where they lie and read one by one. The head is a few
+hundred bytes: whose state it is, how often it was written, and a digest of the records, so that a message which finds
+its own copy up to date reads no more than that. Whatever is damaged, of another release or not such a file at all is
+set aside under another name, and said; nothing is removed because it cannot be read.
 
 What a reply owes to the disk is the business of :mod:`fedcomp.clients.kept`.
 """
@@ -14,30 +15,30 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import stat
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from flwr.app import ConfigRecord, RecordDict
 
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower import store
+from fedcomp.flower.growing import packed, pieces, read
 from fedcomp.flower.logs import log
 from fedcomp.flower.protocol import PREFIX
 from fedcomp.flower.schema import Schema
 from fedcomp.plain import Count, fields_of, from_fields
-from fedcomp.rules import Int, Text
+from fedcomp.rules import Int, Many, Text
 
-VERSION: Final = 1
-"""Version of the files; a reader refuses newer ones."""
-
-MAX_BYTES: Final = 1 << 30
-"""Most bytes that one partition's files take together, and most that are read of one."""
+VERSION: Final = 2
+"""Version of the files; a reader refuses others."""
 
 SERIES_KEPT: Final = 3
 """How many run series of a partition keep their files: the latest ones."""
@@ -54,11 +55,16 @@ _HEAD: Final = struct.Struct("<HII")
 """Version, length of the stamp, CRC-32 of the stamp."""
 
 _MAX_STAMP: Final = 1 << 16
+_LONGEST_HEAD: Final = len(_MAGIC) + _HEAD.size + _MAX_STAMP
 _SUFFIX: Final = ".state"
 
 
 class FolderError(StateError):
     """A state folder cannot be read, written or locked."""
+
+
+IN_USE: Final[ContextVar[StateFolder | None]] = ContextVar("fedcomp-folder", default=None)
+"""The folder that keeps the state with which a message is being answered; None without one."""
 
 
 class _Unreadable(FedcompError):
@@ -96,21 +102,32 @@ class Stamp:
 
 @dataclass(frozen=True)
 class KeptRecord(Schema, key="fedcomp.kept"):
-    """Which file ``context.state`` is as new as; fields of :class:`Stamp`."""
+    """Which file ``context.state`` is as new as.
+
+    Attributes
+    ----------
+    life, number
+        Fields of :class:`Stamp`.
+    apart : tuple of str
+        Names of the records that are in that file alone, because a message cannot carry them.
+    """
 
     life: Annotated[str, Text(64, least=1)]
     number: Annotated[int, Int()]
+    apart: Annotated[tuple[str, ...], Many(Text(4096, least=1), 65_536)] = ()
 
 
-def pack(records: RecordDict) -> tuple[bytes, str]:
-    """Return records as the bytes of a file, and their digest; equal records in one order give equal bytes.
+def pack(records: RecordDict) -> tuple[list[bytes | memoryview], str]:
+    """Return records as the bytes of a file, in parts, and their digest; equal records in one order give equal bytes.
+
+    Large arrays are parts without a copy.
 
     Raises
     ------
     StoreError
         When an entry is not plain data.
     """
-    data = store.dumps(records, _KIND)
+    data = packed(records, _KIND)
     return data, _digest(data)
 
 
@@ -221,7 +238,7 @@ class StateFolder:
         found: dict[Path, Stamp] = {}
         for path in sorted(self.path.glob(f"{self.partition}-*{_SUFFIX}")):
             with self._whole(path), path.open("rb") as file:
-                found[path] = self._stamp(file.read(len(_MAGIC) + _HEAD.size + _MAX_STAMP), path)[0]
+                found[path] = self._stamp(file.read(_LONGEST_HEAD), path)[0]
         return dict(sorted(found.items(), key=lambda item: -item[1].number))
 
     def others(self) -> list[int]:
@@ -238,48 +255,51 @@ class StateFolder:
             When it cannot be read.
         """
         with self._whole(path):
-            if path.stat().st_size > MAX_BYTES:
-                raise _Unreadable(f"it has more than {MAX_BYTES} bytes")
-            data = path.read_bytes()
-            stamp, start = self._stamp(data, path)
-            records = memoryview(data)[start:]
-            if len(records) != stamp.size or _digest(records) != stamp.digest:
-                raise _Unreadable("its records are not those that were written")
-            state = store.loads(bytes(records), _KIND)
+            with path.open("rb") as file:
+                stamp, start = self._stamp(file.read(_LONGEST_HEAD), path)
+                file.seek(start)
+                size = os.fstat(file.fileno()).st_size - start
+                if size != stamp.size or _digest(pieces(file, size)) != stamp.digest:
+                    raise _Unreadable("its records are not those that were written")
+            state = read(path, _KIND, start)
             if not isinstance(state, RecordDict):
                 raise _Unreadable(f"it holds a {type(state).__name__}, no records")
             return state
         return None
 
-    def save(self, stamp: Stamp, data: bytes) -> None:
+    def save(self, stamp: Stamp, *data: bytes | memoryview) -> None:
         """Write a file in place of the series' former one; when it returns, the file is on the disk.
+
+        Parameters
+        ----------
+        data : bytes or memoryview
+            The records, in parts.
 
         Raises
         ------
         FolderError
-            When it cannot be written, or the state is too large. The former file is then as it was.
+            When it cannot be written, or the disk has no room for it. The former file is then as it was.
         """
         said = json.dumps(fields_of(stamp), separators=(",", ":")).encode()
         head = _MAGIC + _HEAD.pack(VERSION, len(said), zlib.crc32(said)) + said
-        if len(head) + len(data) > MAX_BYTES:
-            raise FolderError(f"the state has {len(data)} bytes, a state folder keeps {MAX_BYTES}")
-        path = self.path / f"{self.partition}-{stamp.series:x}{_SUFFIX}"
+        path, size = self.path / f"{self.partition}-{stamp.series:x}{_SUFFIX}", len(head) + sum(map(len, data))
         try:
-            store.write(path, head + data)
+            if size > (room := self.room()):
+                raise FolderError(f"No space left: the state has {size:,} bytes, the state folder's disk {room:,} free")
+            store.write(path, head, *data)
             self._prune(path)
         except OSError as error:
             raise FolderError(f"{path} could not be written: {error.strerror}; the former state is kept") from error
 
+    def room(self) -> int:
+        """Return how many bytes a state may have, which is written beside the former one."""
+        return shutil.disk_usage(self.path).free
+
     def _prune(self, latest: Path) -> None:
-        """Remove the files of old series, and further files if the remaining ones take too many bytes."""
-        held, gone = 0, []
-        for place, path in enumerate([latest, *(path for path in self.stamps() if path != latest)]):
-            held += path.stat().st_size
-            if place and (place >= SERIES_KEPT or held > MAX_BYTES):
-                path.unlink()
-                gone.append(path.name)
-        if gone:
-            log.info("state folder %s: removed %s of earlier runs", self.path, ", ".join(gone))
+        """Remove the files of old series."""
+        for path in [path for path in self.stamps() if path != latest][SERIES_KEPT - 1 :]:
+            path.unlink()
+            log.info("state folder %s: removed %s of an earlier run", self.path, path.name)
 
     def _stamp(self, data: bytes, path: Path) -> tuple[Stamp, int]:
         """Return the stamp at the start of a file, and the position of the first record."""
@@ -287,8 +307,8 @@ class StateFolder:
         if data[: len(_MAGIC)] != _MAGIC or len(data) < start:
             raise _Unreadable("it is no state of a node")
         version, length, checksum = _HEAD.unpack(data[len(_MAGIC) : start])
-        if version > VERSION:
-            raise _Unreadable(f"it has version {version}, this release reads up to {VERSION}")
+        if version != VERSION:
+            raise _Unreadable(f"it has version {version}, this release reads {VERSION}")
         said = data[start : start + length]
         if length > _MAX_STAMP or len(said) < length or zlib.crc32(said) != checksum:
             raise _Unreadable("its head is damaged")
@@ -311,5 +331,8 @@ class StateFolder:
             self.remarks.append(f"the state of this node was damaged and was set aside: {error}")
 
 
-def _digest(data: Any) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+def _digest(parts: Iterable[bytes | memoryview]) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()

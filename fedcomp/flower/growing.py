@@ -23,6 +23,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -39,6 +40,9 @@ _HEAD: Final = struct.Struct("<8sQI")
 _CHECK: Final = struct.Struct("<I")
 _HEAD_BYTES: Final = _HEAD.size + _CHECK.size
 _LENGTH: Final = struct.Struct("<Q")
+_PIECE: Final = 1 << 22
+"""Bytes that are read at a time where they are checked."""
+
 _FORMAT: Final = "fedcomp.growing"
 VERSION: Final = 1
 """Version of the file; a reader refuses newer ones."""
@@ -175,16 +179,32 @@ def _npy(array: NDArray[Any]) -> tuple[bytes, memoryview]:
     return head.getvalue(), flat.view(np.uint8).data if flat.nbytes else memoryview(b"")
 
 
+def packed(value: Any, kind: str) -> list[bytes | memoryview]:
+    """Return the only entry of a file that will not grow, in parts; arrays are parts without a copy.
+
+    Raises
+    ------
+    StoreError
+        When ``value`` holds something that is not plain data.
+    """
+    return _Entry(kind, {}, 0).packed(value)
+
+
 def is_growing(path: Path) -> bool:
     """Return whether a file is one of these; raise ``OSError`` when it cannot be read."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def read(path: Path, kind: str) -> Any:
+def read(path: Path, kind: str, first: int = 0) -> Any:
     """Return the value that a file holds.
 
-    Takes memory in proportion to the largest entry and the value, whatever the file says of itself.
+    Takes memory in proportion to the value and twice its largest array, whatever the file says of itself.
+
+    Parameters
+    ----------
+    first : int
+        Position of the first entry, where something else is before it.
 
     Raises
     ------
@@ -194,7 +214,7 @@ def read(path: Path, kind: str) -> Any:
         When it cannot be read.
     """
     with path.open("rb") as file:
-        starts = list(_entries(file, kind))
+        starts = list(_entries(file, kind, first))
         document, take = _opened(file, starts[-1], kind)
         with store.reading(f"stored {kind}"):
             wanted = store.lasting_in(document["value"])
@@ -204,34 +224,47 @@ def read(path: Path, kind: str) -> Any:
             return store.decode(document["value"], take, found.pop)
 
 
-def _entries(file: BinaryIO, kind: str) -> Iterator[int]:
+def pieces(file: BinaryIO, length: int) -> Iterator[bytes]:
+    """Yield the next ``length`` bytes of a file, or what there is of them, in short parts."""
+    while length > 0 and (piece := file.read(min(length, _PIECE))):
+        yield piece
+        length -= len(piece)
+
+
+def _entries(file: BinaryIO, kind: str, first: int) -> Iterator[int]:
     """Yield the positions of the complete entries; there is at least one."""
-    start, size = 0, os.fstat(file.fileno()).st_size
+    start, size = first, os.fstat(file.fileno()).st_size
     while start < size:
         file.seek(start)
         head = file.read(_HEAD_BYTES)
         magic, length, checksum = _HEAD.unpack(head[: _HEAD.size]) if len(head) == _HEAD_BYTES else (b"", 0, 0)
         known = magic == MAGIC and _CHECK.unpack(head[_HEAD.size :])[0] == zlib.crc32(head[: _HEAD.size])
-        if not known or length > size - start - len(head) or zlib.crc32(file.read(length)) != checksum:
+        # In pieces: what is checked here is read for its own sake later.
+        if not known or length > size - start - len(head) or reduce(_crc32, pieces(file, length), 0) != checksum:
             file.seek(start + 1)
             # A crash cuts the end only: where another entry follows, this one was whole once.
-            if not start or MAGIC in file.read():
+            if start == first or MAGIC in file.read():
                 raise StoreError(f"stored {kind} is damaged at byte {start} of {size}")
             log.warning("the last entry of %s was not written to its end: the one before it counts", file.name)
             return
         yield start
         start += len(head) + length
-    if not size:
+    if size <= first:
         raise StoreError(f"stored {kind} is damaged: it is empty")
+
+
+def _crc32(checksum: int, data: bytes) -> int:
+    return zlib.crc32(data, checksum)
 
 
 def _opened(file: BinaryIO, start: int, kind: str) -> tuple[dict[str, Any], Callable[[str], NDArray[Any]]]:
     """Return an entry's document and a function that extracts one of its arrays."""
     file.seek(start)
-    data = file.read(_HEAD.unpack(file.read(_HEAD_BYTES)[: _HEAD.size])[1])
+    last = start + _HEAD_BYTES + _HEAD.unpack(file.read(_HEAD_BYTES)[: _HEAD.size])[1]
     try:
-        end = _LENGTH.size + _LENGTH.unpack(data[: _LENGTH.size])[0]
-        document = json.loads(data[_LENGTH.size : end])
+        length = _LENGTH.unpack(file.read(min(_LENGTH.size, last - file.tell())))[0]
+        # Of the entry alone: a length may claim anything.
+        document = json.loads(file.read(min(length, last - file.tell())))
         store.require_readable(document, kind, _FORMAT, VERSION)
     except StoreError:
         raise
@@ -239,16 +272,19 @@ def _opened(file: BinaryIO, start: int, kind: str) -> tuple[dict[str, Any], Call
         raise StoreError(f"stored {kind} is damaged or not one: {error}") from error
     except RecursionError as error:
         raise StoreError(f"stored {kind} is nested deeper than anything that is stored; it is forged") from error
-    places: dict[str, slice] = {}
+    places: dict[str, tuple[int, int]] = {}
+    end = file.tell()
     with store.reading(f"stored {kind}"):
         for number, length in enumerate(document["members"]):
-            if not 0 <= length <= len(data) - end:
-                raise StoreError(f"stored {kind} claims an array of {length} bytes, where {len(data) - end} are left")
-            places[f"m{number}"] = slice(end, end + length)
+            if not 0 <= length <= last - end:
+                raise StoreError(f"stored {kind} claims an array of {length} bytes, where {last - end} are left")
+            places[f"m{number}"] = end, length
             end += length
 
     def take(name: str) -> NDArray[Any]:
-        return store.read_npy(data[places.pop(name)], name)
+        position, size = places.pop(name)
+        file.seek(position)
+        return store.read_npy(file.read(size), name)
 
     return document, take
 

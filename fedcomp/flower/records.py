@@ -9,6 +9,7 @@ import io
 import itertools
 import math
 import mmap
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from tokenize import TokenError
@@ -195,11 +196,10 @@ def record(state: Mapping[str, Any], *, stay: bool | None = None) -> ArrayRecord
         if hasattr(values, "detach") and (values.device.type == "cuda" if stay is None else stay):
             found[name] = TensorArray(values.detach().clone().contiguous())
             continue
-        half = str(values.dtype).endswith(BFLOAT16)
-        # torch has no numpy array of bfloat16; float32 holds every number of it.
-        tensor = values.detach().cpu() if hasattr(values, "detach") else values
-        wide = np.asarray(tensor if not half else tensor.float() if hasattr(tensor, "float") else tensor.astype("f4"))
-        found[name] = _bfloat16(wide) if half else _array(wide)
+        own, half = _plain(values)
+        head, _ = _npy_header(own.shape, own.dtype)
+        data = make_array(BFLOAT16, own.shape, _NUMPY, b"".join((head, _bytes(own)))) if half else _array(own)
+        found[name] = data
     return filled(ArrayRecord(), found)
 
 
@@ -231,7 +231,8 @@ def tensors(record: ArrayRecord, device: Any) -> dict[str, Any]:
 def base_digest(model: Any) -> str:
     """Return 32 hexadecimal digits that name the base model under a model's adapters: names, shapes, dtypes and values.
 
-    It is compared and never sent in place of the model: with another base a client's adapters mean something else.
+    It is compared and never sent in place of the model: with another base a client's adapters mean something else. The
+    tensors are read where they lie; one on another device is copied here and dropped again.
 
     Parameters
     ----------
@@ -244,8 +245,27 @@ def base_digest(model: Any) -> str:
             continue
         # PEFT puts the model and its layers one floor deeper.
         plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
-        found.update(f"{plain}\0".encode() + record({plain: values})[plain].data)
+        own, _ = _plain(values)
+        found.update(f"{plain}\0".encode() + _npy_header(own.shape, own.dtype)[0])
+        found.update(_bytes(own))
     return found.hexdigest()
+
+
+def _plain(values: Any) -> tuple[NDArray[Any], bool]:
+    """Return a tensor as an array, without a copy where it is in this machine's memory, and whether it is bfloat16,
+    which is then in two nameless bytes each."""
+    half = str(values.dtype).endswith(BFLOAT16)
+    if not hasattr(values, "detach"):
+        own = np.asarray(values)
+        return own.view("V2") if half else own, half
+    tensor = values.detach().cpu()
+    # torch has no numpy array of bfloat16. Its bits are those of the integers of that size.
+    return (tensor.view(sys.modules["torch"].int16).numpy().view("V2") if half else tensor.numpy()), half
+
+
+def _bytes(values: NDArray[Any]) -> memoryview:
+    """Return the bytes of an array in C order; a copy only where they lie in another one."""
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
 
 
 def _bfloat16(values: NDArray[Any]) -> Array:

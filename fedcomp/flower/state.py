@@ -12,7 +12,7 @@ from fedcomp.flower.schema import Schema
 from fedcomp.rules import Int
 
 MOST_BYTES: Final = 2**31 - 2**20
-"""Of a node's state, which Flower keeps as one serialised message: those end at 2 GiB."""
+"""Of a node's state in Flower's hands, which keep it as one serialised message: those end at 2 GiB."""
 
 
 UNSETTLED: Final = (

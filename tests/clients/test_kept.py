@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import pickle
+import shutil
 import signal
 import stat
 import traceback
@@ -23,10 +24,11 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from toy import client_app, fedavg, model, stack, update
 
+from fedcomp.clients import kept, memory
 from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import STATE_FOLDER
-from fedcomp.clients.memory import KEEP, kept_in
+from fedcomp.clients.memory import KEEP, MEMORY, kept_in
 from fedcomp.clients.private.node_ledger import node_ledger
 from fedcomp.codecs import TopK
 from fedcomp.codecs.feedback import ErrorFeedback
@@ -194,13 +196,24 @@ POINTS = [
 ]
 
 
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No message carries the memory of 4,848 bytes: it is in the folder alone."""
+    for module in (kept, memory):
+        monkeypatch.setattr(module, "MOST_BYTES", 3000)
+
+
+@pytest.mark.parametrize("where", ["context and file", "file alone"])
 @pytest.mark.parametrize(("kills", "restarts", "lost"), POINTS)
-def test_a_killed_node_loses_nothing(tmp_path: Path, kills: Rounds, restarts, lost) -> None:
+def test_a_killed_node_loses_nothing(request, tmp_path: Path, where: str, kills: Rounds, restarts, lost) -> None:
+    if where == "file alone":
+        request.getfixturevalue("apart")
     node = Node(tmp_path, kills)
     node.go(8, restarts=restarts, lost=lost)
     assert node.process.deaths == len(kills)
     fresh = [round_ for round_, report in node.strategy.reports.items() if report.fresh]
     assert fresh == [min(round_ for round_ in range(1, 9) if kills.get(round_) in (None, DELIVERED))][: len(fresh)]
+    assert (MEMORY in node.grid.context(0).state) == (where != "file alone")
     node.require_conserved()
     assert not list(tmp_path.glob(".*")), "what a killed process left is removed"
 
@@ -232,6 +245,90 @@ def test_a_full_disk_is_an_error_reply_and_loses_nothing(tmp_path: Path) -> None
     node.go(3)
     assert not any(report.fresh for number, report in node.strategy.reports.items() if number > 1)
     node.require_conserved()
+
+
+def test_a_full_disk_leaves_a_state_that_is_in_the_file_alone_as_it_was(apart: None, tmp_path: Path) -> None:
+    node = Node(tmp_path, {3: "full"})
+    node.go(3, lost=[3])
+    assert "keeps its state on disk" in next(iter(node.report.refused.values()), "") or node.report.lost == 0
+    assert MEMORY not in node.grid.context(0).state
+    node.go(3)
+    assert not any(report.fresh for number, report in node.strategy.reports.items() if number > 1)
+    node.require_conserved()
+
+
+@pytest.mark.parametrize("gone", ["removed", "an older file", "damaged"])
+def test_a_node_whose_file_is_gone_begins_a_new_memory_and_says_so(apart: None, tmp_path: Path, gone: str) -> None:
+    node = Node(tmp_path)
+    node.go(2)
+    (path,) = tmp_path.glob("*.state")
+    older = path.read_bytes()
+    node.go(2)
+    delivered = node.inner.delivered.copy()
+    if gone == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(older if gone == "an older file" else path.read_bytes()[:-1])
+    node.go(1)
+    assert node.report.fresh == [node.id]
+    assert not node.report.rolled_back
+    assert "records of this node's state, which are lost" in node.report.remarks[node.id]
+    node.go(2)
+    assert not node.report.fresh
+    node.settle()
+    np.testing.assert_array_equal(node.inner.delivered - delivered, sum(stack_of_round(r) for r in (5, 6, 7, 8)))
+
+
+def test_an_error_of_the_app_leaves_a_state_that_is_in_the_file_alone_as_it_was(apart: None, tmp_path: Path) -> None:
+    app, inner = client(ClientApp(), only=["compression"]), client_app()
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        context.state["own"] = ConfigRecord({"n": 1})
+        if node.round == 3:
+            raise ValueError("broken")
+        return inner(msg, context)
+
+    node = Node(tmp_path)
+    # In this process: a child's context would be lost with the error.
+    node.grid = InProcessGrid(app, 1, seed=3, node_config={STATE_FOLDER: str(tmp_path)})
+    node.id = next(iter(node.grid.get_node_ids()))
+    node.go(3, lost=[3])
+    assert "broken" in next(iter(node.report.refused.values()))
+    assert MEMORY not in node.grid.context(0).state
+    node.go(2)
+    assert [number for number, report in node.strategy.reports.items() if report.fresh] == [1]
+    node.require_conserved()
+
+
+def test_a_state_that_the_disk_has_no_room_for_is_refused_before_training(
+    apart: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage._replace(free=4847))
+    trained: list[int] = []
+    app = client(ClientApp(), only=["compression"])
+    app.train()(lambda msg, context: trained.append(1))
+    node.grid = InProcessGrid(app, 1, seed=3, node_config={STATE_FOLDER: str(tmp_path)})
+    node.id = next(iter(node.grid.get_node_ids()))
+    node.go(1)
+    assert "keep 4,848 bytes" in next(iter(node.report.refused.values()))
+    assert "room for 4,847" in next(iter(node.report.refused.values()))
+    assert not trained
+
+
+def test_a_message_that_changes_nothing_of_a_state_in_the_file_writes_nothing(apart: None, tmp_path: Path) -> None:
+    app, config = client_app([compression()]), {STATE_FOLDER: str(tmp_path)}
+    with InProcessGrid(app, 1, seed=1, node_config=config) as grid:
+        Compressed(fedavg(), ErrorFeedback(TopK(density=0.02))).start(grid, model(), num_rounds=1, timeout=9)
+        (path,), state = tmp_path.glob("*.state"), content_to_bytes(grid.context(0).state)
+        written = path.stat().st_mtime_ns
+        content = RecordDict({"arrays": model(), "config": ConfigRecord({"server-round": 1})})
+        (reply,) = grid.send_and_receive([Message(content, grid.node_id_of(0), "evaluate")], timeout=9)
+        assert not reply.has_error()
+        assert path.stat().st_mtime_ns == written
+        assert content_to_bytes(grid.context(0).state) == state
 
 
 def test_a_new_server_begins_a_new_memory_and_says_why(tmp_path: Path) -> None:
@@ -345,7 +442,7 @@ def test_a_damaged_file_is_set_aside_and_said(tmp_path: Path, damage: str) -> No
     elif damage.startswith("bit"):
         data[40 if "head" in damage else -1000] ^= 1
     elif damage == "newer":
-        data[len(b"fedcomp.state\n")] = 2
+        data[len(b"fedcomp.state\n")] = folders.VERSION + 1
     else:
         data = bytearray(b"hello\n" * 100 if damage == "text" else b"")
     path.write_bytes(data)
@@ -363,8 +460,8 @@ def test_a_damaged_file_is_set_aside_and_said(tmp_path: Path, damage: str) -> No
 def test_every_cut_and_every_flipped_bit_of_a_small_file_is_noticed(tmp_path: Path) -> None:
     folder, records = StateFolder(tmp_path, 0), RecordDict({"c": ConfigRecord({"a": 1, "b": b"xyz"})})
     data, digest = folders.pack(records)
-    stamp = folders.Stamp(0, 5, ("ab",), "life", 1, digest, len(data))
-    folder.save(stamp, data)
+    stamp = folders.Stamp(0, 5, ("ab",), "life", 1, digest, sum(map(len, data)))
+    folder.save(stamp, *data)
     (path,) = folder.stamps()
     whole = path.read_bytes()
     assert content_to_bytes(folder.load(path)) == content_to_bytes(records)
@@ -412,7 +509,7 @@ def test_a_message_that_changes_nothing_writes_nothing(tmp_path: Path, monkeypat
     strategy = Compressed(fedavg(), ErrorFeedback(TopK(density=0.02)))
     written: list[Path] = []
     write = store.write
-    monkeypatch.setattr(store, "write", lambda path, data: (written.append(path), write(path, data)))
+    monkeypatch.setattr(store, "write", lambda path, *data: (written.append(path), write(path, *data)))
     with InProcessGrid(app, 2, seed=1, node_config=config) as grid:
         strategy.start(grid, model(), num_rounds=3, timeout=9)
     assert len(written) == 2 * 3, "one for each training, none for evaluations"
@@ -422,14 +519,13 @@ def test_only_the_latest_runs_keep_their_files(tmp_path: Path, monkeypatch: pyte
     for seed in range(6):
         Node(tmp_path, seed=seed).go(1)
     assert len(list(tmp_path.glob("*.state"))) == folders.SERIES_KEPT
-    (latest, *_) = StateFolder(tmp_path, 0).stamps()
-    monkeypatch.setattr(folders, "MAX_BYTES", latest.stat().st_size + 100)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage._replace(free=100))
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.state")}
     node = Node(tmp_path, seed=9)
     node.go(1)
-    assert len(list(tmp_path.glob("*.state"))) == 1
-    monkeypatch.setattr(folders, "MAX_BYTES", 100)
-    node.go(1)
-    assert not node.report.compressed
+    assert "No space left" in next(iter(node.report.refused.values()))
+    assert {path: path.read_bytes() for path in tmp_path.glob("*.state")} == before, "no other run's state goes for it"
 
 
 def test_the_whole_state_is_kept_the_apps_own_records_too(tmp_path: Path) -> None:
@@ -491,11 +587,11 @@ def test_damage_in_what_the_disk_says_is_no_error_of_the_disk(tmp_path: Path, mo
     node = Node(tmp_path)
     node.go(2)
 
-    def unreadable(self: Path, *_: object, **__: object) -> None:
+    def unreadable(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as broken:
-        broken.setattr(Path, "read_bytes", unreadable)
+        broken.setattr(folders, "read", unreadable)
         node.go(1, restarts=[3], lost=[3])
     assert not (tmp_path / "0.damaged").exists()
     node.require_conserved()

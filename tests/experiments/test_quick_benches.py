@@ -59,6 +59,17 @@ def of_round(rows: Rows) -> None:
         assert (row["kB down"] < whole / 4) == (downlink is not None)
 
 
+def of_gigabytes(rows: Rows) -> None:
+    """Both halves of the pair, a base model that is read and not sent, and a state that comes back as it was."""
+    assert [row["system"] for row in rows if "system" in row] == list(rounds.SYSTEMS)
+    found = {row["what"]: row for row in rows if "what" in row}
+    values = 64 * (100 + 2 * 12 * 64)
+    assert found["digest"]["base, values"] == found["client"]["base, values"] == values
+    assert 0 < 1e3 * found["client"]["kB up"] < values / 8
+    assert found["save"]["bytes left"] > 1e6 * found["save"]["MB"], "a message carries so small a state"
+    assert found["load"]["differ"] == found["load the checkpoint"]["differ"] == 0
+
+
 def of_server(rows: Rows) -> None:
     """With more clients than distinct updates: a codec that draws for each sender needs a frame from each."""
     found = {(row["codec"], row["clients"]): row for row in rows}
@@ -112,6 +123,7 @@ MEASURES: dict[str, Callable[[Rows], None]] = {
     "state": of_state,
     "upkeep": of_upkeep,
     "round": of_round,
+    "gigabytes": of_gigabytes,
     "server": of_server,
     "graphs": of_graphs,
     "graph_rows": of_graph_rows,
@@ -131,7 +143,11 @@ def quick(name: str) -> Found:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in ("round", "server") else ()) for name in MEASURES]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in ("round", "gigabytes", "server") else ())
+        for name in MEASURES
+    ],
 )
 def test_a_quick_run_measures_what_it_says_and_gates_nothing(name: str) -> None:
     found = quick(name)

@@ -6,16 +6,18 @@ import gc
 import itertools
 import json
 import struct
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, RecordDict
 
 from fedcomp.flower import growing, store
 from fedcomp.flower.growing import GrowingFile, read
+from fedcomp.flower.records import to_record
 from fedcomp.flower.store import Lasting, StoreError
 
 
@@ -135,6 +137,29 @@ def test_a_write_that_fails_leaves_the_value_and_the_next_one_works(tmp_path: Pa
     file.write([4, kept])
     assert read(path, "x") == [4, b"k" * 9000]
     assert path.read_bytes().count(growing.MAGIC) == 2
+
+
+def peak_of(call: Any) -> tuple[Any, int]:
+    tracemalloc.start()
+    try:
+        return call(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_arrays_are_written_from_where_they_lie_and_read_one_by_one(tmp_path: Path) -> None:
+    million = 1 << 20
+    records = RecordDict({f"r{i}": to_record({"a": np.full(million // 4, i, np.float32)}) for i in range(8)})
+    parts, peak = peak_of(lambda: growing.packed(records, "x"))
+    assert peak < million / 4
+    (tmp_path / "f").write_bytes(b"before" + b"".join(parts))
+    found, peak = peak_of(lambda: read(tmp_path / "f", "x", len(b"before")))
+    assert found == records
+    # The value, the array that is read, and once more its bytes.
+    assert peak < 10.5 * million
+    _, peak = peak_of(lambda: GrowingFile(tmp_path / "g", "x").write(records))
+    assert peak < million / 4
+    assert read(tmp_path / "g", "x") == records
 
 
 def entry(document: Any, *members: bytes, kind: str = "x", version: int = 1) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -795,3 +796,39 @@ def test_a_base_model_has_one_digest_with_adapters_and_without_and_others_have_o
     assert fc.base_digest(plain.to(torch.bfloat16)) != digest
     assert fc.base_digest(wrapped("k.base_layer.weight")) != digest
     assert fc.base_digest(wrapped(**{"base_model.model.bias": torch.zeros(3)})) != digest
+    # A tensor that lies in another order in memory is the same one.
+    turned = plain.float()["q"].weight.detach().t().contiguous().t()
+    assert fc.base_digest(wrapped(**{"base_model.model.q.base_layer.weight": turned})) == digest
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_base_model_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """Its digest makes no float32 of a table of bfloat16, and no copy of a table at all."""
+    torch = pytest.importorskip("torch")
+    table = torch.zeros(3000, 100, dtype=getattr(torch, dtype))
+
+    class Model:
+        def state_dict(self) -> dict[str, Any]:
+            return {"tokens": table}
+
+    def copied(self: Any, *_: object, **__: object) -> None:
+        raise AssertionError("a table was copied")
+
+    for name in ("float", "to", "clone"):
+        monkeypatch.setattr(torch.Tensor, name, copied)
+    tracemalloc.start()
+    try:
+        digest = fc.base_digest(Model())
+        assert tracemalloc.get_traced_memory()[1] < table.numel() / 10
+    finally:
+        tracemalloc.stop()
+    table[-1, -1] = 1
+    assert fc.base_digest(Model()) != digest
+
+
+def test_a_record_holds_the_bits_of_bfloat16() -> None:
+    torch = pytest.importorskip("torch")
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    (array,) = fc.record({"w": bits.view(torch.bfloat16).reshape(256, 256)}).values()
+    assert array.shape == (256, 256)
+    assert np.frombuffer(array.data, np.int16)[-(2**16) :].tobytes() == bits.numpy().tobytes()

@@ -406,18 +406,29 @@ def test_a_step_says_in_one_way_how_the_model_moves(entry: Entry) -> None:
 
 
 def test_parsed_frames_take_no_more_memory_than_a_quarter_of_the_model() -> None:
-    """Whatever the number of clients; those beyond it stay bytes."""
+    """Whatever the number of clients; those beyond it stay bytes, and all of them where the sum is taken already."""
 
     class Watching(Mean):
+        adds = False
+
         def total(self, now: Now, codec: codecs.Codec, given: list[Given], *, raw: bool = False) -> Step | None:
             parsed = [g.frame.held_bytes() for g in given if isinstance(g.frame, Bundle)]
             assert 0 < len(parsed) < len(given)
             assert sum(parsed) <= now.layout.size < sum(parsed) + max(parsed)
             return super().total(now, codec, given, raw=raw)
 
-    step = local(ENTRIES["pair-topk"], Watching(), nodes=40).step(1)
-    assert step is not None
-    assert len(step.consumed) == 40
+    class Added(Mean):
+        def total(self, now: Now, codec: codecs.Codec, given: list[Given], *, raw: bool = False) -> Step | None:
+            assert not any(isinstance(g.frame, Bundle) for g in given)
+            return super().total(now, codec, given, raw=raw)
+
+    changes = []
+    for rule in (Watching(), Added()):
+        step = local(ENTRIES["pair-topk"], rule, nodes=40).step(1)
+        assert step is not None
+        assert len(step.consumed) == 40
+        changes.append(step.change)
+    np.testing.assert_array_equal(*changes)
 
 
 @every
