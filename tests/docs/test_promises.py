@@ -64,7 +64,7 @@ def test_every_section_names_a_test_or_promises_nothing(page):
 def test_every_row_that_says_what_a_stranger_gets_names_a_test(page):
     """Tables of "who", "a peer" and limits, but for rows that promise nothing, and one that is tested as a whole.
 
-    Names stand in the rows, or below the table in as many groups as rows promise something.
+    Names stand in the rows, or in a comment below the table in as many groups as rows promise something.
     """
     text = (ROOT / "docs" / f"{page}.md").read_text()
     begins = re.compile(r"^\| (?:who|a peer[^|]*|limit) \| ", re.MULTILINE)
@@ -78,7 +78,7 @@ def test_every_row_that_says_what_a_stranger_gets_names_a_test(page):
             continue
         rows = [row for row in table.splitlines()[2:] if "see below" not in row]
         below = text[place + len(table) :].lstrip().partition("\n\n")[0].replace("\n", " ")
-        if below.startswith("<small>Tests, row by row: "):
+        if below.startswith("<!-- Tests, row by row: "):
             groups = below.split(";")
             assert len(groups) == len(rows)
             assert all(map(NAMED.search, groups))

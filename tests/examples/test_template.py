@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import io
+import re
 import sys
 import tomllib
 import zipfile
@@ -44,6 +45,13 @@ def test_the_readme_shows_the_two_lines_as_they_are() -> None:
     lines = [ast.unparse(statement) for statement in ast.parse(shown).body]
     assert len(lines) == 2
     assert all(line in app for line, app in zip(lines, apps, strict=True))
+
+
+def test_the_readme_lists_every_file_as_it_is() -> None:
+    text = (TEMPLATE / "README.md").read_text(encoding="utf-8").partition("## The files")[2]
+    shown = dict(re.findall(r"^`([\w./]+)`:\n\n```[\w ]+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    files = [TEMPLATE / "pyproject.toml", *(TEMPLATE / "template").glob("*.py")]
+    assert shown == {path.relative_to(TEMPLATE).as_posix(): path.read_text(encoding="utf-8") for path in files}
 
 
 @pytest.mark.slow
