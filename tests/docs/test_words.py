@@ -12,11 +12,11 @@ GENERATED = {"docs/choose/verdicts.md", "docs/results"}
 
 
 def words(text: str) -> int:
-    """Return the number of words that stand outside of fences, indented blocks, tables and verdicts.
+    """Return the number of words that stand outside of fences, indented blocks, tables, verdicts and hidden comments.
 
     The description of a figure counts once: its file for the other colour scheme repeats it.
     """
-    text = re.sub(r"^```.*?^```$|^!\[.*#only-dark\)$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```$|^!\[.*#only-dark\)$|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
     return sum(len(line.split()) for line in text.splitlines() if not line.startswith(("|", "    ", "> Verdict")))
 
 
@@ -27,6 +27,7 @@ def written(path: Path) -> bool:
 
 def test_words_of_prose_are_counted() -> None:
     assert words("# A title\n\nThree more words.\n\n| a | b |\n\n```python\nx = 1\n```\n\n    indented code\n") == 6
+    assert words("Two words. <!-- Tests:\n`test_it`. -->\n") == 2
 
 
 def test_all_pages_together_are_read_in_a_few_hours() -> None:
