@@ -505,6 +505,9 @@ class System(Configured, ABC):
 
     ID: ClassVar[str] = ""
 
+    APP: ClassVar[str] = "app = fc.client(app)"
+    """The line that an app needs to take part; messages about an app without the client half name it."""
+
     SAYS: ClassVar[tuple[type[Said], ...]] = ()
     """What its asks and answers may say."""
 

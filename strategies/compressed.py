@@ -199,7 +199,7 @@ class Compressed(Server):
 
     def _begin(self) -> None:
         super()._begin()
-        self._log = RoundLog(f"{self._name}({type(self.inner).__name__})")
+        self._log = RoundLog(f"{self._name}({type(self.inner).__name__})", self.system.APP)
         self._loud = False
         self.settled: dict[str, Any] = {}
 

@@ -19,6 +19,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.report import WITHHELD, Report
 from fedcomp.flower.rounds import planned
 from fedcomp.logs import ROUNDS_VARIABLE
+from fedcomp.program import System
 
 _REASONS: Final = 8
 """Different reasons of one node that are told apart: error texts are the clients' own, and they may all differ."""
@@ -26,13 +27,19 @@ _REASONS: Final = 8
 _NAMED: Final = 5
 """Nodes that one warning names."""
 
+_LEAST_RATIO: Final = 1.005
+"""What is less is written "1x"."""
+
 _NOBODY: Final = 0
 """In place of a node, for what is about the round: Flower's node ids are never 0."""
 
 _CUT: Final = 100
 """Characters of a reason in a round's line; its warning has all that the report keeps."""
 
-_WITHOUT_MOD: Final = "the client's app has no compression mod; write ClientApp(mods=[compression()])"
+
+def lacks(name: str, app: str) -> str:
+    """Return what is said of a client without the half of the strategy ``name``, which the line ``app`` adds."""
+    return f"the client's app lacks the client half of {name}; write {app}"
 
 
 class RoundLog:
@@ -42,10 +49,14 @@ class RoundLog:
     ----------
     name : str
         The strategy's, for its lines.
+    app : str
+        The line by which an app gets the client half.
+    counted : str
+        What the bytes of a round are of.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, app: str = System.APP, counted: str = "training replies") -> None:
+        self._name, self._app, self._counted = name, app, counted
         self._count: defaultdict[int, Counter[str]] = defaultdict(Counter)
 
     def conclude(self, report: Report, *, withheld: bool = False) -> None:
@@ -64,11 +75,13 @@ class RoundLog:
             self._publish(report, WITHHELD)
             return
         self.warn(report)
-        self._warn(report.round, "full model instead of a frame", dict.fromkeys(report.without_mod, _WITHOUT_MOD))
+        # Of those that are refused as well the reason is logged already.
+        taken = [node for node in report.without_mod if node not in report.refused]
+        self._warn(report.round, "full model instead of a frame", dict.fromkeys(taken, lacks(self._name, self._app)))
         self._warn(report.round, "full model instead of a frame", report.unsupported)
         if report.asked and not report.used:
             log.warning("%s, round %d: no update was used, the model is unchanged", self._name, report.round)
-        text = line(report)
+        text = line(report, self._counted)
         log.info("%s, round %d: %s", self._name, report.round, text)
         self._publish(report, text)
 
@@ -116,7 +129,7 @@ class RoundLog:
             log.warning("%s, round %d: %s: %s%s%s", self._name, server_round, what, text, _whose(nodes), again)
 
 
-def line(report: Report) -> str:
+def line(report: Report, counted: str = "training replies") -> str:
     """Return a round in one line: asked, used, refused and why, bytes, ratio, and what part travelled dense."""
     said = [words for section in report.sections.values() if (words := section.line())]
     if not report.asked:
@@ -131,7 +144,9 @@ def line(report: Report) -> str:
     if report.lost:
         parts.append(f"{report.lost} without a reply")
     if report.payload_bytes:
-        parts.append(f"training replies {report.payload_bytes:,} bytes, {report.ratio:.3g}x fewer than models")
+        # Below it the ratio would say of more bytes that they are "0.998x fewer".
+        fewer = f"{report.ratio:.3g}x fewer than models" if report.ratio >= _LEAST_RATIO else "no fewer than models"
+        parts.append(f"{counted} {report.payload_bytes:,} bytes, {fewer}")
     if report.frame_bytes:
         parts.append(f"{100 * report.dense_bytes / report.frame_bytes:.0f} % of the frames dense")
     return ", ".join([*parts, *said])
@@ -159,6 +174,21 @@ def require_usable(report: Report) -> None:
         "Nothing was learnt yet, so the run ends here; a later round like this one is a warning. Correct the clients, "
         "whose own logs say more, and start again"
     )
+
+
+def require_half(report: Report) -> None:
+    """Raise when all clients that replied were refused because their apps lack the client half: none can ever be used.
+
+    Raises
+    ------
+    NoUsableReply
+    """
+    without = [node for node in report.without_mod if node in report.refused]
+    if without and len(without) >= report.asked - report.lost:
+        raise NoUsableReply(
+            f"round {report.round}: none of the {len(without)} clients that replied can be used: "
+            f"{report.refused[without[0]]}. Nothing was learnt yet, so the run ends here"
+        )
 
 
 def require_enough(report: Report, why: str) -> None:

@@ -84,7 +84,7 @@ from fedcomp.strategies.replies import (
 )
 from fedcomp.strategies.returning import FEW_RETURN, Returning
 from fedcomp.strategies.roster import Roster
-from fedcomp.strategies.round_log import RoundLog, require_enough, require_learnt, require_usable
+from fedcomp.strategies.round_log import RoundLog, lacks, require_enough, require_half, require_learnt, require_usable
 from fedcomp.strategies.running import Exchange, Judged, Pushes, Running, Start, Trained
 from fedcomp.strategies.statistics import hold_in_record, warn_of_missing_names
 from fedcomp.strategies.update_rules import UpdateRule, rule_of
@@ -243,7 +243,7 @@ class Server(Evaluating):
         self.mailbox = Mailbox()
         self.reports, self.evaluations = Reports(), Reports()
         self._usual = {"train": Usual(), "evaluate": Usual()}
-        self._log = RoundLog(self._name)
+        self._log = RoundLog(self._name, self.system.APP)
         self._timeout: float | None = None
         self._grid: Grid | None = None
         self._reach, self._oldest_asked = b"", 0
@@ -471,7 +471,28 @@ class Server(Evaluating):
         except StopIteration as end:
             x.report.seconds += time.perf_counter() - began
             step: Step | None = end.value
+            self._require_half(x)
             return step
+
+    def _require_half(self, x: Running) -> None:
+        """Refuse, by name, the nodes whose apps have no half to greet, and that did nothing for the round without it.
+
+        Raises
+        ------
+        NoUsableReply
+            When it is all nodes that replied, and no earlier round brought an update.
+        """
+        for node, address in x.addresses.items():
+            if self.roster.peer(address).greet and node not in {*x.trained, *x.heard}:
+                x.refuse(node, self._without_half(x, address))
+        if not (x.rule.withholds or any(each.used for each in self.reports.values())):
+            require_half(x.report)
+
+    def _without_half(self, x: Running, address: int) -> str:
+        """Report that a node's app lacks the client half; return what is said of it."""
+        if address not in x.report.without_mod:
+            x.report.without_mod.append(address)
+        return lacks(self._name, self.system.APP)
 
     def _exchanged(self, x: Running, now: Now, exchange: Exchange, began: float) -> Pushes[list[Answer]]:
         """Return the answers of one exchange in the order of nodes; ``began``: since when the server has worked."""
@@ -640,18 +661,21 @@ class Server(Evaluating):
             if RESYNC in reason:
                 peer.forget()
             reason += self.roster.unread(sent.node, reply.error.code) if sent.saved else ""
-            hint = "; its app does not answer fedcomp's messages: wrap it with fedcomp.client(app)"
-            raise Rejected(reason + hint if NO_HANDLER in reason else reason)
+            if NO_HANDLER in reason and ask.kind != "train":
+                reason = self._without_half(x, sent.node)
+            elif NO_HANDLER in reason:
+                reason += f"; register what trains with @app.train(), or write {self.system.APP}"
+            raise Rejected(reason)
         head = asks.find_answer(content)
         said = head is not None and (head.record or head.lacks or head.say or head.bare)
         if head is None or not head.sequence or (ask.kind == "train" and not said):
             # An app that was not given the drawn halves has trained others.
             if ask.dense and self.halves is None:
                 return self._dense(x, node, sent, reply, head)
-            why = "" if head is None else head.unsupported
+            if head is None or not head.unsupported:
+                raise Rejected(self._without_half(x, sent.node))
             raise Rejected(
-                f"the client answered with a model: its app cannot take part in {self._name} "
-                f"({why or 'wrap it with fedcomp.clients.client.client(app), of the release of this server'})"
+                f"the client answered with a model: its app cannot take part in {self._name} ({head.unsupported})"
             )
         if head.sequence != sent.sequence:
             raise Rejected(f"the reply answers message {head.sequence}, expected {sent.sequence}: a stale reply")

@@ -166,6 +166,7 @@ class ConditionalRounds(Pair, id="conditional"):
         the model, and may reply that they have nothing new.
     """
 
+    APP: ClassVar[str] = "app = fc.client(app, fc.conditional(...))"
     SAYS: ClassVar[tuple[type[Said], ...]] = (Offer, Status)
     KEEPS: ClassVar[bool] = True
 

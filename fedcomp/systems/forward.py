@@ -106,6 +106,7 @@ class Forward(System, id="forward"):
 
     KEEPS: ClassVar[bool] = True
 
+    APP: ClassVar[str] = "app = fc.client(app, fc.forward_gradients(...))"
     SAYS: ClassVar[tuple[type[Said], ...]] = (Measure, Measured)
     RULES: ClassVar[tuple[type, ...]] = (Mean, Single)
 

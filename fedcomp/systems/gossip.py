@@ -300,6 +300,7 @@ class Gossip(System, id="gossip"):
         For closing iterations of an algorithm that has no use for them.
     """
 
+    APP: ClassVar[str] = "app = fc.client(app, fc.gossip_node(...))"
     KEYS: ClassVar[type[KeyPair] | None] = PeerIdentity
     TRACED: ClassVar[bool] = True
     LOST: ClassVar[Literal["rollback", "again"]] = "again"
@@ -833,7 +834,10 @@ class Gossip(System, id="gossip"):
                 return memory, Answer(me.node, say=Done(fresh=True), bare=True)
             return memory, self._carried_out(held, turn, ask.mail, me)[1]
         if turn.start in ("common", "empty"):
-            start, own = (me.start.astype(self.dtype), {}) if data is None else data.start(me, self.dtype)
+            if data is None:
+                # It would average with its neighbours for the whole run, and learn nothing.
+                raise AnswerError("this app has nothing to learn from: write app = fc.client(app, fc.gossip_node(...))")
+            start, own = data.start(me, self.dtype)
             common = np.zeros_like(start) if self.unlike else None
             joins = turn.start == "empty"
             state = (

@@ -26,6 +26,7 @@ class Pair(System, id="pair"):
         With the memory that it needs: :class:`fedcomp.codecs.ErrorFeedback` around a biased one.
     """
 
+    APP: ClassVar[str] = "app = ClientApp(mods=[fc.compression()])"
     RULES: ClassVar[tuple[type, ...]] = (Mean, Single, Released)
 
     codec: Annotated[Codec, Made(get_codec)]

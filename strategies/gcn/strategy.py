@@ -136,7 +136,7 @@ class SkewedGCN(Server):
 
     def _begin(self) -> None:
         super()._begin()
-        self._log = RoundLog(f"{self._name}({type(self.inner).__name__})")
+        self._log = RoundLog(f"{self._name}({type(self.inner).__name__})", self.system.APP)
         self._online: list[int] = []
         self._asked: tuple[Running, Now] | None = None
 

@@ -35,6 +35,7 @@ from fedcomp.rules import Int, checked
 from fedcomp.strategies.gossip.report import Iterations, Observed, close, far_out, figures_of, mean_of
 from fedcomp.strategies.gossip.settings import GossipSettings
 from fedcomp.strategies.links import Links
+from fedcomp.strategies.round_log import RoundLog
 from fedcomp.strategies.running import Running
 from fedcomp.strategies.server import Server
 from fedcomp.systems.gossip import Course, Gossip
@@ -145,6 +146,7 @@ class GossipRelay(Server):
     def _begin(self) -> None:
         super()._begin()
         self.traffic, self.events = GossipTraffic(), RunReport()
+        self._log = RoundLog(self._name, self.system.APP, "messages")
         self._initial: ArrayRecord | None = None
         self._strangers: set[int] = set()
         self._online: set[int] = set()
@@ -260,7 +262,9 @@ class GossipRelay(Server):
                 # Every vertex is wanted: one that broke when it was greeted is greeted again at once.
                 peer.greet = 0
             yield from self._in_time(self._greet(report.round, messages))
-            if all(self.roster.peer(message.metadata.dst_node_id).key for message in messages):
+            peers = [self.roster.peer(message.metadata.dst_node_id) for message in messages]
+            # Whose app has no half will not have one either when it is greeted again.
+            if all(peer.key or peer.greet for peer in peers):
                 break
         x, now = self._ask(report.round, self._initial, messages)
         if self.settings.dtype == "float32" and x.layout.wide:
@@ -274,6 +278,7 @@ class GossipRelay(Server):
             raise StateError(f"{error}{_reasons(report)}") from error
         self.state, self.mailbox = dict(now.state), x.mailbox
         self.traffic.add(now.told["traffic"])
+        self._account(report, x, now.told["traffic"])
         self.events.add(now.told)
         section = report.section(Iterations)
         self._note_strangers(x, section)
@@ -281,6 +286,20 @@ class GossipRelay(Server):
         if self._watch is not None:
             self.events.watched(self._watch, now.told["figures"])
         return x, now
+
+    def _account(self, report: Report, x: Running, traffic: GossipTraffic) -> None:
+        """Add up what nodes sent, each message once, against as many whole models, and what of it travelled whole."""
+        layout, item = x.layout, np.dtype(self.settings.dtype).itemsize
+        vectors, count = self.algorithm.vectors_per_message, traffic.node["train"]
+        report.payload_bytes += traffic.node_bytes
+        messages = sum(each.messages for each in traffic.node.values())
+        report.model_bytes += messages * sum(x.model[t.name].nbytes for t in layout.tensors)
+        whole = count.messages * vectors * layout.size * item
+        # As long as whole vectors: nothing was compressed, whatever the layout allows.
+        dense = whole if count.bodies >= whole else count.messages * vectors * layout.dense_size * item
+        others = sum(traffic.node[phase].bodies for phase in ("dense", "resync"))
+        report.frame_bytes += count.bodies + others
+        report.dense_bytes += min(count.bodies, dense) + others
 
     def _note_strangers(self, x: Running, section: Iterations) -> None:
         """Report, once each, the nodes that are no vertex: of another number, or of one that another node holds."""

@@ -123,7 +123,9 @@ def test_apps_without_keys_answer_directly_and_are_reported() -> None:
     run(strategy, NODES, app=lambda msg, ctx: (others if ctx.node_config["partition-id"] == 5 else ours)(msg, ctx))
     assert included(strategy) == [0, 1, 2, 3, 4]
     (reason,) = strategy.reports[1].coded.excluded.values()
-    assert "not in the sum" in reason
+    assert "lacks the client half of CodedFedAvg; write app = fc.client(app)" in reason
+    with pytest.raises(NoUsableReply, match=r"round 1: none of the 6 clients .*write app = fc.client\(app\)"):
+        run(coded_sum(symbols=2), NODES, app=others)
 
 
 @pytest.mark.parametrize("kind", ["silent", "raise", "lost_reply"])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from gossip_toy import (
     COUNTER,
     NODES,
@@ -24,11 +25,11 @@ from gossip_toy import (
     strategy,
 )
 from plain_grid import Blind
-from toy import with_halves
+from toy import client_app, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gossip import GossipSetup, gossip_node
-from fedcomp.errors import ConfigError, StateError
+from fedcomp.errors import ConfigError, NoUsableReply, StateError
 from fedcomp.flower import asks, checkpoint
 from fedcomp.flower import store as store_module
 from fedcomp.flower.faults import Delivery, RandomFaults
@@ -37,6 +38,7 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import FRAME, NODE_RECORD, POST, put_frame
 from fedcomp.flower.rounds import fit
 from fedcomp.gossip import ALGORITHMS
+from fedcomp.gossip.packet import HEADER_BYTES
 from fedcomp.gossip.topology import Complete
 from fedcomp.gossip_simulation import FaultPlan
 from fedcomp.program import AnswerError, Said
@@ -97,6 +99,36 @@ def same_faults(rates: dict[str, float], until: int) -> tuple[FaultPlan, Callabl
         return WORDS[plan(delivery.partition, delivery.exchange)] if trains else "none"
 
     return plan, deliver
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "whole"),
+    [
+        # 12 of 60 values travel whole, then all of them.
+        ("choco", {}, False),
+        ("choco", {"dense_below": 49}, True),
+        # Nothing is compressed, whatever the layout allows.
+        ("dpsgd", {"dense_below": 0}, True),
+    ],
+)
+def test_the_line_of_a_round_has_the_bytes_of_messages_and_what_of_them_travels_whole(
+    name: str, options: dict, whole: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    relay, over = strategy(name, **options), grid()
+    with caplog.at_level("INFO", "flwr.fedcomp"):
+        run(relay, over)
+    reports = list(relay.reports.values())
+    assert sum(report.payload_bytes for report in reports) == relay.traffic.node_bytes
+    sent = [record.getMessage() for record in caplog.records if "GossipRelay, round" in record.getMessage()]
+    values = sum(np.prod(shape) for shape in ((8, 6), (6,), (6,)))
+    for report, line in zip(reports, sent, strict=True):
+        assert report.ratio == NODES * 4 * values / report.payload_bytes
+        share = 100 * report.dense_bytes / report.frame_bytes
+        assert f"messages {report.payload_bytes:,} bytes, " in line
+        assert f"{share:.0f} % of the frames dense" in line
+        assert ("no fewer than models" in line) == whole
+        assert report.frame_bytes == report.payload_bytes - NODES * HEADER_BYTES
+        assert report.dense_bytes == NODES * 4 * (values if whole else 12)
 
 
 @pytest.mark.slow
@@ -266,6 +298,38 @@ def test_a_state_of_another_run_is_refused() -> None:
 def test_arguments_out_of_range_are_refused(options: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         strategy("sgp", **options)
+
+
+@pytest.mark.parametrize("app", [client_app(), ClientApp()], ids=["one that trains", "an empty one"])
+def test_apps_without_the_half_end_the_run_in_its_first_round_with_the_line_to_write(app: ClientApp) -> None:
+    relay, calls = strategy("choco"), []
+
+    def counted(msg: Message, context: Context) -> Message:
+        calls.append(msg.metadata.message_type)
+        return app(msg, context)
+
+    with pytest.raises(NoUsableReply, match=r"round 1: none of the 4.*write app = fc.client\(app, fc.gossip_node\("):
+        run(relay, grid(counted))
+    assert calls == ["query.hello"] * NODES
+    report = relay.reports[1]
+    assert len(report.without_mod) == len(report.refused) == NODES
+
+
+def test_an_app_with_other_halves_alone_is_refused_where_it_would_learn_nothing() -> None:
+    with pytest.raises(StateError, match=r"no node is left.*write app = fc.client\(app, fc.gossip_node\("):
+        run(strategy("choco", patience=2), grid(client_app([compression()])))
+
+
+def test_one_app_without_the_half_is_refused_by_name_and_the_others_go_on() -> None:
+    apps = [client() for _ in range(NODES - 1)] + [client_app()]
+    relay = strategy("choco", nodes=NODES, topology="complete")
+    over = grid(lambda msg, context: apps[int(context.node_config["partition-id"])](msg, context))
+    result = run(relay, over, rounds=3)
+    assert np.any(result.arrays["weight"].numpy())
+    for report in relay.reports.values():
+        (reason,) = report.refused.values()
+        assert "lacks the client half of GossipRelay" in reason
+        assert report.without_mod == list(report.refused)
 
 
 def test_without_any_answer_the_run_ends_with_a_reason() -> None:

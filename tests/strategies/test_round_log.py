@@ -136,7 +136,7 @@ def test_b1_clients_without_the_mod_are_named_once_and_counted(shown: Shown) -> 
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
     run(strategy, either, rounds=12)
     (node,) = strategy.reports[1].without_mod
-    first, tenth = shown.warnings("mods=[compression()]")
+    first, tenth = shown.warnings("write app = ClientApp(mods=[fc.compression()])")
     assert f"(node {node})" in first
     assert "round 1:" in first
     assert "round 10:" in tenth

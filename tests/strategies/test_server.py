@@ -181,9 +181,10 @@ def test_values_of_an_app_that_has_not_trained_are_refused() -> None:
 
 
 def test_clients_without_the_half_are_named_and_a_run_that_learns_nothing_ends() -> None:
-    why = "the client answered with a model: its app cannot take part in SharedSupport"
-    with pytest.raises(NoUsableReply, match=f"4 x {why}"):
+    lacking = r"none of the 4 clients .*lacks the client half of SharedSupport; write app = fc.client\(app\)\. Nothing"
+    with pytest.raises(NoUsableReply, match=lacking):
         play(Server(SharedSupport(ScaleCom(0.05)), FedAvg(**QUIET)), InProcessGrid(client_app(), NODES), 1)
+    why = "the client answered with a model: its app cannot take part in SharedSupport"
     refusing = Server(SharedSupport(ScaleCom(0.05)), FedAvg(**QUIET))
     with pytest.raises(NoUsableReply, match=f"{why} \\(this client accepts .*'qsgd'"):
         play(refusing, grid_of(compression(accept=["qsgd"])), 1)

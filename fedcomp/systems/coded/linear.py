@@ -262,6 +262,7 @@ class CodedLinear(System, id="coded-linear"):
     10
     """
 
+    APP: ClassVar[str] = "app = fc.client(app, fc.linear_device(...))"
     SAYS: ClassVar[tuple[type[Said], ...]] = (Join, Joined, Owner, Share, Build, Multiply, Done)
     SENT: ClassVar[str] = ""
     KEEPS: ClassVar[bool] = True

@@ -34,6 +34,7 @@ class Graphs(GraphOptions, id="graphs"):
     :class:`fedcomp.systems.graphs.options.GraphOptions`.
     """
 
+    APP: ClassVar[str] = "app = fc.client(app, fc.graph_owner(...))"
     SAYS: ClassVar[tuple[type[Said], ...]] = (Who, Owner, Plan, Needs, Planned, Fetch, Refused, Turn)
     RULES: ClassVar[tuple[type, ...]] = (Mean, Single)
     KEEPS: ClassVar[bool] = True

@@ -219,6 +219,7 @@ class Teachers(System, id="datalens"):
     Teachers(k=28)
     """
 
+    APP: ClassVar[str] = "app = fc.client(app, fc.datalens_teachers(...))"
     RULES: ClassVar[tuple[type, ...]] = (Released,)
     KEEPS: ClassVar[bool] = True
     DISCREET: ClassVar[bool] = True

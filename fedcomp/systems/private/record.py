@@ -186,6 +186,7 @@ class Records(System, id="record-dp"):
         With the memory that it needs; default whole models.
     """
 
+    APP: ClassVar[str] = "app = fc.client(app, fc.record_dp(...))"
     SAYS: ClassVar[tuple[type[Said], ...]] = (Account,)
     RULES: ClassVar[tuple[type, ...]] = (Mean,)
 
