@@ -47,7 +47,7 @@ __all__ = ["__version__", *_PLACES]
 
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_meant(name)}")
     # Not at the top: the errors' own module is part of this package.
     from fedcomp.errors import optional
 
@@ -55,6 +55,17 @@ def __getattr__(name: str) -> Any:
         found = getattr(importlib.import_module(_PLACES[name]), name)
     globals()[name] = found
     return found
+
+
+def _meant(name: str) -> str:
+    """Return which public name is like one that there is not; nothing where none is."""
+    # Not at the top: whoever asks for names that exist does without.
+    from difflib import get_close_matches
+
+    by_lower = {each.lower(): each for each in _PLACES}
+    # Names with an underscore are asked for by libraries, which expect that most of them are not there.
+    close = [] if name.startswith("_") else get_close_matches(name.lower(), by_lower, n=1, cutoff=0.7)
+    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
 def __dir__() -> list[str]:

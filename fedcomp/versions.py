@@ -101,8 +101,8 @@ def check_codec(codec: Codec, layout: Layout) -> None:
     variance = codec.variance(layout)
     if not (codec.lossless or codec.contraction(layout) is not None or (variance is not None and variance < 1.0)):
         raise ConfigError(
-            f"{codec!r} is not a contraction of {layout.compressed_size} values (variance bound {variance}): the "
-            "clients' replicas would diverge from the server's model. Use EDEN(scale=\"least\"), TopK, "
+            f"{codec!r} on the downlink can bring an error larger than what it sends: the clients' replicas would "
+            'diverge from the server\'s model. Use EDEN(scale="least"), TopK, '
             "RandomK(unbiased=False), or QSGD with more levels or smaller buckets"
         )
 

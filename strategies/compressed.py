@@ -156,6 +156,8 @@ class Compressed(Server):
         packed: bool = False,
         seed: int = 0,
     ) -> None:
+        if isinstance(inner, Codec):
+            raise ConfigError(f"the strategy comes first, then the codec: {type(self).__name__}(FedAvg(), {inner!r})")
         self.codec, self._feedback = remembering(get_codec(codec), feedback), feedback
         down = None if downlink is None else get_codec(downlink)
         super().__init__(

@@ -138,7 +138,7 @@ def line(report: Report, counted: str = "training replies") -> str:
     parts = [f"{report.asked} asked, {report.used} used" + (f" ({full} sent full models)" if full else "")]
     if report.refused:
         # Cut before they are counted: texts that differ behind the cut are one reason here.
-        reasons = Counter(_one_line(reason)[:_CUT] for reason in report.refused.values()).most_common(3)
+        reasons = Counter(_cut(_one_line(reason)) for reason in report.refused.values()).most_common(3)
         why = "; ".join(f"{count} x {reason}" if count > 1 else reason for reason, count in reasons)
         parts.append(f"{len(report.refused)} refused ({why})")
     if report.lost:
@@ -232,6 +232,14 @@ def _whose(nodes: list[int]) -> str:
     if len(nodes) == 1:
         return "" if nodes == [_NOBODY] else f" (node {named})"
     return f" ({len(nodes)} nodes: {named}{', ...' if len(nodes) > _NAMED else ''})"
+
+
+def _cut(text: str) -> str:
+    """Return the beginning of a reason, up to the last word that fits into a round's line."""
+    if len(text) <= _CUT:
+        return text
+    head = text[: _CUT - 3]
+    return f"{head.rpartition(' ')[0] or head}..."
 
 
 def _power_of_ten(count: int) -> bool:

@@ -120,6 +120,15 @@ def test_an_unknown_name_is_an_ordinary_error() -> None:
         _ = fc.TopQ
 
 
+@pytest.mark.parametrize(("wrong", "right"), [("Eden", "EDEN"), ("topk", "TopK"), ("compresion", "compression")])
+def test_a_name_like_another_one_names_it(wrong: str, right: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{wrong}'; did you mean '{right}'"):
+        getattr(fc, wrong)
+    for unlike in ("xyzzy", "__wrapped__", "_EDEN"):
+        with pytest.raises(AttributeError, match=f"'{unlike}'$"):
+            getattr(fc, unlike)
+
+
 def test_the_version_is_that_of_the_distribution() -> None:
     assert fc.__version__ == version("fedcomp")
 

@@ -150,8 +150,10 @@ class Registry(Generic[T]):
             return cast(T, config)
         kind = self.base.__name__.lower()
         if not isinstance(config, Mapping) or not isinstance(config.get("id"), str):
+            known = isinstance(config, str) and config in self.known()
+            example = f"; write {self.find(config).__name__}(...)" if isinstance(config, str) and known else ""
             raise ConfigError(
-                f"a {kind} is a {self.base.__name__} or a mapping with a string 'id', not {shown(config)}"
+                f"a {kind} is a {self.base.__name__} or a mapping with a string 'id', not {shown(config)}{example}"
             )
         parts = _parts(config)
         return self._make(config) if parts is None else self._made(_Described(config, parts))

@@ -91,6 +91,21 @@ def far_out(seen: Mapping[int, Observed]) -> dict[int, str]:
     }
 
 
+def why_not_finite(seen: Sequence[Observed], middle: Mapping[str, NDArray[Any]]) -> str:
+    """Return why what nodes have learnt is of no use: its mean is not finite, or a figure of most is infinite.
+
+    Figures that are not a number may be so for an honest reason, such as a mean over no example.
+    """
+    for name, array in middle.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            return f"the mean of the nodes' models is not finite in {name!r}"
+    for name in dict.fromkeys(name for found in seen for name in found.figures):
+        count = sum(math.isinf(found.figures.get(name, 0.0)) for found in seen)
+        if 2 * count > len(seen):
+            return f"{name!r} of {count} of {len(seen)} nodes is infinite"
+    return ""
+
+
 def mean_of(models: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
     """Return the mean of models with the same tensors, added up in the order given in float64, in their own dtypes;
     integers of the first."""

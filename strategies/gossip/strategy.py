@@ -23,16 +23,17 @@ from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import Exchanges, Push
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm
+from fedcomp.gossip.errors import Diverged
 from fedcomp.gossip.events import RunReport
 from fedcomp.gossip.topology import Complete, Topology, topology_of
 from fedcomp.gossip.traffic import GossipTraffic
-from fedcomp.gossip.tuning import DivergenceWatch, Observer
+from fedcomp.gossip.tuning import ADVICE, DivergenceWatch, Observer
 from fedcomp.gossip.vector import GossipPolicy, unflatten
 from fedcomp.layout import Layout
 from fedcomp.plain import Count
 from fedcomp.program import Now, Round
 from fedcomp.rules import Int, checked
-from fedcomp.strategies.gossip.report import Iterations, Observed, close, far_out, figures_of, mean_of
+from fedcomp.strategies.gossip.report import Iterations, Observed, close, far_out, figures_of, mean_of, why_not_finite
 from fedcomp.strategies.gossip.settings import GossipSettings
 from fedcomp.strategies.links import Links
 from fedcomp.strategies.round_log import RoundLog
@@ -131,6 +132,9 @@ class GossipRelay(Server):
             )
         nodes = checked("nodes", nodes, Int())
         self.vertices = nodes if isinstance(topology, str) else _vertices(topology, nodes)
+        if self.vertices:
+            # Here, not in the first round: what cannot run is refused where it is written.
+            self.graph(self.vertices)
         self._watch: Observer | None = DivergenceWatch() if s.watch is True else (s.watch or None)
         # Whether the system is that of the run's own graph.
         self._fitted = False
@@ -150,6 +154,9 @@ class GossipRelay(Server):
         self._initial: ArrayRecord | None = None
         self._strangers: set[int] = set()
         self._online: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.algorithm!r}, {self.topology!r})"
 
     @property
     def course(self) -> Course:
@@ -235,7 +242,10 @@ class GossipRelay(Server):
         if last or server_round % self.settings.observe_every == 0:
             program = Gossip.closing if last else Gossip.observing
             x, now = yield from self._run(report, config, grid, program)
-            observed = self._observed(x.layout, now, section)
+            observed, why = self._observed(x.layout, now, section)
+            if why and last:
+                raise Diverged(f"after the last round {why}. {ADVICE}")
+            report.notes += [f"the models diverge: {why}"] if why else []
         if last and observed is None:
             raise StateError(
                 "no node has shown its model after the last round, so the run has no result" + _reasons(report)
@@ -345,8 +355,8 @@ class GossipRelay(Server):
             skew_rounds=graph.averaging_rounds() if s.skew_rounds == "auto" else s.skew_rounds,
         )
 
-    def _observed(self, layout: Layout, now: Now, report: Iterations) -> ArrayRecord | None:
-        """Return the mean of the models that were shown; report figures of them."""
+    def _observed(self, layout: Layout, now: Now, report: Iterations) -> tuple[ArrayRecord | None, str]:
+        """Return the mean of the models that were shown, and why it is of no use; report figures of them."""
         assert self._initial is not None
         given = {name: np.asarray(array) for name, array in to_arrays(self._initial).items() if name in layout.order}
         seen: dict[int, Observed] = {}
@@ -357,12 +367,13 @@ class GossipRelay(Server):
             report.note("unseen", f"vertex {vertex}: {reason}")
             del seen[vertex]
         if not seen:
-            return None
+            return None, next(iter(report.events.get("unseen", [])), "")
         # By vertex: sums of floats depend on the order.
         ordered = list(seen.values())
         middle = mean_of([found.arrays for found in ordered])
         report.observed = figures_of(ordered, middle)
-        return ArrayRecord({name: Array(array) for name, array in middle.items()})
+        found = ArrayRecord({name: Array(array) for name, array in middle.items()})
+        return found, why_not_finite(ordered, middle)
 
 
 def _vertices(topology: Topology | Mapping[str, Any], nodes: int) -> int:

@@ -27,7 +27,7 @@ from fedcomp.clients import programs
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import DGC, EDEN, QSGD, Clip, Codec, Identity, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.errors import NoUsableReply
+from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower import asks
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -184,6 +184,17 @@ def test_a_codec_the_client_does_not_accept_is_not_built(monkeypatch: pytest.Mon
         assert all("['topk']" in reason for reason in strategy.reports[1].unsupported.values())
         assert len(strategy.reports[1].unsupported) == 4
     assert built == []
+
+
+def test_arguments_in_the_wrong_order_or_form_are_refused_with_the_right_one() -> None:
+    with pytest.raises(ConfigError, match=r"strategy comes first, then the codec: Compressed\(FedAvg\(\), TopK\("):
+        Compressed(TopK(0.1), fedavg())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"not 'eden'; write EDEN\(\.\.\.\)$"):
+        Compressed(fedavg(), "eden")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"not 'no such'$"):
+        Compressed(fedavg(), "no such")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"EDEN\(\) on the downlink .*replicas would diverge"):
+        Compressed(fedavg(), EDEN(bits=1), downlink=EDEN(bits=1))
 
 
 def test_one_client_and_zero_rounds() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,11 +38,13 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import FRAME, NODE_RECORD, POST, put_frame
 from fedcomp.flower.rounds import fit
 from fedcomp.gossip import ALGORITHMS
+from fedcomp.gossip.errors import Diverged
 from fedcomp.gossip.packet import HEADER_BYTES
-from fedcomp.gossip.topology import Complete
+from fedcomp.gossip.topology import Complete, TopologyError
 from fedcomp.gossip_simulation import FaultPlan
 from fedcomp.program import AnswerError, Said
 from fedcomp.rng import Key
+from fedcomp.strategies.gossip.report import Observed, why_not_finite
 from fedcomp.strategies.gossip.strategy import GossipRelay
 from fedcomp.systems.gossip import Done, Gossip, Turn, own_of, state_of
 
@@ -332,6 +334,13 @@ def test_one_app_without_the_half_is_refused_by_name_and_the_others_go_on() -> N
         assert report.without_mod == list(report.refused)
 
 
+@pytest.mark.parametrize(("topology", "why"), [("rng", "did you mean 'ring'"), ("exponential", "is directed")])
+def test_a_graph_that_cannot_carry_the_algorithm_is_refused_where_it_is_written(topology: str, why: str) -> None:
+    with pytest.raises(TopologyError, match=why):
+        strategy("choco", topology=topology, nodes=NODES)
+    assert repr(strategy("choco", topology="ring")).endswith(", 'ring')")
+
+
 def test_without_any_answer_the_run_ends_with_a_reason() -> None:
     relay = strategy("sgp", patience=2)
     with pytest.raises(StateError, match="no node is left"):
@@ -348,6 +357,26 @@ def test_a_run_whose_models_nobody_shows_ends_with_what_the_nodes_said() -> None
     app = with_halves([compression(), gossip_node(lambda msg, context, setup: Blindfolded(0))])
     with pytest.raises(StateError, match=r"no node has shown its model.*'NoneType' object is not callable"):
         run(strategy("choco"), grid(app), rounds=2)
+
+
+def test_a_run_whose_result_is_not_finite_ends_with_an_error() -> None:
+    """Before a watch has seen enough to judge: a watcher needs a hundred iterations."""
+    with np.errstate(all="ignore"), pytest.raises(Diverged, match="'loss' of 4 of 4 nodes is infinite.*Halve gamma"):
+        run(strategy(made("dpsgd", lr=3e5), observe_every=1), grid())
+    # Two finite models may have a mean that is not.
+    seen = [Observed({"w": np.full(2, 3e38)}, {}, {})] * 2
+    with np.errstate(over="ignore"):
+        middle = {"w": (2 * seen[0].arrays["w"]).astype(np.float32)}
+    assert why_not_finite(seen, middle) == "the mean of the nodes' models is not finite in 'w'"
+
+
+def test_figures_that_one_node_calls_infinite_end_no_run() -> None:
+    class Odd(Pull):
+        def evaluate(self, arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
+            return {"loss": np.inf if self.partition == 1 else 1.0, "odd": np.nan}
+
+    app = with_halves([compression(), gossip_node(lambda m, context, s: Odd(int(context.node_config["partition-id"])))])
+    assert np.any(run(strategy("dpsgd"), grid(app)).arrays["weight"].numpy())
 
 
 def test_a_run_whose_nodes_all_fail_ends_with_what_they_said() -> None:

@@ -31,6 +31,7 @@ from fedcomp.privacy.sampling import Sampling
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.round_log import RoundLog
+from fedcomp.strategies.round_log import line as line_of
 from fedcomp.strategies.shared_support import SharedSupport
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
@@ -160,6 +161,16 @@ def test_b1_a_first_round_without_a_usable_reply_is_an_error_with_the_reasons(in
     with pytest.raises(NoUsableReply, match=r"4 clients were asked.*3 x error 2:.*disk full.*1 of 4 without a reply"):
         run(strategy, failing({1}, {0, 1, 2}), fault=ScriptedFaults({(1, 3): "silent"}))
     assert len(strategy.reports[1].refused) == 3
+
+
+def test_reasons_in_a_rounds_line_end_with_a_word() -> None:
+    report = Report(1, asked=1)
+    reason = "NonFiniteUpdate: " + "tensor 'a' of the update holds non-finite values; " * 4
+    report.refuse(7, reason)
+    cut = line_of(report).partition("refused (")[2].removesuffix(")")
+    assert cut.endswith("...")
+    assert len(cut) <= 100
+    assert reason.startswith(cut.removesuffix("...") + " ")
 
 
 def test_b1_a_later_round_without_a_usable_reply_is_a_warning(shown: Shown) -> None:

@@ -518,6 +518,11 @@ class _Summing:
             self.tags[source] = tag
             for row, tags in self.held.items():
                 matrix[row, source] = tag in tags.get(source, ())
+        if len(self.held) < self.plan.needed:
+            raise NotDecodable(
+                f"{len(self.held)} of {self.plan.relays} clients answered, {self.plan.needed} are needed (symbols + "
+                "threshold)"
+            )
         self.chosen, relays = choose_set(matrix, self.plan.needed)
         for source, node in enumerate(self.nodes):
             if source not in self.chosen:
