@@ -151,7 +151,7 @@ class Evaluating(ExchangeStrategy, Stateful):
                 f"replies to evaluation hold the ArrayRecords {shorten(str(names))}, which no code reads: "
                 f"{report.payload_bytes:,} bytes that are in no ratio of training replies"
             )
-        self._log.warn(report)
+        self._log.warn(report, self.roster.claims)
         report.concluded = True
         return self.inner.aggregate_evaluate(server_round, [*(reply for _, reply in kept), *errors])
 

@@ -11,11 +11,13 @@ import os
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.logs import log
+from fedcomp.flower.payload import PARTITIONS
 from fedcomp.flower.report import WITHHELD, Report
 from fedcomp.flower.rounds import planned
 from fedcomp.logs import ROUNDS_VARIABLE
@@ -29,6 +31,8 @@ _NAMED: Final = 5
 
 _LEAST_RATIO: Final = 1.005
 """What is less is written "1x"."""
+
+_NONE: Final[Mapping[int, int]] = MappingProxyType({})
 
 _NOBODY: Final = 0
 """In place of a node, for what is about the round: Flower's node ids are never 0."""
@@ -59,11 +63,13 @@ class RoundLog:
         self._name, self._app, self._counted = name, app, counted
         self._count: defaultdict[int, Counter[str]] = defaultdict(Counter)
 
-    def conclude(self, report: Report, *, withheld: bool = False) -> None:
+    def conclude(self, report: Report, partitions: Mapping[int, int] = _NONE, *, withheld: bool = False) -> None:
         """Log a training round: its warnings, then its line. The report is complete with that.
 
         Parameters
         ----------
+        partitions : mapping of int to int
+            Of the nodes, as far as they are known.
         withheld : bool
             Say nothing that depends on who took part, and let the report forget it.
         """
@@ -74,11 +80,11 @@ class RoundLog:
             report.withhold()
             self._publish(report, WITHHELD)
             return
-        self.warn(report)
+        self.warn(report, partitions)
         # Of those that are refused as well the reason is logged already.
         taken = [node for node in report.without_mod if node not in report.refused]
-        self._warn(report.round, "full model instead of a frame", dict.fromkeys(taken, lacks(self._name, self._app)))
-        self._warn(report.round, "full model instead of a frame", report.unsupported)
+        without = dict.fromkeys(taken, lacks(self._name, self._app))
+        self._warn(report.round, "full model instead of a frame", without | report.unsupported, partitions)
         if report.asked and not report.used:
             log.warning("%s, round %d: no update was used, the model is unchanged", self._name, report.round)
         text = line(report, self._counted)
@@ -104,19 +110,20 @@ class RoundLog:
                 "%s, round %d: cannot write the end of the round to %s: %s", self._name, report.round, path, error
             )
 
-    def warn(self, report: Report) -> None:
+    def warn(self, report: Report, partitions: Mapping[int, int] = _NONE) -> None:
         """Log what was refused in a round, training or evaluation, and why, and its notes."""
-        self._warn(report.round, "reply not used", report.refused)
+        self._warn(report.round, "reply not used", report.refused, partitions)
         for note in report.notes:
             self._warn(report.round, "note", {_NOBODY: note})
 
-    def _warn(self, server_round: int, what: str, reasons: Mapping[int, str]) -> None:
+    def _warn(
+        self, server_round: int, what: str, reasons: Mapping[int, str], partitions: Mapping[int, int] = _NONE
+    ) -> None:
         """Log reasons by node: each the first time, and every power of ten times; one line for all that share it."""
         due: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         for node, reason in reasons.items():
             text = _one_line(reason)
-            # Rounds, sequence numbers and losses in it would make every reason a new one.
-            kind = f"{what}: {re.sub('[0-9]+', '#', text)}"
+            kind = f"{what}: {_kind(text)}"
             counts = self._count[node]
             # Bounded per node, or a client could fill memory and log with a new text each round.
             if kind not in counts and len(counts) >= _REASONS:
@@ -126,7 +133,9 @@ class RoundLog:
                 due[text, counts[kind]].append(node)
         for (text, times), nodes in due.items():
             again = f", for the {times}th time" if times > 1 else ""
-            log.warning("%s, round %d: %s: %s%s%s", self._name, server_round, what, text, _whose(nodes), again)
+            log.warning(
+                "%s, round %d: %s: %s%s%s", self._name, server_round, what, text, _whose(nodes, partitions), again
+            )
 
 
 def line(report: Report, counted: str = "training replies") -> str:
@@ -165,8 +174,7 @@ def require_usable(report: Report) -> None:
     # Fewer refusals than replies: something could be used, whether or not it made a model.
     if not replied or len(report.refused) < replied:
         return
-    reasons = Counter(_one_line(reason) for reason in report.refused.values())
-    why = [f"{count} x {reason}" if count > 1 else reason for reason, count in reasons.most_common(10)]
+    why = _grouped(report.refused.values())
     why += [f"{report.lost} of {report.asked} without a reply in time"] if report.lost else []
     why += [_one_line(note) for note in report.notes]
     raise NoUsableReply(
@@ -217,8 +225,7 @@ def require_learnt(reports: Mapping[int, Report]) -> None:
     if not made or any(report.used for report in made):
         return
     last = made[-1]
-    reasons = Counter(_one_line(reason) for reason in last.refused.values())
-    why = [f"{count} x {reason}" if count > 1 else reason for reason, count in reasons.most_common(10)]
+    why = _grouped(last.refused.values())
     why += [f"{last.lost} messages without a reply"] if last.lost else []
     why += [_one_line(note) for note in last.notes]
     raise NoUsableReply(
@@ -227,11 +234,27 @@ def require_learnt(reports: Mapping[int, Report]) -> None:
     )
 
 
-def _whose(nodes: list[int]) -> str:
-    named = ", ".join(str(node) for node in nodes[:_NAMED])
+def _whose(nodes: list[int], partitions: Mapping[int, int]) -> str:
+    # The remainder is what a node without a partition of its own draws: it tells nobody which one is meant.
+    known = {node: f" of partition {p}" for node, p in partitions.items() if p != node % PARTITIONS}
+    named = ", ".join(f"{node}{known.get(node, '')}" for node in nodes[:_NAMED])
     if len(nodes) == 1:
         return "" if nodes == [_NOBODY] else f" (node {named})"
     return f" ({len(nodes)} nodes: {named}{', ...' if len(nodes) > _NAMED else ''})"
+
+
+def _kind(text: str) -> str:
+    """Return a reason without its numbers: rounds, sequence numbers and losses would make every reason a new one."""
+    return re.sub("[0-9]+", "#", text)
+
+
+def _grouped(reasons: Iterable[str]) -> list[str]:
+    """Return the most frequent kinds of reasons, each by the first one of its kind and how many there are."""
+    first, count = dict[str, str](), Counter[str]()
+    for reason in map(_one_line, reasons):
+        first.setdefault(_kind(reason), reason)
+        count[_kind(reason)] += 1
+    return [f"{n} x {first[kind]}" if n > 1 else first[kind] for kind, n in count.most_common(10)]
 
 
 def _cut(text: str) -> str:

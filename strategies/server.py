@@ -329,7 +329,7 @@ class Server(Evaluating):
                 require_usable(x.report)
         if withheld and x.rule.not_finite in x.report.notes:
             log.warning("round %d: %s", x.report.round, x.rule.not_finite)
-        self._log.conclude(x.report, withheld=withheld)
+        self._log.conclude(x.report, self.roster.claims, withheld=withheld)
         if outcome is not None and self.halves is not None:
             outcome = completed(outcome, self.halves, self.seed)
         return outcome, metrics

@@ -23,8 +23,8 @@ from fedcomp.flower._private import (
     unpack,
 )
 from fedcomp.flower.faults import NO_FAULT, Delivery, Fault, FaultPlan, corrupt, resolve
+from fedcomp.flower.logs import brief, log
 from fedcomp.flower.nodes import GridError, Node, NodeLinks
-from fedcomp.logs import log
 from fedcomp.rng import Key
 
 ClientCall = Callable[[Message, Context], Message]
@@ -122,11 +122,14 @@ class ClientRunner:
         except SystemExit as error:
             # A deployment's app process would be gone without a reply and without a context to store. Only an
             # interrupt is for the run itself.
-            log.warning("client of partition %d ended its process (%s)", node.partition, error.code, exc_info=True)
+            log.warning("client of partition %d ended its process (%s): %s", node.partition, error.code, brief(error))
+            log.debug("client of partition %d ended its process", node.partition, exc_info=True)
             failure = ErrorCode.CLIENT_APP_CRASHED, "ClientApp stopped responding."
         except Exception as error:
-            # Engines turn whatever an app raises into an error reply; the traceback would be lost without the log.
-            log.warning("client of partition %d raised", node.partition, exc_info=True)
+            # Engines turn whatever an app raises into an error reply; where it was raised would be lost without the
+            # log. Most frames are this project's and Flower's, the same for every client and round.
+            log.warning("client of partition %d raised %s", node.partition, brief(error))
+            log.debug("client of partition %d raised", node.partition, exc_info=True)
             failure = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{type(error)}:<'{error}'>"
         if failure is None and work.run_config != run_config:
             failure = ErrorCode.UNKNOWN, "The app changed context.run_config; the simulation engine refuses that."

@@ -224,8 +224,10 @@ class Report(_Figures):
         zero; where the inner strategy gets dense replies, those that at least one of them changed. Sparse updates of
         many clients build up: from k when all send the same coordinates to clients times k.
     tensor_bytes : dict
-        Bytes of each tensor of the frame, entry, indices and values, in all frames of the round together: per layer for
-        a codec that works by layer, else the compressed part and the dense rest.
+        Bytes of each tensor of the frame, entry, indices and values, in all frames of the round together. Only of a
+        codec that works by layer (such as ``TopK(scope="layer")``) these are the model's tensors. All others put what
+        they compress into one tensor of the frame, which does not say how many bytes belong to which of the model's:
+        of these it is "the compressed part" and "the dense rest".
     padded_bytes : int
         Length of every client's frame in a private round, padding included; 0 where frames are as long as their
         updates make them.

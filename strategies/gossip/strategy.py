@@ -251,7 +251,7 @@ class GossipRelay(Server):
                 "no node has shown its model after the last round, so the run has no result" + _reasons(report)
             )
         report.asked, report.used = len(section.members), section.answers
-        self._log.conclude(report)
+        self._log.conclude(report, self.roster.claims)
         return observed, section.metrics()
 
     def _run(

@@ -361,7 +361,7 @@ def test_a_run_whose_models_nobody_shows_ends_with_what_the_nodes_said() -> None
 
 def test_a_run_whose_result_is_not_finite_ends_with_an_error() -> None:
     """Before a watch has seen enough to judge: a watcher needs a hundred iterations."""
-    with np.errstate(all="ignore"), pytest.raises(Diverged, match="'loss' of 4 of 4 nodes is infinite.*Halve gamma"):
+    with np.errstate(all="ignore"), pytest.raises(Diverged, match=r"'loss' of 4 of 4 nodes is infinite.*Halve gamma"):
         run(strategy(made("dpsgd", lr=3e5), observe_every=1), grid())
     # Two finite models may have a mean that is not.
     seen = [Observed({"w": np.full(2, 3e38)}, {}, {})] * 2

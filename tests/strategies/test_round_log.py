@@ -30,7 +30,7 @@ from fedcomp.layout import SmallDense
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
-from fedcomp.strategies.round_log import RoundLog
+from fedcomp.strategies.round_log import RoundLog, require_learnt, require_usable
 from fedcomp.strategies.round_log import line as line_of
 from fedcomp.strategies.shared_support import SharedSupport
 
@@ -138,7 +138,7 @@ def test_b1_clients_without_the_mod_are_named_once_and_counted(shown: Shown) -> 
     run(strategy, either, rounds=12)
     (node,) = strategy.reports[1].without_mod
     first, tenth = shown.warnings("write app = ClientApp(mods=[fc.compression()])")
-    assert f"(node {node})" in first
+    assert f"(node {node} of partition 2)" in first
     assert "round 1:" in first
     assert "round 10:" in tenth
     assert "for the 10th time" in tenth
@@ -161,6 +161,58 @@ def test_b1_a_first_round_without_a_usable_reply_is_an_error_with_the_reasons(in
     with pytest.raises(NoUsableReply, match=r"4 clients were asked.*3 x error 2:.*disk full.*1 of 4 without a reply"):
         run(strategy, failing({1}, {0, 1, 2}), fault=ScriptedFaults({(1, 3): "silent"}))
     assert len(strategy.reports[1].refused) == 3
+
+
+def test_a_node_goes_by_its_partition_too_where_that_is_configured(caplog: pytest.LogCaptureFixture) -> None:
+    report, drawn = Report(1, asked=9), (1 << 40) + 5
+    for node in (11, drawn, 12):
+        report.refuse(node, "late")
+    RoundLog("S").conclude(report, {11: 3, drawn: 5})
+    (warning,) = [text for text in caplog.messages if "reply not used" in text]
+    assert warning.endswith(f": late (3 nodes: 11 of partition 3, {drawn}, 12)")
+
+
+def test_an_error_of_a_run_groups_reasons_that_differ_in_numbers_alone() -> None:
+    """Of thirty clients each has another loss: their errors are one, and do not hide the other one."""
+    for require in (require_usable, lambda report: require_learnt({1: report})):
+        report = Report(1, asked=30)
+        for node in range(1, 30):
+            report.refuse(node, f"loss {node / 7} is too large")
+        report.refuse(30, "disk full")
+        with pytest.raises(NoUsableReply) as error:
+            require(report)
+        assert f": 29 x loss {1 / 7} is too large; disk full" in str(error.value)
+        assert str(error.value).count("too large") == 1
+
+
+def test_of_what_an_app_raises_the_log_has_the_users_frames_and_all_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+    honest = client_app([compression()])
+
+    def load(msg: Message) -> None:
+        try:
+            {}["missing"]
+        except KeyError as error:
+            raise RuntimeError("no data here") from error
+
+    @honest.query("other")
+    def other(msg: Message, context: Context) -> Message:
+        load(msg)
+        return msg
+
+    with caplog.at_level(logging.DEBUG, "flwr.fedcomp"), InProcessGrid(honest, 1) as over:
+        (node,) = over.get_node_ids()
+        over.send_and_receive([Message(RecordDict(), node, "query.other")])
+    short = next(r for r in caplog.records if r.levelno == logging.WARNING)
+    first, cause, outer, inner = short.getMessage().split("\n    ")
+    assert first == "client of partition 0 raised RuntimeError: no data here"
+    assert cause == "caused by KeyError: 'missing'"
+    assert "in other: load(msg)" in outer
+    assert f"at {__file__}:" in inner
+    assert "in load: raise RuntimeError" in inner
+    assert short.exc_info is None
+    whole = next(r for r in caplog.records if r.levelno == logging.DEBUG and r.exc_info)
+    assert "Traceback" in logging.Formatter().format(whole)
+    assert "clients/kept.py" in logging.Formatter().format(whole)
 
 
 def test_reasons_in_a_rounds_line_end_with_a_word() -> None:
@@ -207,8 +259,8 @@ def test_b1_failed_evaluations_are_in_the_log(shown: Shown) -> None:
         return honest(msg, context)
 
     run(Compressed(fedavg(), TopK(0.05)), app, rounds=1)
-    (warning,) = shown.warnings("no test set")
-    assert "reply not used" in warning
+    (warning,) = shown.warnings("reply not used")
+    assert "no test set" in warning
 
 
 def test_b1_a_log_of_a_thousand_rounds_stays_readable(shown: Shown) -> None:
