@@ -11,7 +11,9 @@ from estimate_streams import D as LONG
 from flwr.app import Array, ArrayRecord
 from gossip_faults import Quadratic, vectors
 from gossip_toy import grid, model, strategy
+from toy import client_app
 
+from fedcomp.clients.compressed import compression
 from fedcomp.flower.rounds import fit
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, View, messages_of
@@ -251,6 +253,11 @@ RUNS = (
         "closing iterations are for push-sum algorithms; leave it at 0",
         lambda: Gossip(choco(), Ring(4), skew_rounds=3),
         lambda: Gossip(choco(), Ring(4), skew_rounds=0),
+    ),
+    row(
+        "has nothing to learn from: write app = fc.client(app, fc.gossip_node(...))",
+        lambda: fit(strategy("choco", patience=1), grid(client_app([compression()])), model(), 1, timeout=9),
+        lambda: np.any(trained()["weight"].numpy()),
     ),
     row(
         "vertices; leave nodes out",
