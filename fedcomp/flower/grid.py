@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Self, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -147,7 +147,7 @@ class InProcessGrid(GridNodes, Grid):
         self._claim: IdentityClaim | None = None
         self._identify(self.run_id)
 
-    def __enter__(self) -> InProcessGrid:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
