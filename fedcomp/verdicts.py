@@ -68,7 +68,7 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             ),
             'TopK(values="q4")': Verdict(
                 "recommended",
-                "As a downlink codec at a density of 5 % it sends 23 times fewer bytes in 40 rounds, beside any "
+                "As a downlink codec at a density of 5 % it sends 24 times fewer bytes in 40 rounds, beside any "
                 "codec of the clients.",
             ),
             "qsgd": Verdict(
@@ -231,7 +231,7 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             ),
             "Compressed(downlink=...)": Verdict(
                 "recommended",
-                "With a second codec the server sends 17 to 23 times fewer bytes in 40 rounds; on a link with equal "
+                "With a second codec the server sends 17 to 24 times fewer bytes in 40 rounds; on a link with equal "
                 "rates a compressed uplink alone saves less than half of the transfer time.",
             ),
             "Adapters": Verdict(

@@ -25,7 +25,7 @@ import stat
 import tarfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -558,7 +558,10 @@ SETS: Final[Mapping[str, _Set]] = {
         read=_read_cifar,
     ),
     "tiny-shakespeare": _SHAKESPEARE,
-    "dialects": _SHAKESPEARE,
+    # Pretraining needs the text of speakers who are no clients.
+    "dialects": replace(
+        _SHAKESPEARE, offline=lambda: Corpus(synthetic.speakers(48)), offline_is="synthetic text of 48 Markov speakers"
+    ),
     "a9a": _Set(
         _breast_cancer,
         "scikit-learn's embedded breast cancer table (30 features instead of 123)",

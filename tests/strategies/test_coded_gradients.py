@@ -274,7 +274,7 @@ def test_a_node_without_the_mod_is_left_out_with_the_reason() -> None:
     assert np.allclose(found, full_batch(1, [0, 1, 3, 4])[0], rtol=0, atol=1e-12)
     (reason,) = coded.reports[1].coded.excluded.values()
     assert "not in the code" in reason
-    assert "fedcomp.client(app)" in reason
+    assert "write app = fc.client(app)" in reason
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -358,7 +358,7 @@ def test_an_app_without_the_handlers_is_told_what_it_lacks() -> None:
     assert "linear_device(rows)" in strategy.reports[1].linear.refused[0]
     with pytest.raises(NoUsableReply):
         run(strategy, metered(3, app=ClientApp()), 1)
-    assert "fedcomp.client(app)" in strategy.reports[1].linear.refused[0]
+    assert "write app = fc.client(app, fc.linear_device(...))" in strategy.reports[1].linear.refused[0]
 
 
 def test_partitions_follow_from_the_number_of_clients() -> None:

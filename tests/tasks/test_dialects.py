@@ -173,7 +173,7 @@ def test_a_step_size_that_falls_follows_the_keys_round_and_nothing_that_the_clie
     [
         ({"falls": 10}, {"max_steps": 2}, "optimizer='adamw' as well"),
         ({"falls": 10, "optimizer": "adamw"}, {}, "set max_steps"),
-        ({"pretrained": 1, "speakers": 20}, {}, "lower speakers"),
+        ({"pretrained": 1, "speakers": 48, "min_chars": 0}, {}, "lower speakers"),
         ({"kept": True}, {}, "optimizer='adamw' as well"),
         ({"hidden": 10}, {}, "heads=4 does not divide"),
         ({"partition": "shards:2"}, {}, "splits by class"),

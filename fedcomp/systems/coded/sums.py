@@ -518,11 +518,6 @@ class _Summing:
             self.tags[source] = tag
             for row, tags in self.held.items():
                 matrix[row, source] = tag in tags.get(source, ())
-        if len(self.held) < self.plan.needed:
-            raise NotDecodable(
-                f"{len(self.held)} of {self.plan.relays} clients answered, {self.plan.needed} are needed (symbols + "
-                "threshold)"
-            )
         self.chosen, relays = choose_set(matrix, self.plan.needed)
         for source, node in enumerate(self.nodes):
             if source not in self.chosen:
@@ -531,6 +526,11 @@ class _Summing:
                 self.now.told["coded"]["left_out"][node] = (
                     f"{count} relays hold its shards, {needed} that hold everybody's are needed"
                 )
+        if len(self.held) < self.plan.needed:
+            raise NotDecodable(
+                f"{len(self.held)} of {self.plan.relays} clients answered, {self.plan.needed} are needed (symbols + "
+                "threshold)"
+            )
         if len(self.chosen) < self.plan.least:
             raise NotDecodable(
                 f"{len(self.held)} of {self.plan.relays} relays reported, and {self.plan.needed} of them hold the same "
