@@ -295,7 +295,7 @@ def _run_row(
     watch, result = Watch(honest), None
 
     def grid(app: Any, nodes: int, **options: Any) -> InProcessGrid:
-        return InProcessGrid(app, nodes, fault=plan(seed) if faulty else None, **options)
+        return InProcessGrid(app, nodes, **options | {"fault": plan(seed) if faulty else None})
 
     def halt(found: Any) -> None:
         if stop and found.round == STOP:

@@ -154,7 +154,8 @@ def test_beyond_the_tolerated_losses_the_round_is_void_and_free() -> None:
     with pytest.raises(NoUsableReply, match="learnt nothing"):
         run(strategy, grid, 2)
     assert strategy.reports[1].coded.included == []
-    assert any("3 of 6 clients answered, 4 are needed (symbols + threshold)" in note for note in strategy.reports[1].notes)
+    why = "3 of 6 clients answered, 4 are needed (symbols + threshold)"
+    assert any(why in note for note in strategy.reports[1].notes)
     assert not grid.asked("AddUp")
     assert find_private(strategy).privacy.releases == 0
 
