@@ -255,7 +255,7 @@ def _ranked(found: Sequence[Candidate], plain: Candidate | None, size: int, at: 
     if size > DIRECT:
         notes.append(
             f"The model has more than {DIRECT} values: bytes were extrapolated from two smaller ones, and memory in "
-            "proportion from the larger one, which is an estimate, usually too high."
+            "proportion from the larger one, which is an upper estimate."
         )
     if any(line.name == each.name and line.remembers and not each.fits for each in found for line in LINES):
         notes.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import tracemalloc
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
@@ -40,6 +41,7 @@ class CountingGrid(InProcessGrid):
 
     def start(self) -> None:
         """Count from now on. What was allocated before, and is kept, is not seen."""
+        gc.collect()
         tracemalloc.start()
 
     def close(self) -> None:
@@ -67,6 +69,8 @@ class CountingGrid(InProcessGrid):
     def _delivering(self) -> Iterator[None]:
         self.served()
         yield
+        # What earlier rounds left behind would be counted, or not, as the collector likes.
+        gc.collect()
         tracemalloc.reset_peak()
 
     def served(self) -> None:
