@@ -234,6 +234,16 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "systems/diloco.md",
     ),
     Published(
+        "DeMo",
+        "Peng, Quesnelle and Kingma, 2024, arXiv:2411.19870",
+        "Few cosines of each momentum and a step by signs train as well as an exchange of whole gradients",
+        "abstract",
+        "Loss over that of DiLoCo with whole models, of as many steps with gradients of as many examples",
+        "diloco",
+        ("DeMo: times the loss against DiLoCo, whole models",),
+        "systems/diloco.md",
+    ),
+    Published(
         "Coded relays",
         "Ho et al., 2006 (network coding); Blömer et al., 1995 (Cauchy codes)",
         "Any K coded shards restore what was sent",
