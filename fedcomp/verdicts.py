@@ -276,18 +276,18 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             ),
             "diloco": Verdict(
                 "specialised",
-                "One bit a value in both directions ends within 0.1 % of the loss of whole-model DiLoCo and 0.6 % above "
-                "tuned FedAvg's, in 32 times fewer bytes; take it where clients train long between two exchanges.",
+                "One bit a value in both directions ends within 0.1 % of the loss of whole-model DiLoCo and 0.6 % "
+                "above tuned FedAvg's, in 32 times fewer bytes; take it where clients train long between two exchanges.",
             ),
             "sparseloco": Verdict(
                 "specialised",
-                "It sends 93 times fewer bytes both ways, but after 24 rounds its loss is 7 % above that of whole-model "
-                "DiLoCo (top-k with feedback: 11 %); take it for long runs whose clients return.",
+                "It sends 93 times fewer bytes both ways, but after 24 rounds its loss is 7 % above that of "
+                "whole-model DiLoCo (top-k with feedback: 11 %); take it for long runs whose clients return.",
             ),
             "demo": Verdict(
                 "specialised",
-                "It exchanges after every step and sends ten times DiLoCo's bytes of 15 steps a round, for a loss 1.2 % "
-                "above DiLoCo's; take it where clients and server are linked well.",
+                "It exchanges after every step and sends ten times DiLoCo's bytes of 15 steps a round, for a loss "
+                "1.2 % above DiLoCo's; take it where clients and server are linked well.",
             ),
             "forward": Verdict(
                 "specialised",
