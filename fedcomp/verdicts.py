@@ -276,8 +276,9 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             ),
             "diloco": Verdict(
                 "specialised",
-                "One bit a value in both directions ends within 0.1 % of the loss of whole-model DiLoCo and 0.6 % "
-                "above tuned FedAvg's, in 32 times fewer bytes; take it where clients train long between two exchanges.",
+                "One bit a value in both directions ends within 0.1 % of the loss of whole-model DiLoCo "
+                "and 0.6 % above tuned FedAvg's, in 32 times fewer bytes; take it where clients train long between "
+                "two exchanges.",
             ),
             "sparseloco": Verdict(
                 "specialised",
