@@ -40,6 +40,7 @@ SEND_AT_LEAST: Final = 0.9
 """Compression that leaves more than this part of the link time is not recommended."""
 DIFFERENT: Final = 1.1
 """Link times that differ by less are equal; the line that was measured to lose less is then first."""
+RATES: Final = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"), (1, "bit/s"))
 ADDED: Final = ("bytes", "client", "record")
 """Purposes of lines whose server adds replies into one buffer, so that one more needs no more than its own bytes."""
 
@@ -154,7 +155,7 @@ def advise(
         is executed. Or the folder of a Flower app: its ServerApp is run, as ``flwr run`` does, up to the first message
         that holds a model.
     parameters : int, optional
-        Number of the model's values, in place of ``model``: one flat tensor stands for it.
+        Number of the model's values, in place of ``model``: one matrix stands for it.
     clients : int
         Number of clients in all.
     fraction : float
@@ -217,26 +218,28 @@ def advise(
         arrays = _checked(model)
     size = int(parameters or sum(a.size for a in arrays.values()))
     found = [_candidate(line, at, arrays, size, where) for line in LINES if line.concerns(at)]
-    plain = next(c for c in found if c.name == "FedAvg") if at.server else None
-    advice = _ranked(found, plain, size, at)
+    advice = _ranked(found, size, at, where)
     told = f"The model of {size:,} values is the first that the app sent; its ServerApp was run up to there."
     return replace(advice, notes=(*advice.notes, told)) if app else advice
 
 
-def _ranked(found: Sequence[Candidate], plain: Candidate | None, size: int, at: Situation) -> Advice:
+def _ranked(found: Sequence[Candidate], size: int, at: Situation, link: Link) -> Advice:
+    plain = next(each for each in found if each.name == "FedAvg")
+
     def order(each: Candidate) -> tuple[Any, ...]:
-        # Link times within a tenth of each other are one step of the scale.
+        # Link times within a tenth of each other are one step of the scale. Lines of which nothing was measured stay in
+        # the order of the page.
         step = round(math.log(max(each.seconds, 1e-9)) / math.log(DIFFERENT))
-        return bool(each.fits), step, each.lost if each.lost is not None else math.inf, each.up_run
+        return bool(each.fits), step, *((math.inf, 0.0) if each.lost is None else (each.lost, each.up_run))
 
     ranked = sorted(found, key=order)
     first = ranked[0]
-    if plain is not None and not plain.fits and first is not plain and first.seconds > SEND_AT_LEAST * plain.seconds:
+    if not plain.fits and first is not plain and first.seconds > SEND_AT_LEAST * plain.seconds:
         ranked = [plain, *(each for each in ranked if each is not plain)]
         first = plain
     if first is plain:
         reason = "Take plain FedAvg: no line that fits saves a tenth of its link time."
-    elif plain is None or plain.fits:
+    elif plain.fits:
         reason = f"Take {first.name}: it is the line for what you ask, and needs {first.seconds:.3g} s a round."
     else:
         lost = "" if first.lost is None else f", and was measured to lose {first.lost:.1f} points at most"
@@ -247,7 +250,8 @@ def _ranked(found: Sequence[Candidate], plain: Candidate | None, size: int, at: 
     notes = [
         "up, down: bytes of a client in a round in which it takes part; messages between clients are in both.",
         f"up, run and down, run: of all {at.rounds} rounds, with {at.participants} of {at.clients} clients in each.",
-        "s a round: link time alone; training and encoding come on top.",
+        f"s a round: link time alone, at {_rate(link.up_bits_per_s)} up, {_rate(link.down_bits_per_s)} down and "
+        f"{1000 * link.latency_s:g} ms a message; training and encoding come on top.",
         "client, server: memory at the peak of a round, without training; the server's with the replies it holds.",
         "keeps: what is stored of a client between rounds.",
         "points lost: worst of three tasks, `python -m experiments.run readme`; your model may lose more.",
@@ -343,7 +347,8 @@ def _trial(line: Line, at: Situation, arrays: Arrays, link: Link) -> NDArray[np.
         each[i, 2] = (
             8.0 * each[i, 0] / link.up_bits_per_s + 8.0 * each[i, 1] / link.down_bits_per_s + link.latency_s * crossings
         )
-    steady = each[rounds // 2 :].mean(axis=0)
+    # Not the last one, which can be unlike the others: gossip shows models once more.
+    steady = each[rounds // 2 : -1].mean(axis=0)
     run = each[: at.rounds]
     averages = (run.sum(axis=0) + (at.rounds - len(run)) * steady) / at.rounds
     more, reply = at.participants - shown, each[-1, 0]
@@ -377,6 +382,8 @@ def load(path: str | Path) -> Arrays:
         When it needs torch, and torch is not installed.
     """
     path = Path(path)
+    if not path.exists():
+        raise ConfigError(f"there is no file or folder {path}")
     kind = path.suffix.lower()
     try:
         if kind in (".pt", ".pth"):
@@ -453,7 +460,8 @@ def _checked(model: Mapping[str, Any]) -> Arrays:
 def _flat(parameters: Any) -> Arrays:
     # Of a larger model no more than this is tried.
     size = min(checked("parameters", parameters, Int(1, LARGEST)), DIRECT)
-    return {"values": Key(0, "advise/model").generator().standard_normal(size, np.float32)}
+    # A matrix: gossip sends tensors of one dimension whole.
+    return {"values": Key(0, "advise/model").generator().standard_normal((size, 1), np.float32)}
 
 
 def _shrunk(arrays: Arrays, goal: int) -> Arrays:
@@ -472,6 +480,10 @@ def _shrunk(arrays: Arrays, goal: int) -> Arrays:
         return np.ascontiguousarray(flat[:rows, :columns])
 
     return {name: cut(array) for name, array in arrays.items()}
+
+
+def _rate(bits_per_s: float) -> str:
+    return next(f"{bits_per_s / unit:g} {name}" for unit, name in RATES if bits_per_s >= unit or unit == 1)
 
 
 def _size(nbytes: float) -> str:

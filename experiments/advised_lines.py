@@ -110,7 +110,7 @@ class Line:
 
     def concerns(self, at: Situation) -> bool:
         """Return whether the line is a row of the table."""
-        return self.purpose == purpose_of(at) or (self.name == "FedAvg" and at.server)
+        return self.name == "FedAvg" or self.purpose == purpose_of(at)
 
     def unfit(self, at: Situation) -> str:
         """Return why the line does not fit; empty where it does."""
@@ -175,6 +175,10 @@ def measured_loss(line: Line, at: Situation) -> float | None:
     column = min(range(len(AFTER)), key=lambda i: abs(math.log(AFTER[i] / at.rounds)))
     pairs = zip(rows["plain FedAvg"], rows[line.row], strict=True)
     return max(0.0, *(round(plain[column] - lossy[column], 1) for plain, lossy in pairs))
+
+
+RARE: Final = {"observe_every": 1000}
+"""Gossip: the server sees models after every thousandth round, and after the last one."""
 
 
 def pair(up: Callable[[], Any], down: Callable[[], Any] | None = None) -> Callable[[Any, Amounts], Any]:
@@ -263,12 +267,14 @@ LINES: Final = (
     Line(
         "coded sum",
         "fc.CodedFedAvg(fc.Compressed(FedAvg({sampled}), fc.FixedPoint(fc.RandomK(1.0), clip=0.05, levels=127)), "
-        'construction="sumcode", symbols={symbols}, threshold={threshold}, transport="peers", max_weight=1000)',
+        'construction="sumcode", symbols={symbols}, threshold={threshold}, min_contributors=4, transport="peers", '
+        "max_weight=1000)",
         lambda inner, of: fc.CodedFedAvg(
             fc.Compressed(inner, fc.FixedPoint(fc.RandomK(1.0), clip=0.05, levels=127)),
             construction="sumcode",
             symbols=of.symbols,
             threshold=of.threshold,
+            min_contributors=4,
             transport="peers",
             max_weight=1000,
         ),
@@ -296,21 +302,26 @@ LINES: Final = (
     ),
     Line(
         "CHOCO",
-        'fc.GossipRelay(CHOCO(lr=0.05, gamma=1.0, compressor={{"id": "scaledsign"}}), "ring", transport="peers")',
+        'fc.GossipRelay(CHOCO(lr=0.05, gamma=1.0, compressor={{"id": "scaledsign"}}), "ring", transport="peers", '
+        "observe_every=1000)",
         lambda inner, of: fc.GossipRelay(
-            {"name": "choco", "lr": 0.05, "gamma": 1.0, "compressor": {"id": "scaledsign"}}, "ring", transport="peers"
+            {"name": "choco", "lr": 0.05, "gamma": 1.0, "compressor": {"id": "scaledsign"}},
+            "ring",
+            transport="peers",
+            **RARE,
         ),
         purpose="gossip",
-        note="For undirected graphs; take SparsePush on directed ones.",
+        note="For undirected graphs; take SparsePush on directed ones. Tensors of one dimension travel whole.",
     ),
     Line(
         "SparsePush",
-        'fc.GossipRelay(SparsePush(density=0.01, lr=0.05), "exponential", skew_rounds="auto", transport="peers")',
+        'fc.GossipRelay(SparsePush(density=0.01, lr=0.05), "exponential", skew_rounds="auto", transport="peers", '
+        "observe_every=1000)",
         lambda inner, of: fc.GossipRelay(
-            {"name": "sparse-push", "density": 0.01, "lr": 0.05}, "exponential", transport="peers"
+            {"name": "sparse-push", "density": 0.01, "lr": 0.05}, "exponential", transport="peers", **RARE
         ),
         purpose="gossip",
-        note="For directed, changing or lossy graphs.",
+        note="For directed, changing or lossy graphs. Tensors of one dimension travel whole.",
     ),
 )
 """All lines, in the order of the page."""

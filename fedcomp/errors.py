@@ -140,11 +140,15 @@ def why_missing(library: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the closest of ``known``, or the list of them when none is close."""
+    """Return ``"; did you mean 'x'?"`` for the closest of ``known``, or the list of them when none is close.
+
+    Names that are equally close (q2, q4 and q8 to "q3") are all listed, three at most.
+    """
     names = sorted(known)
     # Users write the part after the dot: "density" for "codec.density".
     close = [each for each in names if each.rpartition(".")[2] == name] if name else []
-    close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]!r}?"
+    if close := close or difflib.get_close_matches(name, names, n=3, cutoff=0.5):
+        likeness = [difflib.SequenceMatcher(None, each, name).ratio() for each in close]
+        best = sorted(each for each, ratio in zip(close, likeness, strict=True) if ratio == max(likeness))
+        return f"; did you mean {' or '.join(map(repr, best))}?"
     return f"; known: {', '.join(names)}" if names else "; none are known"

@@ -276,7 +276,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, mode: str) -> None:
     [
         ({"cache": "alll"}, "cache='alll' is not valid: .*; did you mean 'all'"),
         ({"structure": "some"}, "structure='some' is not valid: .*'full', 'halo'"),
-        ({"codec": "dense-f31"}, "codec='dense-f31' is not valid: .*; did you mean 'dense-f32'"),
+        ({"codec": "dense-f31"}, "codec='dense-f31' is not valid: .*; did you mean 'dense-f16' or 'dense-f32'"),
         ({"seed": 0.5}, "seed=0.5 is not valid"),
         ({"sampler": "fastgcn", "structure": "halo"}, "use structure='full'"),
         ({"inner": "fedavg"}, "inner must be a Flower Strategy instance"),
