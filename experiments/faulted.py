@@ -58,6 +58,9 @@ ENDS_SECONDS: Final = 60.0
 
 COMMAND_SECONDS: Final = 180.0
 
+NO_ROOM: Final = "keeps its state on disk"
+"""What a node says that cannot write its state."""
+
 BEHIND: Final = 400.0
 """Seconds by which a wrong clock is behind, as that of a board without a battery is: more than the 305 that Flower
 bears."""
@@ -133,8 +136,8 @@ class Faulted:
         number, part = ended[-1]["round"] + 1, (time.time() - ended[-1]["at"]) / usual
         while self._acts and self._acts[0][:2] <= (number, part):
             _, _, begins, fault = self._acts.pop(0)
-            if fault.kind == CLOCK and not begins and not self._noticed(fault.node):
-                # Nobody sets a clock before somebody has seen that it is wrong.
+            if not begins and not self._noticed(fault, ended):
+                # Nobody sets a clock, or makes room on a disk, before somebody has seen what is wrong.
                 bisect.insort(self._acts, (number + 1, 0.0, False, fault), key=lambda act: act[:3])
                 continue
             if begins:
@@ -166,9 +169,17 @@ class Faulted:
             self._submit()
         return len(killed)
 
-    def _noticed(self, node: int) -> bool:
-        """Whether the log of a node says that its clock is wrong; a log begins with its process."""
-        return "s behind the SuperLink's" in self.deployment.children[1 + node].tail(10**6)
+    def _noticed(self, fault: Fault, ended: Sequence[dict[str, Any]]) -> bool:
+        """Whether the log of a node says that its clock is wrong, or a round's report that a disk is full.
+
+        A log begins with its process. Other faults need nobody to notice them.
+        """
+        if fault.kind == CLOCK:
+            return "s behind the SuperLink's" in self.deployment.children[1 + fault.node].tail(10**6)
+        if fault.kind == DISK:
+            reports = [each["refused"] for each in ended if each["round"] >= fault.round]
+            return any(NO_ROOM in reason for reasons in reports for reason in reasons)
+        return True
 
     def _end(self, fault: Fault) -> None:
         deployment, node = self.deployment, fault.node
