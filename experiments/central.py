@@ -8,8 +8,6 @@ admitted, the ledger, the noise and the step are the strategy's own, through the
 frames and the same statement (``tests/experiments/test_central.py``, ``test_private_central.py`` and the claims of
 ``sparsifiers`` and ``topagg``). What is left out is what does not change the model: messages, acknowledgements, lost
 replies.
-
-Why the in-process grid does not do this: ``python -m experiments.bench messages`` measures what records alone cost.
 """
 
 from __future__ import annotations

@@ -43,8 +43,9 @@ def table_of(sheet: Sheet) -> Table:
         else:
             words = [word for cell in (name, *cells) for word in cell.split() if len(word) <= LONGEST]
             table.add_column(name, min_width=max(map(len, words), default=0), overflow="fold")
-    for row in sheet.rows:
-        table.add_row(*(Text(cell, STYLES.get(cell, "")) for cell in row))
+    for place, row in enumerate(sheet.rows):
+        marked = ("bold" if (place, i) in sheet.differing else "" for i in range(len(row)))
+        table.add_row(*(Text(cell, STYLES.get(cell, style)) for cell, style in zip(row, marked, strict=True)))
     return table
 
 

@@ -57,7 +57,7 @@ def _entry(folder: Path) -> dict[str, Any]:
         asked, summary = folder / "config.json", folder / "summary.json"
         entry["began"] = next(path.stat().st_mtime for path in (asked, summary) if path.is_file())
         if summary.is_file():
-            return entry | entry_of(json.loads(summary.read_text(encoding="utf-8")), folder)
+            return entry | _finished(json.loads(summary.read_text(encoding="utf-8")), folder)
         config = json.loads(asked.read_text(encoding="utf-8"))["config"]
         text = f"Not finished: of {config['rounds']} rounds a system, seed {config['seed']}."
         text += f" Continue with --resume {folder.name}."
@@ -67,7 +67,7 @@ def _entry(folder: Path) -> dict[str, Any]:
         return entry | {"text": f"Cannot be read: {reason}"}
 
 
-def entry_of(summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _finished(summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return what the list shows of a finished run."""
     seed, quick = summary["config"]["seed"], summary["config"]["quick"]
     asked = [*summary["changed"], *([f"seed={seed}"] if seed else [])]

@@ -1,5 +1,5 @@
-"""HTML pages for a run's report, the list of runs and the comparison of two, self-contained and without scripts. What
-they say is in ``templates``; this is what is put into them."""
+"""HTML pages for a run's report and the list of runs, self-contained and without scripts. What they say is in
+``templates``; this is what is put into them."""
 
 from __future__ import annotations
 

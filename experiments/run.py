@@ -205,10 +205,8 @@ def _list(catalog: Mapping[str, str | Experiment], request: Request) -> int:
 def _compare(request: Request) -> int:
     assert request.compare is not None
     found = compare(request.out, *request.compare)
-    page = request.out / f"compare-{found.folders[0].name}-{found.folders[1].name}.html"
-    write_text(page, found.page())
     if request.as_json:
-        print(to_json_text(found.to_json() | {"page": str(page)}))
+        print(to_json_text(found.to_json()))
         return OK
     console = show.make_console()
     for folder, summary in zip(found.folders, found.summaries, strict=True):
@@ -221,7 +219,6 @@ def _compare(request: Request) -> int:
         if sheet.caption:
             console.print(sheet.caption, style="dim")
     console.print(found.verdict, style="bold")
-    console.print(f"Page: {page}", soft_wrap=True)
     return OK
 
 

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.experiments.overview import UNREADABLE, entry_of
-from fedcomp.experiments.page import render
-from fedcomp.experiments.plots import styles
+from fedcomp.experiments.overview import UNREADABLE
 from fedcomp.experiments.report import mark, number, percent, ratio, short_bytes
 from fedcomp.experiments.sheets import Sheet
 from fedcomp.experiments.store import locate_run
@@ -45,13 +43,6 @@ class Comparison(NamedTuple):
         """How much differs, in one sentence."""
         counts = {sheet.title.lower(): len({row for row, _ in sheet.differing}) for sheet in self.sheets}
         return "Different: " + ", ".join(f"{count or 'no'} {what}" for what, count in counts.items()) + "."
-
-    def page(self) -> str:
-        """Return the HTML page, which belongs beside the folders of the runs."""
-        names = [folder.name for folder in self.folders]
-        runs = list(map(entry_of, self.summaries, self.folders))
-        known = styles(row[0] for sheet in self.sheets if sheet.title == "Systems" for row in sheet.rows)
-        return render("compare.html", known, names=names, runs=runs, verdict=self.verdict, sheets=self.sheets)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able document with the text of every table."""

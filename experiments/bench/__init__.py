@@ -19,10 +19,8 @@ _MEASURES = {
     "gossip": "decentralised runs: time per edge as graphs grow, the protocol",
     "graphs": "a sampled step and a round as graphs grow, the sampler",
     "graph_rows": "bytes and time of Cora's feature rows and id lists by codec, beside numpy's archive, zlib and zstd",
-    "messages": "a training with messages, handed over by reference, and in the bare loop",
     "node": "processor time of a message on an edge node, with Flower's executor and ours; a quiet minute",
     "fleet": "a training over fifty nodes on this machine: seconds, memory, processor time, every update there",
-    "noise": "exact integer noise against float noise and against rational arithmetic",
     "peers": "bytes, errors and times beside torch.topk, numpy, zstd and what other frameworks send",
 }
 
