@@ -166,7 +166,6 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "uplink bytes": Quantity(_each("uplink"), 0),
     "downlink bytes": Quantity(_each("downlink"), 0),
     "last downlink bytes": Quantity(_each("late", rounds=False), 0),
-    "peer bytes": Quantity(_each("peer"), 0),
     "bits per weight": Quantity(lambda found, row, other: 32 / found.ratio(row, "uplink"), 3),
     "times fewer up": Quantity(_times("uplink"), 1),
     "times fewer down": Quantity(_times("downlink"), 1),

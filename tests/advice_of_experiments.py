@@ -103,14 +103,6 @@ def rows_of(name: str, *assignments: str, **options: Any) -> list[RunSpec]:
     return specs_of(experiment, experiment.configure(assignments=assignments, **options))
 
 
-def published(epsilons: str) -> bool:
-    """Whether every row with a promise has published noise and its epsilon for a budget."""
-    found = [
-        each.settings for each in rows_of("datalens", "full=true", f"epsilons={epsilons}") if "budget" in each.settings
-    ]
-    return {each["budget"] for each in found} >= {1.0, 10.0} and all(each["noise_multiplier"] > 0 for each in found)
-
-
 OWN = Option(3, Int(1), "rounds without progress")
 
 
@@ -158,13 +150,12 @@ EXPERIMENTS = (
     row(
         "the app of fedcomp {}", told(lambda: bundle("0.0.7")), lambda: bundle(VERSION) and bundle("0.0.7", of="0.0.7")
     ),
-    row("name a benchmark: ", lambda: failing(bench_main([])), lambda: bench_main(["noise", "--quick"]) == 0),
+    row("name a benchmark: ", lambda: failing(bench_main([])), lambda: bench_main(["state", "--quick"]) == 0),
     row(
         "name at least one system, for instance systems=topk,qsgd",
         lambda: rows_of("compare", "systems=,"),
         lambda: {each.system for each in rows_of("compare", "systems=topk,qsgd")} >= {"topk", "qsgd"},
     ),
-    row("set epsilons=10,1", lambda: published("3"), lambda: published("10,1")),
     row(
         "rows are fetched from other owners; give 2 or more",
         lambda: rows_of("gcn", clients=1),

@@ -6,7 +6,7 @@ from fedcomp.experiments.experiment import Curve, Experiment
 from fedcomp.experiments.options import TEXT, Option, numbers
 from fedcomp.experiments.studies.datalens import budgets, named, rows, study
 from fedcomp.experiments.tables import Found
-from fedcomp.rules import Flag, Int, OneOf, Real
+from fedcomp.rules import Int
 
 
 def claims(found: Found) -> str:
@@ -66,41 +66,26 @@ EXPERIMENT = Experiment(
     claims=claims,
     answer=answer,
     options={
-        "full": Option(
-            False,
-            Flag(),
-            "MNIST with the published settings, if its files are there; more than a day of one core for a row",
-        ),
         "epsilons": Option("10,1", TEXT, "budgets at delta 1e-5, one row for each and each seed", check=numbers),
         "seeds": Option(3, Int(1, 20), "runs for each epsilon"),
         "teachers": Option(150, Int(1), "teachers of each client"),
-        "records": Option(22_500, Int(100), "simulated records of all clients in total (not with full)"),
-        "k": Option(28, Int(1), "votes of a teacher on an image (not with full)"),
-        "images": Option(15, Int(1), "generated images of a step (not with full)"),
-        "beta": Option(0.2, Real(least=0.0), "threshold as a share of the teachers (not with full)"),
-        "generator_lr": Option(0.01, Real(above=0.0), "step size of the generator's Adam (not with full)"),
-        "teacher_lr": Option(0.005, Real(above=0.0), "step size of the teachers' Adam (not with full)"),
-        "discriminator": Option("bilinear", OneOf("bilinear", "mlp", "conv"), "a teacher's network (not with full)"),
+        "records": Option(22_500, Int(100), "simulated records of all clients in total"),
+        "k": Option(28, Int(1), "votes of a teacher on an image"),
+        "images": Option(15, Int(1), "generated images of a step"),
     },
     rounds=60,
     clients=10,
     minutes=5.3,
     quick=("rounds=4", "clients=2", "seeds=1", "epsilons=10", "teachers=10", "records=100", "images=2", "k=32"),
     notes=(
-        "Small by default: 8x8 digits, of which there are too few for an ensemble, so that 22 500 records are drawn "
-        "from one Gaussian per class; 1500 teachers with about fifteen of them each, 150 on every client; teachers are "
-        "bilinear in label and pixels, since small networks learn nothing from fifteen records in so few steps (set "
-        "discriminator=mlp). The test images are real. Step sizes, k and the number of steps were found at epsilon 10 "
-        "on other seeds than these. What is measured is the mechanism and not the paper's accuracy, and no order of "
-        "epsilons is claimed: without noise less was learnt than at epsilon 10.\n\n"
+        "Small: 8x8 digits, of which there are too few for an ensemble, so that 22 500 records are drawn from one "
+        "Gaussian per class; 1500 teachers with about fifteen of them each, 150 on every client; teachers are bilinear "
+        "in label and pixels, since small networks learn nothing from fifteen records in so few steps. The test images "
+        "are real. Step sizes, k and the number of steps were found at epsilon 10 on other seeds than these. What is "
+        "measured is the mechanism and not the paper's accuracy, and no order of epsilons is claimed: without noise "
+        "less was learnt than at epsilon 10.\n\n"
         "Noise is drawn from seeds so that the report repeats, and every statement says so. The epsilon is that of one "
         "record of one teacher, which is what a client with several teachers can promise; with one teacher on every "
-        "client it is the client's.\n\n"
-        "--set full=true takes the published settings for MNIST (4000 teachers with --set teachers=400, k, sigma, "
-        "threshold, 600 epochs of the classifier on 100 000 images) and convolutional networks, from files under "
-        "$FEDCOMP_DATA; without the files the digits are enlarged, and the report says so. One evaluation is 60 "
-        "million images through a convolutional network, about 12.7 hours of one core, and a row makes two; with 400 "
-        "teachers a client it takes several gigabytes as well. No full row was run to its end: the experiment "
-        "datalens_mnist is about MNIST at a cost that can be paid."
+        "client it is the client's. The experiment datalens_mnist is about MNIST."
     ),
 )

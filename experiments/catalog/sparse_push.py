@@ -7,9 +7,7 @@ from functools import partial
 from fedcomp.experiments import relayed
 from fedcomp.experiments.decentralised import ENERGY_OPTIONS
 from fedcomp.experiments.experiment import Experiment
-from fedcomp.experiments.options import Option
 from fedcomp.experiments.studies.sparse_push import study
-from fedcomp.rules import Flag
 
 EXPERIMENT = Experiment(
     name="sparse_push",
@@ -22,7 +20,6 @@ EXPERIMENT = Experiment(
     options={
         "seeds": 1,
         "workers": 2,
-        "full": Option(False, Flag(), "all combinations of graphs, data, sizes, levels and losses, and long rows"),
         "task.hidden": "32",
         "lr": 0.1,
         "momentum": 0.9,
@@ -89,7 +86,6 @@ EXPERIMENT = Experiment(
         "label-sorted pieces of one size, two to a node, which straddle digits in places; their graph, step size and "
         "length were chosen on two other draws (seeds 10 and 11). On the static graph a consensus step large enough "
         "for the goal is too near to the one that diverges, and it is missed.\n\n"
-        "The static graph shows the levels, and the others the references with one level each; full=true runs the "
-        "whole product, which takes hours."
+        "The static graph shows the levels, and the others the references with one level each."
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.options import Option
 from fedcomp.experiments.studies.topagg import EPSILONS, FEDAVG, FINITE, METHODS, SENT, number, rows, study
-from fedcomp.rules import Flag, Int, OneOf
+from fedcomp.rules import Flag, Int
 
 _PRIVATE = [method.name(epsilon) for method in METHODS for epsilon in FINITE]
 _VOTED = [method.name(epsilon) for method in METHODS[2:] for epsilon in EPSILONS]
@@ -46,14 +46,13 @@ EXPERIMENT = Experiment(
     name="topagg",
     question="How much accuracy does it cost to vote instead of averaging at equal epsilon, and how many bytes does "
     "it save?",
+    task="digits",
     each=lambda config: f"evaluate_every={max(1, config.rounds // 10)}",
     rows=rows,
     study=study,
     repeats=False,
     options={
-        "task": Option("digits", OneOf("digits", "mnist"), "what is learnt; the settings were chosen on digits"),
         "task.hidden": "32",
-        "task.model": Option("mlp", OneOf("mlp", "cnn"), "the model: mlp, or cnn for MNIST"),
         "seeds": Option(3, Int(1, 100), "trainings per method and epsilon, with seeds from --seed on"),
         "workers": 2,
         "lr": 0.5,

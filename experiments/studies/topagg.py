@@ -22,6 +22,7 @@ from fedcomp.rng import Key
 
 if TYPE_CHECKING:
     from fedcomp.experiments.central import Beside
+    from fedcomp.tasks.base import Task
 
 FEDAVG: Final = "FedAvg, no privacy"
 DENSE: Final = "DP-FedAvg, dense"
@@ -106,7 +107,7 @@ METHODS: Final = (
 """The compared methods. The published settings of TopAgg amount to plain signs, because their saturation is far below
 all gradients."""
 
-_TRAINING: Final = ("lr", "epochs", "batch_size", "max_steps")
+_TRAINING: Final = ("task.hidden", "lr", "epochs", "batch_size", "max_steps")
 
 
 def multiplier(config: Config, epsilon: float) -> float:
@@ -133,23 +134,15 @@ def _settings(config: Config, method: PrivateMethod, epsilon: float, candidate: 
     }
 
 
-def _task(config: Config) -> dict[str, Any]:
-    options = {"task.hidden": config.settings["task.hidden"]}
-    if config.settings["task"] == "mnist":
-        options["task.model"] = config.settings["task.model"]
-    return options
-
-
 def rows(config: Config) -> Rows:
     """Return the rows over messages: dense averaging, and the three compared methods at one epsilon."""
-    task = f"task={config.settings['task']}"
-    found = {FEDAVG: f"identity {task}"}
+    found = {FEDAVG: "identity"}
     # Messages are too slow for the whole grid. One epsilon and the methods of the question show that they change
     # nothing.
     for method in METHODS[:3]:
         own = _settings(config, method, SENT, method.candidates[method.chosen[EPSILONS.index(SENT)]])
         texts = (f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in own.items())
-        found[method.name(SENT)] = f"{method.system} {task} {' '.join(texts)}"
+        found[method.name(SENT)] = f"{method.system} {' '.join(texts)}"
     return found
 
 
@@ -162,9 +155,8 @@ def train(label: str, seed: int, *, config: Config, asked: Asked) -> dict[str, A
     from fedcomp.experiments.central import run
 
     system, settings = asked[label]
-    own = {**_task(config), **{key: config.settings[key] for key in _TRAINING}, **settings}
-    task = str(config.settings["task"])
-    return run(RunSpec(system, label, task, rounds=config.rounds, clients=config.clients, seed=seed, settings=own))
+    own = {**{key: config.settings[key] for key in _TRAINING}, **settings}
+    return run(RunSpec(system, label, "digits", rounds=config.rounds, clients=config.clients, seed=seed, settings=own))
 
 
 def _trained(found: Found, asked: Asked, seeds: Sequence[int], title: str = "") -> dict[str, Records]:
@@ -176,7 +168,6 @@ def _trained(found: Found, asked: Asked, seeds: Sequence[int], title: str = "") 
 def study(found: Found) -> Studied:
     """Train every method at every epsilon without messages, and compare a closed form with random draws."""
     from fedcomp.experiments.central import beside
-    from fedcomp.tasks import get_task
 
     config, results, say = found.config, found.results, found.say
     chosen, tuned = choose(found)
@@ -195,15 +186,17 @@ def study(found: Found) -> Studied:
     )
     return Studied(
         {**quantities(trained, votes, differ), "closed form less draws of the integer noise": drawn},
-        tables=[*_trained_tables(trained, votes, chosen), *tuned, checked, _published_table()],
+        tables=[*_trained_tables(trained, votes, chosen), *tuned, checked],
         figures=[_against_bytes(results)],
-        tasks=[get_task(str(config.settings["task"]), **_options(config)).record()],
+        tasks=[_task(config).record()],
         statements={label: group[0].statement for label, group in groups.items() if group[0].statement},
     )
 
 
-def _options(config: Config) -> dict[str, Any]:
-    return {key.removeprefix("task."): value for key, value in _task(config).items()}
+def _task(config: Config) -> Task:
+    from fedcomp.tasks import get_task
+
+    return get_task("digits", hidden=str(config.settings["task.hidden"]))
 
 
 def _trainings() -> list[tuple[PrivateMethod, float]]:
@@ -285,9 +278,8 @@ def _vote_sizes(config: Config, candidate: Mapping[str, Any]) -> dict[str, float
 
     from fedcomp.layout import NONE_DENSE, Layout, Update
     from fedcomp.privacy.votes import TopkSign, entropy_bits
-    from fedcomp.tasks import get_task
 
-    model = get_task(str(config.settings["task"]), **_options(config)).model(config.seed)
+    model = _task(config).model(config.seed)
     layout = Layout.of({name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}, NONE_DENSE)
     ballot = TopkSign(density=float(candidate["density"]))
     # An update of zeros casts no vote, so its frame is only the header.
@@ -360,27 +352,6 @@ def _trained_tables(trained: Figures, votes: Figures, chosen: Mapping[str, Mappi
             "part of any guarantee.",
         ),
     ]
-
-
-def _published_table() -> Table:
-    columns: dict[str, Any] = {
-        "setting": lambda p: f"{p.name}, epsilon {p.epsilon:g}",
-        "teachers": "teachers",
-        "k": "k",
-        "sigma": "sigma",
-        "beta": "beta",
-        "N / sigma": lambda p: p.teachers / p.sigma,
-        "noise passes": lambda p: p.passes[0],
-        "all agree: right": lambda p: p.passes[1],
-        "wrong": lambda p: p.passes[2],
-    }
-    return table(
-        "The threshold of DataLens' published settings, in closed form",
-        columns,
-        PUBLISHED,
-        "Probability that a coordinate without votes passes, and that one on which all agree passes with the right or "
-        "the wrong sign. Teachers, votes, noise and threshold come from the published commands (read).",
-    )
 
 
 def _against_bytes(results: Mapping[str, RunResult]) -> Curves:

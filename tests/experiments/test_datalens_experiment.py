@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.catalog.datalens import EXPERIMENT
 from fedcomp.experiments.findings import Findings, Pictures, Say
@@ -98,26 +97,3 @@ def test_what_passes_the_threshold_is_mostly_noise_at_epsilon_1(run) -> None:
     assert dealt.rows[0][1:4] == (60000, 1138, 1138)
     assert dealt.rows[0][4:] == pytest.approx((1.58, 20.4), abs=0.02)
     assert dealt.rows[1][1:4] == (100, 0, 0)
-
-
-def test_a12_a_full_row_evaluates_before_its_first_and_after_its_last_step_only() -> None:
-    """One evaluation of the published kind takes about 12.7 hours of one core; a fourth of the run is not a reason."""
-    config = EXPERIMENT.configure(assignments=["full=true", "seeds=1", "teachers=400"])
-    for spec in specs_of(EXPERIMENT, config):
-        every, last = spec.settings["evaluate_every"], spec.rounds
-        assert [r for r in range(last + 1) if r in (0, last) or r % every == 0] == [0, last]
-        assert spec.settings["task.synthetic"] * spec.settings["task.classifier_epochs"] == 60_000_000
-    assert "12.7 hours" in EXPERIMENT.notes
-
-
-def test_full_rows_have_the_published_settings() -> None:
-    config = EXPERIMENT.configure(assignments=["full=true", "seeds=1", "teachers=400"])
-    specs = {spec.label: spec for spec in specs_of(EXPERIMENT, config)}
-    one, ten = (specs[datalens.labels(config, epsilon)[0]] for epsilon in (1.0, 10.0))
-    assert (one.task, one.rounds, ten.rounds) == ("mnist-generator", 86, 109)
-    assert [one.settings[key] for key in ("k", "beta", "images", "teachers")] == [200, 0.7, 15, 400]
-    assert one.settings["noise_multiplier"] * 2 * math.sqrt(200) == pytest.approx(5000)
-    assert (one.settings["task.synthetic"], one.settings["task.classifier_epochs"]) == (100_000, 600)
-    other = EXPERIMENT.configure(assignments=["full=true", "epsilons=3"])
-    with pytest.raises(ConfigError, match="set epsilons=10,1"):
-        specs_of(EXPERIMENT, other)

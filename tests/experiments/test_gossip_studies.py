@@ -35,7 +35,7 @@ D = 65
 """Parameters of the convex problem."""
 
 
-def test_rows_of_sparse_push_are_the_product_or_what_the_claims_need() -> None:
+def test_rows_of_sparse_push_are_what_the_claims_need() -> None:
     experiment = get_experiment("sparse_push")
     config = experiment.configure()
     chosen = sparse_push.settings_of(config)
@@ -45,9 +45,6 @@ def test_rows_of_sparse_push_are_the_product_or_what_the_claims_need() -> None:
         topology_of(each.graph, each.nodes(config), 0).check(get_algorithm(each.algorithm(config)))
     assert {each.graph for each in chosen if each.lossy} == set(sparse_push.GRAPHS)
     assert {len(each.seeds(config)) for each in chosen if each.long} == {3}
-    whole = sparse_push.settings_of(experiment.configure(assignments=("full=true",)))
-    assert len(set(whole)) == len(whole) == 288 + 2
-    assert set(chosen) < set(whole)
     assert sparse_push.LEVELS[sparse_push.TWO] == 2 / (64 * 32 + 32 + 32 * 10 + 10)
 
 
