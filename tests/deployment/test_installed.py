@@ -12,6 +12,7 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
@@ -50,17 +51,20 @@ def link(requirements: list[str], site: Path) -> None:
 
     What is installed in an editable way is left out: such hooks work in the folder they were put into alone.
     """
-    done, waiting = set(), [Requirement(text) for text in requirements]
+    done, waiting = defaultdict(set), [Requirement(text) for text in requirements]
     while waiting:
         wanted = waiting.pop()
         found = next(iter(Distribution.discover(name=wanted.name, path=[str(site), *sys.path])))
-        for extra in {"", *wanted.extras} - {extra for name, extra in done if name == found.name}:
-            done.add((found.name, extra))
-            inner = [Requirement(text) for text in found.requires or ()]
+        # Read once: each look at it reads and parses the file again.
+        metadata = found.metadata
+        if metadata["Name"] not in done:
+            for name in {Path(file).parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+                if not (site / name).exists():
+                    (site / name).symlink_to(found.locate_file(name))
+        for extra in {"", *wanted.extras} - done[metadata["Name"]]:
+            done[metadata["Name"]].add(extra)
+            inner = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
             waiting += [each for each in inner if each.marker is None or each.marker.evaluate({"extra": extra})]
-        for name in {Path(file).parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
-            if not (site / name).exists():
-                (site / name).symlink_to(found.locate_file(name))
 
 
 def install(wheel: Path, extras: str, folder: Path) -> Path:
