@@ -145,7 +145,7 @@ def test_memory_is_what_the_bench_measures_without_a_grid(line: str, measured: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", ["A", "D"])
+@pytest.mark.parametrize("line", ["A", "H"])
 def test_the_server_of_the_pair_needs_a_reply_more_for_a_client_more(line: str) -> None:
     """Two of eight participants are tried, and all eight in the other trial."""
     each = (BY_NAME[line], replace(BY_NAME[line], purpose="client"))
