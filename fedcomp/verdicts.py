@@ -251,7 +251,7 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             ),
             "power-sgd": Verdict(
                 "specialised",
-                "Its frames can be added and it loses 0.3 points at rank 4 in 21 times fewer bytes both ways; top-k "
+                "Its frames can be added and it loses 0.2 points at rank 4 in 21 times fewer bytes both ways; top-k "
                 "with 8-bit values loses none in as many.",
             ),
             "PipelinedStrategy": Verdict(
