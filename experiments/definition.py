@@ -15,6 +15,7 @@ from fedcomp.experiments.experiment import Experiment
 
 _CLAIM: Final = re.compile(r"^\s*([^|\n]*\|[^|\n]*\|[^|\n]*\|\s*(?:gate|goal)):", re.MULTILINE)
 """A claim as it is written, up to its reason."""
+_STUDIES: Final = "fedcomp.experiments.studies"
 _HERE: Final = Path(fedcomp.experiments.__file__).parent
 
 
@@ -23,12 +24,22 @@ def definition(experiment: Experiment) -> str:
     in the catalogue."""
     if experiment.name not in CATALOG:
         return ""
-    names = [f"catalog/{CATALOG[experiment.name].rpartition('.')[2]}.py"]
-    tree = ast.parse((_HERE / names[0]).read_text("utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedcomp.experiments.studies."):
-            names.append(f"studies/{(node.module or '').rpartition('.')[2]}.py")
-    return digest_of([(_HERE / name).read_text("utf-8") for name in names])
+    return digest_of(sources_of(f"catalog/{CATALOG[experiment.name].rpartition('.')[2]}.py"))
+
+
+def sources_of(name: str, folder: Path = _HERE) -> list[str]:
+    """Return the source of a module, by its path in ``folder``, and those of all studies that it imports, also through
+    other studies."""
+    names = [name]
+    for each in names:
+        for node in ast.walk(ast.parse((folder / each).read_text("utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(_STUDIES):
+                continue
+            # "from studies.fft import ..." or "from studies import fft, gcn".
+            study = (node.module or "").removeprefix(_STUDIES).removeprefix(".")
+            found = [study] if study else [alias.name for alias in node.names]
+            names += [path for path in (f"studies/{one}.py" for one in found) if path not in names]
+    return [(folder / each).read_text("utf-8") for each in names]
 
 
 def digest_of(sources: Iterable[str]) -> str:

@@ -25,7 +25,7 @@ from fedcomp.experiments.book import (
     write_book,
 )
 from fedcomp.experiments.catalog import CATALOG, get_experiment
-from fedcomp.experiments.definition import definition, digest_of
+from fedcomp.experiments.definition import definition, digest_of, sources_of
 from fedcomp.experiments.published import PUBLISHED, Published
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +121,21 @@ TABLE = Experiment(rows=ROWS, minutes=3.0)
 def test_a_definition_changes_with_what_is_computed_and_not_with_texts(old: str, new: str, same: bool) -> None:
     assert old in CODE
     assert (digest_of([CODE]) == digest_of([CODE.replace(old, new)])) is same
+
+
+def test_a_study_counts_however_it_is_imported(tmp_path: Path) -> None:
+    package = "fedcomp.experiments.studies"
+    files = {
+        "catalog/a.py": f"from {package}.one import x",
+        "studies/one.py": f"def x():\n    from {package} import two, three",
+        "studies/two.py": f"from {package}.one import x",
+        "studies/three.py": "import numpy",
+        "studies/four.py": "",
+    }
+    for name, source in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    assert sources_of("catalog/a.py", tmp_path) == list(files.values())[:-1]
 
 
 def test_only_finished_runs_at_default_settings_are_kept_and_the_newest(tmp_path: Path) -> None:
