@@ -28,6 +28,7 @@ from fedcomp.gossip.choco import CHOCO
 from fedcomp.gossip.sparse_push import SparsePush
 from fedcomp.rng import Key
 from fedcomp.tasks import get_task
+from fedcomp.tasks.local import LocalObjective
 from fedcomp.timing import parse_link
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -49,6 +50,10 @@ def arrays_of(task: Any) -> dict[str, Any]:
 
 def traffic(task: Any, strategy: Any, clients: int, rounds: int, **limits: Any) -> tuple[int, int]:
     """Return the bytes up and down of a run that trains, messages between clients in both."""
+
+    def problem(msg: Message, context: Any, setup: Any) -> LocalObjective:
+        return LocalObjective(task, int(context.node_config["partition-id"]), clients, dtype=setup.dtype)
+
     app = ClientApp()
 
     @app.train()
@@ -62,7 +67,7 @@ def traffic(task: Any, strategy: Any, clients: int, rounds: int, **limits: Any) 
         content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord(found)}
         return Message(RecordDict(content), reply_to=msg)
 
-    with fc.InProcessGrid(fc.client(app), clients) as inner:
+    with fc.InProcessGrid(fc.client(app, fc.gossip_node(problem)), clients) as inner:
         grid = fc.MeteredGrid(inner)
         strategy.start(grid, ArrayRecord(task.model(0).state_dict()), num_rounds=rounds)
     peer = grid.ledger.total(link="peer")
@@ -104,6 +109,8 @@ def test_bytes_of_sampled_clients_are_those_of_a_real_run() -> None:
         ("coded relay", {"vanish": True}, 4),
         ("DpFedAvg", {"privacy": "client"}, 4),
         ("G", {"median": True}, 4),
+        ("CHOCO", {"server": False}, 6),
+        ("SparsePush", {"server": False}, 6),
     ],
 )
 def test_bytes_of_other_systems_are_those_of_a_real_run(name: str, asked: dict[str, Any], clients: int) -> None:
