@@ -26,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import params
+from fedcomp import files, params
 from fedcomp.coding.transport import parse_tcp
 from fedcomp.drift.edge import Arrays, Deployments, Edge, LinkTraffic, Measure
 from fedcomp.drift.messages import MAX_BYTES, SensorError, SensorMessage
@@ -121,7 +121,7 @@ class StoredEdge(Edge):
         self.refresh()
         version = super().deploy(arrays, measure)
         held = {"model": dict(arrays), **self.deployments.made_from(), "state": self.deployments.state_dict()}
-        store.write(self.folder / _STATE, store.dumps(held, _KIND))
+        files.write(self.folder / _STATE, store.dumps(held, _KIND))
         return version
 
     def windows(self) -> dict[int, Upload]:
@@ -147,13 +147,13 @@ class StoredEdge(Edge):
 
     def keep(self, data: bytes) -> None:
         """Write a window into the folder; raises :class:`OSError` where that fails."""
-        files = self._files()
-        for path in files[: max(0, len(files) + 1 - self.most)]:
+        held = self._files()
+        for path in held[: max(0, len(held) + 1 - self.most)]:
             path.unlink(missing_ok=True)
             self.drop()
         # Above what was ever given: a number that was forgotten must not come back as another window.
-        self._number = max(self._number, int(files[-1].stem) if files else 0) + 1
-        store.write(self.folder / f"{self._number:012d}{_WINDOW}", data)
+        self._number = max(self._number, int(held[-1].stem) if held else 0) + 1
+        files.write(self.folder / f"{self._number:012d}{_WINDOW}", data)
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob(f"*{_WINDOW}"))

@@ -31,11 +31,11 @@ from fedcomp.experiments.catalog import CATALOG, get_experiment
 from fedcomp.experiments.commands import INTERRUPTED, OK, command_line, invoke
 from fedcomp.experiments.definition import definition
 from fedcomp.experiments.experiment import Experiment
-from fedcomp.experiments.files import replacing
 from fedcomp.experiments.findings import Table
 from fedcomp.experiments.published import MARKS, PUBLISHED, Published
 from fedcomp.experiments.report import count, duration, number
 from fedcomp.experiments.sheets import Sheet, claims_sheet, found_sheet, privacy_sheet, result_sheet
+from fedcomp.files import write
 from fedcomp.measuring import HISTORY
 
 RESULTS: Final = Path("docs", "results")
@@ -124,8 +124,7 @@ def store(summaries: Mapping[str, Mapping[str, Any]], results: Path) -> None:
             continue
         kept = {key: value for key, value in summary.items() if key not in ("run", "notes", "question")}
         kept["findings"] = {**summary["findings"], "figures": []}
-        with replacing(path) as file:
-            file.write((json.dumps(kept, ensure_ascii=False) + "\n").encode())
+        write(path, (json.dumps(kept, ensure_ascii=False) + "\n").encode(), mode=0o666)
 
 
 def stored(results: Path) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from fedcomp.experiments.files import replacing
+from fedcomp.files import write
 
 _SHIM: Final = Path(__file__).resolve().parent / "wrong_clock"
 
@@ -24,8 +24,7 @@ def set_clock(path: Path, seconds: float) -> None:
     path : Path
         A file that processes with the :func:`environment` of it read, so that they notice when their clock is set.
     """
-    with replacing(path) as file:
-        file.write(f"{seconds!r}\n".encode())
+    write(path, f"{seconds!r}\n".encode(), mode=0o666)
 
 
 def environment(path: Path) -> dict[str, str]:

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.messages import partition_of
 from fedcomp.experiments.delayed import Weights, accuracy, gradient, perceptron
-from fedcomp.experiments.files import replacing
 from fedcomp.experiments.links import COUNTED, HUB, SlowLinks, counted, projected
+from fedcomp.files import write
 from fedcomp.flower._private import build_bundle
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import RoundOutcome, fit
@@ -174,8 +174,7 @@ def main(grid: Grid, context: Context) -> None:
 
     def keep() -> None:
         # Whoever reads it while it is written must find a whole one.
-        with replacing(out) as file:
-            file.write(json.dumps(found).encode())
+        write(out, json.dumps(found).encode(), mode=0o666)
 
     def finished(reached: float, metered: MeteredGrid) -> None:
         up, down = (metered.ledger.total("wire", direction=way) for way in ("up", "down"))

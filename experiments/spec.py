@@ -7,6 +7,7 @@ nothing is pickled.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shlex
@@ -20,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, StateError, nearest
-from fedcomp.experiments.files import replacing
 from fedcomp.experiments.findings import finite
+from fedcomp.files import write
 from fedcomp.strategies.parts import Scalar
 
 if TYPE_CHECKING:
@@ -325,8 +326,7 @@ class RunResult:
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         save_arrays(folder / ARRAYS_FILE, self.arrays)
-        with replacing(folder / RESULT_FILE) as file:
-            file.write(json.dumps(self.to_json(), allow_nan=False).encode())
+        write(folder / RESULT_FILE, json.dumps(self.to_json(), allow_nan=False).encode(), mode=0o666)
         return folder
 
     @classmethod
@@ -372,8 +372,9 @@ def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     names = json.dumps(list(arrays)).encode()
     # np.savez takes keywords: a tensor called 'file' would clash with its own parameter.
     members = {f"array{i}": array for i, array in enumerate(arrays.values())}
-    with replacing(path) as file:
-        np.savez(file, allow_pickle=False, names=np.frombuffer(names, np.uint8), **members)
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, names=np.frombuffer(names, np.uint8), **members)
+    write(path, file.getbuffer(), mode=0o666)
 
 
 def load_arrays(path: Path) -> dict[str, NDArray[Any]]:

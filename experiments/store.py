@@ -35,10 +35,10 @@ from typing import TYPE_CHECKING, Any
 
 from fedcomp.errors import ConfigError, StateError, naming, nearest
 from fedcomp.experiments.experiment import Experiment
-from fedcomp.experiments.files import replacing
 from fedcomp.experiments.findings import finite
 from fedcomp.experiments.options import Config
 from fedcomp.experiments.spec import PRIVACY_FILE, RESULT_FILE, RoundRecord, RunResult, RunSpec
+from fedcomp.files import write
 
 if TYPE_CHECKING:
     from typing import Self
@@ -292,9 +292,8 @@ def _round_line(spec: RunSpec, record: RoundRecord) -> dict[str, Any]:
 
 def write_text(path: Path, text: str) -> None:
     """Replace ``path`` by ``text`` in one step."""
-    with replacing(path) as file:
-        # Names of folders need not be UTF-8: Python has surrogates for such bytes, which are written as JSON has them.
-        file.write(text.encode("utf-8", "backslashreplace"))
+    # Names of folders need not be UTF-8: Python has surrogates for such bytes, which are written as JSON has them.
+    write(path, text.encode("utf-8", "backslashreplace"), mode=0o666)
 
 
 def to_json_text(document: Mapping[str, Any]) -> str:

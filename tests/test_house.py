@@ -56,6 +56,7 @@ FORBIDDEN = {
     "fedcomp/privacy": {"flwr", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.timing", "numba"},
     "fedcomp/timing": {"flwr", "torch", "fedcomp.flower"},
     "fedcomp/errors.py": {"flwr", "torch", "numpy", "fedcomp"},
+    "fedcomp/files.py": {"flwr", "torch", "numpy"},
     "fedcomp/measuring.py": {"flwr", "torch", "numpy", "fedcomp"},
     "fedcomp/logs.py": {"flwr", "torch", "numpy", "fedcomp"},
     "fedcomp/verdicts.py": {"flwr", "torch", "numpy", "fedcomp"},

@@ -31,6 +31,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from fedcomp import files
 from fedcomp.errors import LayoutError
 from fedcomp.flower import store
 from fedcomp.flower.grid import in_process
@@ -161,7 +162,7 @@ def save(
         data = packed(value, _KIND)
     except store.StoreError as error:
         raise CheckpointError(str(error)) from error
-    store.write(Path(path), *data)
+    files.write(Path(path), *data)
 
 
 class CheckpointFile:

@@ -28,8 +28,8 @@ from typing import Annotated, Final
 
 from flwr.app import ConfigRecord, RecordDict
 
+from fedcomp import files
 from fedcomp.errors import ConfigError, FedcompError, StateError
-from fedcomp.flower import store
 from fedcomp.flower.growing import packed, pieces, read
 from fedcomp.flower.logs import log
 from fedcomp.flower.protocol import PREFIX
@@ -286,7 +286,7 @@ class StateFolder:
         try:
             if size > (room := self.room()):
                 raise FolderError(f"No space left: the state has {size:,} bytes, the state folder's disk {room:,} free")
-            store.write(path, head, *data)
+            files.write(path, head, *data)
             self._prune(path)
         except OSError as error:
             raise FolderError(f"{path} could not be written: {error.strerror}; the former state is kept") from error

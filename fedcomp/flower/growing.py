@@ -30,6 +30,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp import files
 from fedcomp.errors import naming
 from fedcomp.flower import store
 from fedcomp.flower.logs import log
@@ -102,7 +103,7 @@ class GrowingFile:
         data = entry.packed(value)
         self._next = entry.next
         if anew:
-            store.write(self.path, *data)
+            files.write(self.path, *data)
             self._size = 0
         else:
             self._append(data)

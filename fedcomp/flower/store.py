@@ -14,13 +14,10 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from tokenize import TokenError
 from typing import Any, Final
 
@@ -28,7 +25,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.errors import FedcompError, naming
+from fedcomp.errors import FedcompError
 
 _MANIFEST: Final = "manifest"
 _NPY: Final = ".npy"
@@ -129,38 +126,6 @@ def require_readable(document: Mapping[str, Any], kind: str, form: str, newest: 
         raise StoreError(
             f"stored {kind} has version {version!r}, this release reads up to {newest}; use the release that wrote it"
         )
-
-
-def write(path: Path, *data: bytes | memoryview) -> None:
-    """Write a file whole or not at all, in place of an older one; its folder is made when it is not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same directory: a rename is atomic within one file system only.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with naming(path), os.fdopen(handle, "wb") as file:
-            for part in data:
-                file.write(part)
-            file.flush()
-            # Before the rename: that could reach the disk first, and a crash leave an empty file for the old one.
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        # A rename survives a power failure only with the folder that records it.
-        _flush_folder(path.parent)
-    # An interrupt too, or every one of them would leave a file behind.
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _flush_folder(folder: Path) -> None:
-    # Where folders cannot be opened, as on Windows, the system records the rename when it sees fit.
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from toy import client_app, fedavg, model, stack, update
 
+from fedcomp import files
 from fedcomp.clients import kept, memory
 from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
@@ -34,7 +35,6 @@ from fedcomp.codecs import TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
 from fedcomp.flower import folder as folders
-from fedcomp.flower import store
 from fedcomp.flower._private import content_from_bytes, content_to_bytes
 from fedcomp.flower.folder import FolderError, StateFolder
 from fedcomp.flower.grid import InProcessGrid
@@ -74,13 +74,13 @@ def die(*_: object, **__: object) -> None:
 
 def arm(point: str) -> None:
     """Let this process kill itself where the state is written."""
-    replace, flush = os.replace, store._flush_folder
+    replace, flush = os.replace, files._flush_folder
     if point == BEFORE:
         os.replace = die
     elif point == RENAMED:
         os.replace = lambda a, b: (replace(a, b), die())
     elif point == FLUSHED:
-        store._flush_folder = lambda path: (flush(path), die())
+        files._flush_folder = lambda path: (flush(path), die())
     elif point == "full":
         # A child of its own: the limit is the process's, and cannot be raised again.
         import resource
@@ -508,8 +508,8 @@ def test_a_message_that_changes_nothing_writes_nothing(tmp_path: Path, monkeypat
     app, config = client_app([compression()]), {STATE_FOLDER: str(tmp_path)}
     strategy = Compressed(fedavg(), ErrorFeedback(TopK(density=0.02)))
     written: list[Path] = []
-    write = store.write
-    monkeypatch.setattr(store, "write", lambda path, *data: (written.append(path), write(path, *data)))
+    write = files.write
+    monkeypatch.setattr(files, "write", lambda path, *data: (written.append(path), write(path, *data)))
     with InProcessGrid(app, 2, seed=1, node_config=config) as grid:
         strategy.start(grid, model(), num_rounds=3, timeout=9)
     assert len(written) == 2 * 3, "one for each training, none for evaluations"

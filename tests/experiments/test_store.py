@@ -19,8 +19,8 @@ from fedcomp.experiments.options import Option
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.experiments.store import JsonLines, RunFolder, finite, to_json_text, write_text
 from fedcomp.experiments.tables import specs_of
+from fedcomp.files import write
 from fedcomp.flower.ledger import TrafficLedger
-from fedcomp.flower.store import write
 from fedcomp.rules import Int, Real
 
 
@@ -113,7 +113,8 @@ def test_a_checkpoint_is_forgotten_only_when_the_result_is_on_disk(
 
     monkeypatch.setattr(store.os, "fsync", noted)
     row.save(result)
-    assert [name.rsplit(".", 2)[0] for name in synced] == ["arrays.npz", "result.json"]
+    # Each file, then the folder that has its new name.
+    assert [name.rsplit(".", 1)[0] for name in synced] == ["arrays.npz", row.path.name, "result.json", row.path.name]
     assert sorted(path.name for path in row.path.iterdir()) == ["arrays.npz", "result.json"]
 
 
