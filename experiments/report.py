@@ -327,8 +327,8 @@ def data_sentence(tasks: Iterable[Mapping[str, Any]]) -> str:
         source = task.get("data")
         if not source:
             continue
-        how = {"local": "read from local files", "library": "fetched by a library", "offline": "nothing downloaded"}
-        checked = ", checksums verified" if source["verified"] else ""
+        # Where the data were read or fetched, the note says from where, and whether checksums were verified.
+        offline = " (nothing downloaded)" if source["used"] == "offline" else ""
         instead = " This is a substitute for the data that was asked for." if source["substitute"] else ""
-        sentences[f"{source['note'].rstrip('.')} ({how[source['used']]}{checked}).{instead}"] = None
+        sentences[f"{source['note'].rstrip('.')}{offline}.{instead}"] = None
     return " ".join(sentences)

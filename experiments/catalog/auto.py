@@ -93,7 +93,7 @@ EXPERIMENT = Experiment(
     answer=(
         f"{DEFAULT} is within half a point or 0.02 of loss of FedAvg from round 10 on in {{{WITHIN.format(10)}}} of "
         f"{{{PLACES}}} places, from round 5 on in {{{WITHIN.format(5)}}}; with feedback at 0.1 bits it ends below "
-        f"top-k q2 of as many bytes on a part of {{{BETTER}:.1f}} of the tasks."
+        f"top-k q2 of as many bytes on {{{BETTER}:.0%}} of the tasks."
     ),
     rounds=30,
     clients=8,

@@ -47,12 +47,12 @@ def test_numbers_of_a_column_have_equally_many_decimals() -> None:
     assert aligned([]) == []
 
 
-def test_substituted_data_are_called_so() -> None:
-    result = FakeEngine()(specs_of(TINY, TINY.configure())[0], on_round=None, checkpoint=None)
-    result.notes = {"task": {"data": DATA | {"used": "local", "verified": True, "substitute": True}}}
-    text = data_sentence([result.notes["task"]] * 2)
-    assert text.count("numbers made by formula (read from local files, checksums verified).") == 1
-    assert "substitute" in text
+def test_where_data_come_from_is_said_once_and_substitutes_are_called_so() -> None:
+    note = "mnist: read from local files, SHA-256 verified"
+    local = {"data": DATA | {"used": "local", "verified": True, "note": note}}
+    assert data_sentence([local] * 2) == f"{note}."
+    text = data_sentence([{"data": DATA | {"used": "offline", "substitute": True}}])
+    assert text.startswith(f"{DATA['note']} (nothing downloaded). This is a substitute")
     assert data_sentence([]) == ""
 
 

@@ -7,10 +7,10 @@ Every path of updates (``round_paths``, whose arithmetic is the same on every ma
 table runs in process, 12 rounds, with three seeds, without faults and with eight kinds of them at once; every
 experiment runs at its smallest size. A record holds, aspect by aspect, what came of it: the model after every round,
 what left each side (number, bytes, digest), what clients remember, who was used and who was refused and why, what a
-private run spent, and whether a run that is stopped after round 6 and resumed ends the same; of an experiment its
-claims and tables. ``check`` compares with the files beside this one. Rows and experiments train with torch, whose last
-bits differ between processors: where digests differ on another machine, ``--against`` makes the records of a commit
-anew, here, in a copy of that commit, and compares with those.
+private run spent, and whether a run that is stopped after round 6 and resumed ends the same; of an experiment the
+values of its claims, and the numbers of its tables and figures. ``check`` compares with the files beside this one. Rows
+and experiments train with torch, whose last bits differ between processors: where digests differ on another machine,
+``--against`` makes the records of a commit anew, here, in a copy of that commit, and compares with those.
 """
 
 from __future__ import annotations
@@ -324,12 +324,26 @@ def of_page(name: str) -> Record:
         command = [sys.executable, "-m", "fedcomp.experiments.run", name, "--quick", "--json", "--out", folder]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     document = json.loads(done.stdout)
-    record: Record = {f"claim: {c['name']}": [_kept(c["value"]), c["ok"], c["skipped"]] for c in document["claims"]}
-    for kind in ("tables", "figures"):
-        for part in document["findings"][kind]:
-            record[f"{kind[:-1]}: {part['title']}"] = short(_kept(part))
-    record["config"] = short(_kept(document["config"]))
+    record: Record = {f"claim: {c['name']}": [*numbers(c["value"]), c["ok"]] for c in document["claims"]}
+    for place, table in enumerate(document["findings"]["tables"], 1):
+        # By place, and column by column: a caption may be said better, and seconds stand beside what repeats.
+        for column, cells in enumerate(zip(*table["rows"], strict=True), 1):
+            record[f"table {place}, column {column}"] = short([*numbers(cells)])
+    for place, figure in enumerate(document["findings"]["figures"], 1):
+        record[f"figure {place}"] = short([*numbers(figure)])
     return record
+
+
+def numbers(part: Any) -> Iterator[float | None]:
+    """Yield the numbers of a part of a document in their order, with the six digits a reader may see; no texts."""
+    if isinstance(part, list | tuple):
+        for each in part:
+            yield from numbers(each)
+    elif isinstance(part, dict):
+        for _, each in sorted(part.items()):
+            yield from numbers(each)
+    elif part is None or isinstance(part, int | float):
+        yield None if part is None else float(f"{part:.6g}")
 
 
 # --- all of them ---
