@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import typer
-from fake_engine import CATALOG, DATA, TINY, FakeEngine
+from fake_engine import CATALOG, DATA, TINY
 from pages import facts, make, recorded
 
 from fedcomp.experiments.catalog import get_experiment
