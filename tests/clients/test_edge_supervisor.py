@@ -177,7 +177,9 @@ def test_a_service_gives_way_to_the_others_as_it_is_asked_to(start, tmp_path) ->
     codes = {name: f"print(os.nice(0), file=open({str(tmp_path / name)!r}, 'w')); stay()" for name in ("one", "other")}
     start(("supernode", codes["one"]), ("executor", codes["other"], {"nice": 5}))
     wait_until(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in codes))
-    assert [int((tmp_path / name).read_text()) - os.nice(0) for name in codes] == [0, 5]
+    # Nothing gives way further than 19, which this process may do itself.
+    own = os.nice(0)
+    assert [int((tmp_path / name).read_text()) for name in codes] == [own, min(own + 5, 19)]
 
 
 def test_a_node_that_is_refused_for_longer_is_not_registered(start) -> None:
