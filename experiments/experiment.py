@@ -94,7 +94,7 @@ def read_claims(text: str) -> list[Line]:
         When a line has another form; what its bound may be is :func:`~fedcomp.experiments.tables.claims_of`'s.
     """
     lines: list[Line] = []
-    for written in filter(None, map(str.strip, text.splitlines())):
+    for written in filter(None, (" ".join(line.split()) for line in text.splitlines())):
         if written.startswith("#"):
             continue
         if "|" not in written and lines:

@@ -225,6 +225,11 @@ def test_a_line_that_is_no_claim_is_refused_where_it_is_written(line: str) -> No
         read_claims(line)
 
 
+def test_a_reason_of_several_lines_is_one_sentence() -> None:
+    (line,) = read_claims("sparse | points lost | <= 1 | gate: theory,            of one\n        and  another\n")
+    assert line.reason == "theory, of one and another"
+
+
 @pytest.mark.parametrize("bound", ["about 1", "<= one", "1"])
 def test_a_bound_that_is_no_comparison_is_refused(bound: str) -> None:
     with pytest.raises(ConfigError, match="is not a comparison and a number"):
