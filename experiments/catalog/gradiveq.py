@@ -87,7 +87,8 @@ EXPERIMENT = Experiment(
     options={
         "seeds": 3,
         "workers": 1,
-        "steps": "0.01,0.02,0.04,0.08",
+        # At 0.08 one of three seeds of four rows, dense training among them, leaves its minimum again, two for good.
+        "steps": "0.01,0.02,0.04",
         "later": Option(400, Int(1, 10_000), "steps after the sampled ones, on which bases are measured"),
         "sampled": Option(100, Int(3, 10_000), "steps that are sampled where bases are compared"),
     },
