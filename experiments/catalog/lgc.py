@@ -84,7 +84,8 @@ EXPERIMENT = Experiment(
     options={
         "seeds": 3,
         "workers": 1,
-        "steps": "0.01,0.02,0.04,0.08",
+        # At 0.08 dense training of this network leaves its minimum again with one of three seeds (measured).
+        "steps": "0.01,0.02,0.04",
         "trained": Option(300, Int(1), "steps whose gradients train the autoencoders in the comparison of codings"),
     },
     columns=("step size", "test, %", "±", "times fewer, all stages", "last step, bytes", "weights, bytes"),
