@@ -683,7 +683,7 @@ def simulate_private(spec: RunSpec) -> PrivateOutcome:
     # A closure, since the layout exists only once the clients below are made.
     strategy.within(lambda arrays, number: layout)
     task = get_task(spec.task, **below(settings, TASK_PREFIX))
-    clients = Clients(task, spec.clients, spec.seed, _training(settings), lossless=codec.lossless)
+    clients = Clients(task, spec.clients, spec.seed, _training(settings), dense=pair.policy, lossless=codec.lossless)
     layout, vector = clients.layout, clients.vector
     frames: list[int] = []
     longest = codec.longest(layout) if strategy.pad else None

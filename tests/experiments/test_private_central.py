@@ -50,6 +50,9 @@ PRIVATE = {
     "dense": spec("dp-fedavg", codec="identity", clip=0.5),
     "another inner": spec("topagg", k=40, inner="fedavgm", **{"inner.server_learning_rate": 0.5}),
     "top-k": spec("dp-fedavg", codec="topk", clip=0.5, **{"codec.density": 0.1}),
+    "top-k of a model with small tensors": spec(
+        "dp-fedavg", codec="topk", clip=0.5, **{"codec.density": 0.1, "task.hidden": "32"}
+    ),
     "capped": spec("topagg", k=40, sampling="capped", cap=1, rounds=3),
     "budget": spec("topagg", k=40, noise_multiplier=8.0, budget=0.3, rounds=8),
 }
