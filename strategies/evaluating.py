@@ -17,7 +17,7 @@ from fedcomp.flower.payload import NODE_RECORD, payload_bytes
 from fedcomp.flower.protocol import RESYNC, app_failure
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.report import Report, Reports, shorten
-from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
+from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, drive
 from fedcomp.layout import DensityPolicy, policy_config
 from fedcomp.mailbox import Mailbox
 from fedcomp.program import EVALUATE, Answer, Ask, Now, System, Wait
@@ -207,10 +207,13 @@ class Evaluating(ExchangeStrategy, Stateful):
 
     def _finished(self, opened: Generator[Any, list[Message], Any], grid: Grid, replies: Iterable[Message]) -> Any:
         """Drive what hooks have opened to its end: exchanges after the first go over the grid of that one."""
-        try:
-            messages = opened.send(list(replies))
-            while True:
-                asked: list[Message] = list(messages)
-                messages = opened.send(list(grid.send_and_receive(asked, timeout=self._timeout)) if asked else [])
-        except StopIteration as end:
-            return end.value
+
+        def rest() -> Exchanges[Any]:
+            try:
+                pushed = opened.send(list(replies))
+                while True:
+                    pushed = opened.send((yield pushed))
+            except StopIteration as end:
+                return end.value
+
+        return drive(rest(), grid, timeout=self._timeout)

@@ -232,6 +232,35 @@ def test_a_wait_ends_when_enough_have_answered(engine: type[InProcessGrid]) -> N
         del SYSTEMS["hasty"]
 
 
+@pytest.mark.parametrize("hooks", [False, True], ids=["loop", "hooks"])
+def test_a_later_exchange_waits_as_long_as_the_program_says(hooks: bool) -> None:
+    class Brief(Pair, id="brief"):
+        def round(self, now: Now) -> Round:
+            answers = yield [Ask(node) for node in now.nodes]
+            yield Wait([Ask(node, "query") for node in now.nodes], 2.0)
+            yield Wait([Ask(node, "query") for node in now.nodes], None, lambda found: len(found) >= 1)
+            return now.mean_of(self.codec, answers)
+
+        def client(self, memory: Any, ask: Ask, me: Me) -> tuple[Any, Answer]:
+            return (memory, Answer(me.node)) if ask.kind == "query" else super().client(memory, ask, me)
+
+    SYSTEMS["brief"] = Brief
+    try:
+        run = Run(Brief(SPARSE))
+        slow = {"compute_seconds": lambda delivery: 5.0 * (delivery.exchange == 1 and delivery.partition == 1)}
+        run.grid = InProcessGrid(client_app([compression()]), NODES, seed=4, **slow)
+        if hooks:
+            run.server._timeout = 9.0
+            sent = list(run.server.configure_train(1, run.arrays, ConfigRecord(), run.grid))
+            run.server.aggregate_train(1, run.grid.send_and_receive(sent, timeout=9))
+        else:
+            run.step(1)
+    finally:
+        del SYSTEMS["brief"]
+    assert run.grid.clock == 2.0
+    assert run.server.reports[1].used == NODES
+
+
 def test_evaluation_may_be_a_conversation() -> None:
     """The app evaluates on the model, once the half has read what came for it; nothing is remembered of it."""
     seen: dict[int, list[int]] = {}
