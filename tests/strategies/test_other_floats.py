@@ -142,6 +142,17 @@ def test_steps_that_float32_replicas_cannot_hold_are_named_and_the_advice_works(
     assert not [note for report in strategy.reports.values() for note in report.notes if "float32" in note]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("overlapped", [fc.PipelinedStrategy, partial(fc.Buffered, concurrency=NODES, buffer=2)])
+def test_rounds_that_overlap_say_which_tensors_of_whole_models_are_rounded(overlapped: Callable[..., Any]) -> None:
+    strategy = overlapped(fedavg(fraction_evaluate=0.0))
+    trained(strategy, 2)
+    assert [note.partition(":")[0] for note in strategy.reports[1].notes] == ["coef, origin, tiny, intercept"]
+    changes = overlapped(fc.Compressed(fedavg(fraction_evaluate=0.0), fc.TopK(density=1.0), feedback=False))
+    trained(changes, 2)
+    assert not any("float32" in note for report in changes.reports.values() for note in report.notes)
+
+
 @pytest.mark.parametrize("shares", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_private_rounds_move_large_values_by_small_steps(shares: bool) -> None:
     """All but the noise, which is on every tensor: 4 of a population of 5 that sends .5."""
