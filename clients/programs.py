@@ -550,7 +550,7 @@ class _Exchange:
         FedcompError
             When it cannot be had, or is not the announced model.
         """
-        head, codec, state = self.head, self.downlink, self.context.state
+        head, codec = self.head, self.downlink
         sent = models(self.msg.content).get(head.model)
         sent = None if sent is None else unpacked(sent)
         # Base 0 is no version: the message holds the whole model.
@@ -559,16 +559,33 @@ class _Exchange:
         if codec is None:
             assert sent is not None
             return sent, 0, None
-        held = held_model(state)
-        if head.base == FIRST and self.first_model is not None and (held is None or held[0] != FIRST):
-            made = self.first_model(self.msg, self.context)
-            held = FIRST, made if self.halves is None else without(made, self.halves)
         if not head.base:
             assert sent is not None
-            held = head.version, sent
-        if held is None:
-            raise StateError(f"this node holds no model, but the message starts from version {head.base}")
-        own, record = held
+            return self._advanced(codec, head.version, sent)
+        held = held_model(self.context.state)
+        if head.base != FIRST or self.first_model is None:
+            if held is None:
+                raise StateError(f"this node holds no model, but the message starts from version {head.base}")
+            return self._advanced(codec, *held)
+        if held is not None and held[0] == FIRST:
+            try:
+                return self._advanced(codec, *held)
+            except FedcompError as error:
+                log.info(
+                    "round %d: the first model of another run is held here (%s); it is made anew", head.number, error
+                )
+        made = self.first_model(self.msg, self.context)
+        return self._advanced(codec, FIRST, made if self.halves is None else without(made, self.halves))
+
+    def _advanced(self, codec: Codec, own: int, record: ArrayRecord) -> tuple[ArrayRecord, int, Layout | None]:
+        """Return what :meth:`_receive` does, of the version ``own`` and the steps in the message.
+
+        Raises
+        ------
+        FedcompError
+            When these do not lead to the announced model.
+        """
+        head = self.head
         arrays = to_arrays(record, copy=False)
         # Laid out as the server lays out its reference: the digest is over this very vector.
         layout = Layout.of(arrays, policy_from_config(head.policy), cast_floats=not codec.lossless)

@@ -247,6 +247,11 @@ def connect(address: str, seconds: float = 10.0) -> SocketLink:
     return SocketLink(connection)
 
 
+class _TCPServer(socketserver.ThreadingTCPServer):
+    # Connections of the process that ended keep its port for a minute.
+    allow_reuse_address = True
+
+
 class SensorServer:
     """Serves an edge's sensors on a socket, from :meth:`start` to :meth:`close`.
 
@@ -281,7 +286,7 @@ class SensorServer:
                 serve(self.request)
 
         path = address.removeprefix(_UNIX) if address.startswith(_UNIX) else ""
-        kind = socketserver.ThreadingUnixStreamServer if path else socketserver.ThreadingTCPServer
+        kind = socketserver.ThreadingUnixStreamServer if path else _TCPServer
         place: Any = path or parse_tcp(address)
         try:
             self._server = kind(place, _Handler)

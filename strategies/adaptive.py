@@ -38,18 +38,9 @@ def has_moments(strategy: Strategy) -> bool:
 
 
 def arrived_in(mean: ArrayRecord, inner: Strategy) -> Arrived:
-    """Return where ``mean``, a mean of the clients' models, differs from the model ``inner`` steps from.
-
-    Means are made in float32: a wider model's values are compared in it, or all of them would differ.
-    """
+    """Return where ``mean``, a mean of the clients' models, differs from the model ``inner`` steps from."""
     model: Mapping[str, NDArray[Any]] = inner.current_arrays  # type: ignore[attr-defined]
-
-    def news(name: str, array: NDArray[Any]) -> NDArray[np.bool_]:
-        pair = array, model[name]
-        narrow = [a.astype(np.float32) if a.dtype.kind == "f" else a for a in pair]
-        return np.asarray(narrow[0] != narrow[1])
-
-    return {name: news(name, array) for name, array in to_arrays(mean).items()}
+    return {name: np.asarray(array != model[name]) for name, array in to_arrays(mean, copy=False).items()}
 
 
 def step_on_support(inner: Strategy, arrived: Arrived, step: Callable[[], Outcome]) -> Outcome:

@@ -17,7 +17,7 @@ from fedcomp.flower.payload import NODE_RECORD, payload_bytes
 from fedcomp.flower.protocol import RESYNC, app_failure
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.report import Report, Reports, shorten
-from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
+from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, drive
 from fedcomp.layout import DensityPolicy, policy_config
 from fedcomp.mailbox import Mailbox
 from fedcomp.program import EVALUATE, Answer, Ask, Now, System, Wait
@@ -42,6 +42,7 @@ class Evaluating(ExchangeStrategy, Stateful):
     evaluations: Reports
     seed: int
     cast: bool
+    packed: bool
     _session: bytes
     _usual: dict[str, Usual]
     _log: RoundLog
@@ -67,12 +68,12 @@ class Evaluating(ExchangeStrategy, Stateful):
             self._talks[server_round] = talk, grid
             return list(next(talk))
         self._evaluating = [SentMessage(message, message.metadata.dst_node_id, 0) for message in messages]
-        # Nothing is trained, so without a downlink and with the whole model there is nothing to say.
-        if (self.down is None and not self.drawn_halves()) or not messages:
+        # Nothing is trained, so without a downlink and with the whole model as it is there is nothing to say.
+        if (self.down is None and not self.drawn_halves() and not self.packed) or not messages:
             return messages
         record, own = self._record_of({message.metadata.dst_node_id: message for message in messages}, arrays)
         down = None if own else self.down
-        if down is None and not self.drawn_halves():
+        if down is None and not self.drawn_halves() and not self.packed:
             return messages
         if down is not None:
             down.publish(to_arrays(arrays, copy=False))
@@ -84,6 +85,9 @@ class Evaluating(ExchangeStrategy, Stateful):
                 fields, _ = down.fill(content, record, self.roster.peer(meta.dst_node_id), data)
                 fields["policy"] = policy_config(self.policy, down.layout)
             saved = self._pack(content, record, meta.dst_node_id)
+            if down is None and not self.drawn_halves() and not saved:
+                self._evaluating.append(SentMessage(message, meta.dst_node_id, 0))
+                continue
             head = AskHead(
                 number=server_round,
                 seed=self.seed,
@@ -207,10 +211,13 @@ class Evaluating(ExchangeStrategy, Stateful):
 
     def _finished(self, opened: Generator[Any, list[Message], Any], grid: Grid, replies: Iterable[Message]) -> Any:
         """Drive what hooks have opened to its end: exchanges after the first go over the grid of that one."""
-        try:
-            messages = opened.send(list(replies))
-            while True:
-                asked: list[Message] = list(messages)
-                messages = opened.send(list(grid.send_and_receive(asked, timeout=self._timeout)) if asked else [])
-        except StopIteration as end:
-            return end.value
+
+        def rest() -> Exchanges[Any]:
+            try:
+                pushed = opened.send(list(replies))
+                while True:
+                    pushed = opened.send((yield pushed))
+            except StopIteration as end:
+                return end.value
+
+        return drive(rest(), grid, timeout=self._timeout)

@@ -37,7 +37,7 @@ from fedcomp.flower.pipeline import Await, Send, arrived, now
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.protocol import app_failure
 from fedcomp.flower.records import to_record
-from fedcomp.flower.report import Reports, ReportSection, figure
+from fedcomp.flower.report import Reports, ReportSection, figure, shorten
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push, own_loop
 from fedcomp.layout import Vector
 from fedcomp.plain import Count, from_plain, to_plain
@@ -320,6 +320,11 @@ class Overlapping(ExchangeStrategy, Stateful):
         messages = among(list(server.inner.configure_train(server_round, arrays, config, view)))
         self._seen, self._shown, self._config = view.shown, arrays, dict(config)
         x, seen = server._ask(server_round, arrays, messages)
+        if server.system.whole and x.layout.wide:
+            names = ", ".join(tensor.name for tensor in x.layout.wide)
+            note = f"{shorten(names)}: while rounds overlap whole models travel as float32, which loses small steps"
+            # A step of a buffer begins rounds again and again.
+            x.report.notes += [] if note in x.report.notes else [note]
         program = server.system.round(seen)
         # Nobody asked: what the program makes of that is found when it is this round's turn.
         exchange = server._send(x, seen, next(program)) if messages else Exchange({}, [])

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.errors import FedcompError
-from fedcomp.flower.payload import models, take_node
+from fedcomp.flower.payload import BYTES, models, take_node
 from fedcomp.flower.protocol import PREFIX
 from fedcomp.flower.report import Report, ReportSection, figure
 from fedcomp.strategies.partitions import Holders
@@ -28,10 +28,12 @@ MAX_WEIGHT: Final = 2**63
 """Weights at or above it are refused: their sum could overflow, and no client has that many examples."""
 
 MAX_RECORDS: Final = 64
-"""Records in a reply: the model or its frame, metrics, a few of ours and of the app's. A larger reply is refused."""
+"""Records in a reply beside its frames: the model, metrics, a few of ours and of the app's. A larger reply is
+refused."""
 
 MAX_ENTRIES: Final = 1024
-"""Entries of a MetricRecord or ConfigRecord of a reply. Flower checks, compares and averages them one by one."""
+"""Entries of a MetricRecord or ConfigRecord of a reply. Flower checks, compares and averages them one by one. Also
+frames that are records of their own: what a client posts to each of the others is one, where it is large."""
 
 MAX_NUMBERS: Final = 2**16
 """Numbers in the lists of all its metrics and configurations together."""
@@ -142,8 +144,11 @@ def match_replies(
 
 def _excess(content: RecordDict) -> str:
     """Return of what a reply holds too much to be looked at; empty when it does not. Costs a step per record."""
-    if len(content) > MAX_RECORDS:
-        return f"the reply holds {len(content)} records; at most {MAX_RECORDS} are read"
+    others = sum(not name.startswith(BYTES) for name in content)
+    if others > MAX_RECORDS:
+        return f"the reply holds {others} records; at most {MAX_RECORDS} are read"
+    if len(content) - others > MAX_ENTRIES:
+        return f"the reply holds {len(content) - others} frames; at most {MAX_ENTRIES} are read"
     numbers = 0
     for name, record in content.items():
         if isinstance(record, ArrayRecord):

@@ -505,7 +505,10 @@ class Server(Evaluating):
             # Who lacks a blob that it once had is asked once more, with its bytes. The program does not know.
             asked = {node: asked[node] for node in lacking}
             numbers = {each.node: each.sequence for each in sent}
-            again = [self._message(x, now, ask, numbers[x.addresses[ask.node]]) for ask in asked.values()]
+            again = [
+                self._message(x, self._round_of(x, now, ask), ask, numbers[x.addresses[ask.node]])
+                for ask in asked.values()
+            ]
             x.report.seconds += time.perf_counter() - began
             replies = yield [each.message for each in again]
             began = time.perf_counter()
@@ -530,10 +533,13 @@ class Server(Evaluating):
             self._oldest_asked = oldest_round(x.mailbox, now.number) if self.system.TRACED else 0
         # Who does not take part in the round is not asked.
         there = [each for each in stamped if each.ask.node in x.addresses]
-        # A repeated ask is one of its own round.
-        rounds = {each.round: replace(now, number=each.round) for each in there}
-        sent = [self._message(x, rounds[each.round], each.ask, each.number) for each in there]
+        sent = [self._message(x, self._round_of(x, now, each.ask), each.ask, each.number) for each in there]
         return Exchange({each.ask.node: each.ask for each in there}, sent, wait if wait is wanted else None)
+
+    def _round_of(self, x: Running, now: Now, ask: Ask) -> Now:
+        """Return the round of an ask: a repeated one is of the round in which it was asked first."""
+        stamped = x.mailbox.asked.get(ask.node)
+        return now if stamped is None or stamped.round == now.number else replace(now, number=stamped.round)
 
     def _pushed(self, x: Running, exchange: Exchange) -> Iterable[Message]:
         """Return messages, and how long they are waited for."""
@@ -546,8 +552,12 @@ class Server(Evaluating):
 
         def decided(replies: Sequence[Message]) -> bool:
             assert enough is not None
+            # Who goes by another number since a former look has answered.
+            asked = {node: ask for node, ask in exchange.asks.items() if node in aside.addresses}
+            waiting = {aside.addresses[node] for node in asked}
+            sent = [each for each in exchange.sent if each.node in waiting]
             # Looked at before they are taken, in a round of which nothing is used.
-            self._receive(aside, exchange.sent, exchange.asks, replies[len(looked) :], found)
+            self._receive(aside, sent, asked, replies[len(looked) :], found)
             looked.extend(replies[len(looked) :])
             return enough([found[node] for node in sorted(found)])
 

@@ -180,14 +180,14 @@ class ConditionalRounds(Pair, id="conditional"):
     def round(self, now: Now) -> Round:
         skipped: dict[str, int] = now.state.get("skipped", {})
         due = [node for node in now.nodes if skipped.get(str(node), 0) >= self.max_skip]
-        quiet, unaware = list[int](), list[int]()
+        quiet, willing, unaware = list[int](), list[int](), list[int]()
         nodes, asked = list(now.nodes), [node for node in now.nodes if node not in due]
         if not self.query:
             asked = []
         if asked:
             answers = yield [Ask(node, HELLO, expects=Status) for node in asked]
-            quiet, nodes = self._sort(now, answers, unaware)
-            nodes = sorted([*due, *nodes])
+            quiet, willing = self._sort(now, answers, unaware)
+            nodes = sorted([*due, *willing])
         given = []
         if nodes:
             answers = yield [Ask(node, say=Offer(self.query or node in due)) for node in nodes]
@@ -198,8 +198,9 @@ class ConditionalRounds(Pair, id="conditional"):
                 else:
                     quiet.append(node)
             given = [answer for answer in answers if answer.node not in silent]
-        # Who did not answer the query has not been heard either; one of which only the update was lost has.
-        heard = {*nodes, *(answer.node for answer in given)} - {*quiet}
+        # Who did not answer has not been heard either, and is due again if it was; one that answered the query, and of
+        # which only the update was lost, has.
+        heard = {*willing, *(answer.node for answer in given)}
         # Those that have never answered may do so under other numbers.
         known = sorted({*now.nodes, *quiet, *heard} - ({*now.strangers} - {*quiet, *heard}))
         now.state["skipped"] = skipped | {str(n): 0 if n in heard else skipped.get(str(n), 0) + 1 for n in known}

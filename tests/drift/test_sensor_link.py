@@ -495,6 +495,26 @@ def test_too_many_connections_are_turned_away(server: Any, monkeypatch: pytest.M
     first.link.close()
 
 
+def test_a_server_that_is_restarted_gets_its_port_again(tmp_path: Path) -> None:
+    """Also where it closed the connections, which the system remembers for a while."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    for _ in range(2):
+        running = SensorServer(StoredEdge(tmp_path), address)
+        running.start()
+        sensor = endpoint_at(address)
+        sensor.heartbeat()
+        assert until(lambda running=running: running.links)
+        with pytest.raises(ConfigError, match="cannot listen"):
+            SensorServer(StoredEdge(tmp_path), address)
+        running.close()
+        assert sensor.link.wait(100.0)
+        with pytest.raises(OSError, match="closed"):
+            sensor.link.receive()
+        sensor.link.close()
+
+
 @pytest.mark.parametrize("address", ["tcp://nowhere", "udp://127.0.0.1:1", "unix:/no/such/folder/s"])
 def test_addresses_that_are_none_are_refused(address: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):

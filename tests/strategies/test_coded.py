@@ -22,6 +22,7 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.replies import MAX_RECORDS
 
 NODES = 6
 INTEGERS = FixedPoint(RandomK(0.3), clip=2.0**12, levels=2**11)
@@ -97,6 +98,16 @@ def test_a_sum_shows_weights_and_metrics_only_when_it_is_asked_for() -> None:
     assert even["coded.weight"] == NODES
     told = run(coded_sum(metrics=True), NODES)[0].train_metrics_clientapp[1]
     assert {"partition", "seen"} <= set(told)
+
+
+@pytest.mark.slow
+def test_more_clients_may_post_large_shards_than_a_reply_has_other_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each large shard is a record of its own."""
+    monkeypatch.setattr("fedcomp.flower.asks.INLINE_LIMIT", 64)
+    strategy = relay(symbols=4)
+    run(strategy, MAX_RECORDS + 1)
+    assert strategy.reports[1].refused == {}
+    assert strategy.reports[1].used == MAX_RECORDS + 1
 
 
 # Who takes no part.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.serverapp.strategy import FedAvg
 from toy import client_app, fedavg, model, stack
 
@@ -280,6 +280,25 @@ def test_nodes_make_no_model_where_it_is_sent_or_held() -> None:
     assert made == []
     begin(counted)
     assert sorted(made) == [0, 1, 2, 3]
+
+
+def test_the_first_model_of_a_run_is_not_taken_for_that_of_the_next() -> None:
+    """A run of one round leaves every node with version 1, by which the next run names another model."""
+
+    def counted(msg: Message, context: Context) -> ArrayRecord:
+        made.append(int(context.node_config["partition-id"]))
+        return model(float(msg.content.config_records["config"]["start"]))
+
+    made: list[int] = []
+    grid = InProcessGrid(client_app([compression(first_model=counted)]), 4, seed=3)
+    for start in (0.0, 1.0):
+        strategy = Compressed(
+            fedavg(fraction_evaluate=0.0), TopK(density=0.1), downlink=TopK(density=0.1), first_model_at_nodes=True
+        )
+        config = ConfigRecord({"start": start})
+        strategy.start(grid, model(start), num_rounds=1, timeout=9, train_config=config)
+        assert strategy.reports[1].used == 4
+    assert sorted(made) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize("seed", [3, 4], ids=["the same nodes", "nodes it has not met"])

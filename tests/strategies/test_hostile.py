@@ -256,10 +256,10 @@ def test_a_sender_does_not_choose_its_own_random_coordinates() -> None:
     assert all("seed" in reason for r in strategy.reports.values() for reason in r.refused.values())
 
 
-def many(count: int, kind: type) -> Callable[[RecordDict], None]:
+def many(count: int, kind: type, name: str = "more.") -> Callable[[RecordDict], None]:
     def evil(content: RecordDict) -> None:
         for i in range(count):
-            content[f"more.{i}"] = kind({"a": 1.0})
+            content[f"{name}{i}"] = kind({"a": 1.0})
 
     return evil
 
@@ -275,6 +275,10 @@ def entries(count: int, name: str = "metrics") -> Callable[[RecordDict], None]:
 LARGE = {
     "2,000 records": (many(2_000, ConfigRecord), "2002 records; at most 64"),
     "records, one too many": (many(MAX_RECORDS - 1, ConfigRecord), "65 records; at most 64"),
+    "frames, one too many": (
+        many(MAX_ENTRIES + 1, ConfigRecord, "fedcomp.post."),
+        "holds 1025 frames; at most 1024",
+    ),
     "5,000 metrics": (entries(5_000), "record 'metrics' of the reply holds 5003 entries; at most 1024"),
     "metrics, one too many": (entries(MAX_ENTRIES - 2), "1025 entries; at most 1024"),
     "5,000 settings": (entries(5_000, "more"), "record 'more' of the reply holds 5000 entries"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gossip_toy
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg, FedMedian, FedTrimmedAvg
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedTrimmedAvg
 from toy import fedavg, in_bfloat16
 
 import fedcomp as fc
@@ -57,7 +58,9 @@ def average(**options: Any) -> FedAvg:
     return FedAvg(**EVERYBODY, **options)
 
 
-def compressed(codec: Codec, downlink: Codec | None = None, inner: type[FedAvg] = FedAvg, **options: Any) -> Any:
+def compressed(
+    codec: Codec, downlink: Codec | None = None, inner: Callable[..., FedAvg] = FedAvg, **options: Any
+) -> Any:
     return fc.Compressed(inner(**EVERYBODY), codec, downlink, **options)
 
 
@@ -74,6 +77,7 @@ REPLICAS: dict[str, Callable[..., Any]] = {
 SYSTEMS: dict[str, Callable[[], Any]] = {
     "top-k": lambda: compressed(fc.TopK(density=0.3)),
     "all": lambda: compressed(fc.TopK(density=1.0)),
+    "adaptive": lambda: compressed(fc.TopK(density=0.3), inner=partial(FedAdam, eta=1.0)),
     "random-k": lambda: compressed(fc.RandomK(density=0.5)),
     "qsgd": lambda: compressed(fc.QSGD(levels=127), policy=fc.SmallDense(share=0.3)),
     "dense rest": lambda: compressed(fc.TopK(density=0.3), policy=fc.SmallDense(share=1.0)),
@@ -136,6 +140,17 @@ def test_steps_that_float32_replicas_cannot_hold_are_named_and_the_advice_works(
     found = trained(strategy)
     np.testing.assert_allclose(found["intercept"] - MODEL["intercept"], INTERCEPT * ROUNDS)
     assert not [note for report in strategy.reports.values() for note in report.notes if "float32" in note]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlapped", [fc.PipelinedStrategy, partial(fc.Buffered, concurrency=NODES, buffer=2)])
+def test_rounds_that_overlap_say_which_tensors_of_whole_models_are_rounded(overlapped: Callable[..., Any]) -> None:
+    strategy = overlapped(fedavg(fraction_evaluate=0.0))
+    trained(strategy, 2)
+    assert [note.partition(":")[0] for note in strategy.reports[1].notes] == ["coef, origin, tiny, intercept"]
+    changes = overlapped(fc.Compressed(fedavg(fraction_evaluate=0.0), fc.TopK(density=1.0), feedback=False))
+    trained(changes, 2)
+    assert not any("float32" in note for report in changes.reports.values() for note in report.notes)
 
 
 @pytest.mark.parametrize("shares", [False, pytest.param(True, marks=pytest.mark.long)])

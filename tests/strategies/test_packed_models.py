@@ -138,10 +138,11 @@ def test_the_training_is_the_same_and_each_byte_saved_is_reported(downlink: Any)
     assert 0.41 * first[1] < first[0] < 0.43 * first[1]
 
 
-def test_evaluation_counts_apart_from_training() -> None:
+@pytest.mark.parametrize("downlink", [fc.EDEN(1, scale="least"), None], ids=repr)
+def test_evaluation_counts_apart_from_training(downlink: Any) -> None:
     found = []
     for option in (False, True):
-        strategy = fc.Compressed(Taking(**EVERYBODY), fc.EDEN(1), fc.EDEN(1, scale="least"), packed=option)
+        strategy = fc.Compressed(Taking(**EVERYBODY), fc.EDEN(1), downlink, packed=option)
         found.append(run(strategy, rounds=1)[1])
     for kind, reports in (("train", strategy.reports), ("evaluate", strategy.evaluations)):
         # Who trained needs a step, and the two others the whole model.

@@ -257,7 +257,30 @@ def test_a_node_that_must_send_and_does_not_is_refused() -> None:
     assert end.value.value is None
     assert refused == {0: "it was asked to send, and has nothing to send"}
     assert now.told["round"] == {"quiet": [1], "queried": 0, "due": [0], "unaware": []}
-    assert now.state["skipped"] == {"0": 0, "1": 1}
+    assert now.state["skipped"] == {"0": 11, "1": 1}
+
+
+@pytest.mark.parametrize("query", [True, False])
+def test_a_node_that_is_lost_when_it_must_send_must_send_again(query: bool) -> None:
+    """Without that a node whose link fails in the wrong rounds would never send."""
+    here = local(ConditionalRounds(SPARSE, max_skip=2, query=query), Still)
+    due: list[int] = []
+
+    def fault(number: int, node: int, exchange: int) -> str:
+        # Lost once, as soon as it is due.
+        if node == 0 and here.state["skipped"].get("0", 0) >= 2 and number not in due:
+            due.append(number)
+        return "silent" if node == 0 and due == [number] else ""
+
+    used = []
+    here.step(1)
+    here.fault = fault
+    for number in range(2, 12):
+        step = here.step(number)
+        used += [number] if step is not None and 0 in step.consumed else []
+    first = due[0]
+    assert first not in used
+    assert first + 1 in used
 
 
 @pytest.mark.parametrize("query", [True, False])

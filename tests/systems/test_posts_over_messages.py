@@ -6,13 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from beside_product import LAYOUT, TOY, assert_equal, faults, product, program, some
 from flwr.app import ConfigRecord
 from flwr.serverapp.strategy import FedAvg
+from plain_grid import Blind
 from test_posts import Relayed
 from toy import client_app
-from toys import Halving, Passing, SealedPassing
+from toys import Begin, Halving, Passing, SealedPassing
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.memory import MEMORY
@@ -143,6 +145,34 @@ def test_keys_are_asked_for_once_and_not_of_apps_that_have_none() -> None:
     assert {number for number, node in greeted if node != 1} == {1, 17}
 
 
+def test_an_ask_that_is_repeated_with_a_lost_blob_is_one_of_its_own_round() -> None:
+    """A node loses its state, and with it the blob, while an ask of round 2 waits for its answer."""
+    seen: list[tuple[int, int, bytes]] = []
+
+    class Shared(Halving, id="shared-halving"):
+        def round(self, now: Now) -> Round:
+            yield [Ask(node, say=Begin(True), blobs={"rule": b"rule"}) for node in now.nodes]
+            return None
+
+        def client(self, memory: Any, ask: Ask, me: Me) -> tuple[Any, Answer]:
+            me.update()
+            seen.append((me.node, me.number, bytes(ask.blobs["rule"])))
+            return {"mass": np.float64([me.number])}, Answer(me.node, bare=True)
+
+    SYSTEMS["shared-halving"] = Shared
+    try:
+        lost = {"fault": lambda delivery: "silent" if (delivery.round, delivery.partition) == (2, 1) else None}
+        run = Run(Shared(nodes=NODES), **lost)
+        run.step(1), run.step(2)
+        run.grid.wipe(run.grid.node_id_of(1))
+        run.step(3)
+    finally:
+        del SYSTEMS["shared-halving"]
+    assert run.server.reports[3].refused == {}
+    assert [number for node, number, _ in seen if node == 1] == [1, 2]
+    assert {rule for _, _, rule in seen} == {b"rule"}
+
+
 HOSTILE = {
     "to nobody": lambda data: {"fedcomp.post.0/99/number": data},
     "no name": lambda data: {"fedcomp.post.0/1/": data},
@@ -177,8 +207,10 @@ def test_a_hostile_post_refuses_its_sender_alone(how: str) -> None:
     assert run.server.state["heard"] == {"0": [13], "1": [10], "2": [11], "3": []}
 
 
-def test_a_wait_ends_when_enough_have_answered() -> None:
-    """Late answers are not used, and their senders put back what they sent."""
+@pytest.mark.parametrize("engine", [InProcessGrid, Blind], ids=["known", "by their word"])
+def test_a_wait_ends_when_enough_have_answered(engine: type[InProcessGrid]) -> None:
+    """Late answers are not used, and their senders put back what they sent; in the first round, too, in which nodes say
+    which partitions they hold."""
 
     class Hasty(Pair, id="hasty"):
         def round(self, now: Now) -> Round:
@@ -189,7 +221,7 @@ def test_a_wait_ends_when_enough_have_answered() -> None:
     try:
         run = Run(Hasty(SPARSE))
         slow = {"compute_seconds": lambda delivery: float(delivery.partition == 1)}
-        run.grid = InProcessGrid(client_app([compression()]), NODES, seed=4, **slow)
+        run.grid = engine(client_app([compression()]), NODES, seed=4, **slow)
         for number in range(1, 4):
             run.step(number)
             assert run.server.reports[number].used == 3
@@ -198,6 +230,35 @@ def test_a_wait_ends_when_enough_have_answered() -> None:
         assert {address for address, peer in run.server.roster.peers.items() if not peer.consumed} == {late}
     finally:
         del SYSTEMS["hasty"]
+
+
+@pytest.mark.parametrize("hooks", [False, True], ids=["loop", "hooks"])
+def test_a_later_exchange_waits_as_long_as_the_program_says(hooks: bool) -> None:
+    class Brief(Pair, id="brief"):
+        def round(self, now: Now) -> Round:
+            answers = yield [Ask(node) for node in now.nodes]
+            yield Wait([Ask(node, "query") for node in now.nodes], 2.0)
+            yield Wait([Ask(node, "query") for node in now.nodes], None, lambda found: len(found) >= 1)
+            return now.mean_of(self.codec, answers)
+
+        def client(self, memory: Any, ask: Ask, me: Me) -> tuple[Any, Answer]:
+            return (memory, Answer(me.node)) if ask.kind == "query" else super().client(memory, ask, me)
+
+    SYSTEMS["brief"] = Brief
+    try:
+        run = Run(Brief(SPARSE))
+        slow = {"compute_seconds": lambda delivery: 5.0 * (delivery.exchange == 1 and delivery.partition == 1)}
+        run.grid = InProcessGrid(client_app([compression()]), NODES, seed=4, **slow)
+        if hooks:
+            run.server._timeout = 9.0
+            sent = list(run.server.configure_train(1, run.arrays, ConfigRecord(), run.grid))
+            run.server.aggregate_train(1, run.grid.send_and_receive(sent, timeout=9))
+        else:
+            run.step(1)
+    finally:
+        del SYSTEMS["brief"]
+    assert run.grid.clock == 2.0
+    assert run.server.reports[1].used == NODES
 
 
 def test_evaluation_may_be_a_conversation() -> None:
