@@ -70,7 +70,7 @@ def choose(
     symbols : int
         K; 0 chooses the largest K <= 16 for which N relays decode with probability ``target``.
     shards : int
-        N; 0 takes what K and ``loss`` ask for where both are given, otherwise all relays.
+        N; 0 takes what K and ``loss`` ask for where both are given, otherwise all relays, as many as the code has.
     loss, target : float
         Fraction of relays that is expected to vanish, 0.1 by default, and the wanted probability of decoding.
     threshold : int
@@ -94,7 +94,7 @@ def choose(
     elif symbols and loss is not None:
         count = shards_for(symbols + threshold, loss, target, order=order)
     else:
-        count = relays
+        count = min(relays, _most_shards(code, (symbols or DEFAULT_SYMBOLS) + threshold, threshold, relays))
     if count > relays:
         raise NotDecodable(
             f"{relays} clients take part, the code needs {count}, one for each shard: lower shards or symbols, or ask "
@@ -105,6 +105,8 @@ def choose(
         # Larger K first: shards are shorter then. Where no K > 1 reaches the target, K = 1 is left: N copies of the
         # payload.
         sizes = range(min(DEFAULT_SYMBOLS, count - threshold), 1, -1)
+        # Random symbols and Cauchy rows share the elements of the field: more shards leave fewer symbols.
+        sizes = [k for k in sizes if count <= _most_shards(code, k + threshold, threshold, count)]
         wanted = next((k for k in sizes if success(k + threshold, count, expected, order) >= target), 1)
     if count < wanted + threshold:
         raise NotDecodable(
@@ -138,9 +140,17 @@ def check(*, code: str, symbols: int, shards: int, threshold: int) -> None:
             f"symbols + threshold = {symbols + threshold}; a relay computes with products over GF(2^8), whose time "
             f"grows with K, and codes at most {MOST_SYMBOLS}: set fewer symbols"
         )
-    # Rows and columns of a Cauchy matrix are named by different elements of GF(2^8).
-    if code == "mds" and shards > 256:
-        raise ConfigError(f"shards={shards}; a Reed-Solomon code over GF(2^8) has at most 256")
+    if shards > (most := _most_shards(code, (symbols or 1) + threshold, threshold, shards)):
+        raise ConfigError(f"shards={shards}; a Reed-Solomon code over GF(2^8) has at most {most}")
+
+
+def _most_shards(code: str, needed: int, threshold: int, wanted: int) -> int:
+    """Return how many packets a code has of which ``needed`` decode; ``wanted`` where there is no end to them."""
+    if code != "mds":
+        return wanted
+    # Rows and columns of a Cauchy matrix are named by different elements of GF(2^8). Without random symbols the first
+    # packets are the symbols themselves, which are no rows.
+    return 256 - needed if threshold else 256
 
 
 @dataclass(frozen=True)

@@ -326,6 +326,13 @@ def test_numbers_follow_from_the_relays_there_are() -> None:
     assert choose(23, code="rlnc", loss=0.1, target=0.999) == (15, 23)
     assert choose(13, code="mds", loss=0.1, threshold=2) == (6, 13)
     assert choose(1, code="mds") == (1, 1)
+    # As many shards as a Reed-Solomon code has, which are fewer where it has random symbols.
+    assert choose(300, code="mds") == (16, 256)
+    assert choose(300, code="rlnc") == (16, 300)
+    for options in ({}, {"symbols": 100}, {"shards": 250}, {"shards": 254}):
+        symbols, shards = choose(300, code="mds", threshold=1, **options)
+        assert shards == options.get("shards", 256 - symbols - 1)
+        assert len(RelayPlan("mds", symbols, shards, 1, threshold=1).packets(0, bytes(99))) == shards
     for options, reason in (
         ({"symbols": 7}, "6 clients take part, the code needs 7"),
         ({"symbols": 2, "shards": 8}, "6 clients take part, the code needs 8, one for each shard"),
@@ -342,6 +349,8 @@ def test_impossible_numbers_are_refused_at_once() -> None:
         ({"symbols": 8, "shards": 7}, "fewer than the 8"),
         ({"code": "mds", "symbols": 120, "threshold": 9}, "at most 128: set fewer symbols"),
         ({"code": "mds", "shards": 257}, "at most 256"),
+        ({"code": "mds", "shards": 255, "threshold": 1}, "at most 254"),
+        ({"code": "mds", "shards": 240, "symbols": 16, "threshold": 1}, "at most 239"),
         ({"symbols": 129}, "whose time grows with K, and codes at most 128: set fewer symbols"),
         ({"code": "mds", "shards": 2, "threshold": 2}, "leave no symbol"),
     ):
