@@ -388,6 +388,21 @@ def test_the_tag_of_another_message_or_memory_is_refused(numbers: tuple[int, int
     assert any("its shards" in reason for reason in driver.refused[1] if reason.startswith("3: "))
 
 
+def test_a_masked_update_under_another_tag_than_its_shards_costs_its_client_alone() -> None:
+    """Its tag is refused, and relays hold shards of it under one that is right: the round goes on without it."""
+
+    def other_tag(ask: Ask, answer: Answer) -> Answer:
+        plan, tag = plan_of(ask.say.plan), make_tag(2**40, 1)
+        shard = replace(Shard.from_bytes(answer.frames["masked"], plan), tag=tag)
+        return answer._replace(say=Tagged(tag), frames={"masked": shard.to_bytes(plan)})
+
+    driver = tampered(other_tag, ShareUp, mode="mask")
+    step = driver.step(1)
+    assert step is not None
+    assert step.consumed == (0, 1, 2, 4, 5)
+    assert any("its shards" in reason for reason in driver.refused[1] if reason.startswith("3: "))
+
+
 def test_a_client_that_shares_what_no_update_holds_spoils_the_round_and_not_the_model(monkeypatch: Any) -> None:
     """Residues of half the field, with true check symbols: the mean would be thousands of clips."""
     made: list[int] = []

@@ -513,7 +513,8 @@ class _Summing:
                 continue
             # The encoding that most relays hold; among equals the one that its contributor announced.
             tag = max(found, key=lambda tag: (found[tag], tag == self.tags.get(source), tag))
-            if self._wrong(tag) or (self.plan.mode == "mask" and tag != self.tags[source]):
+            # A masked update whose tag was refused has none, whatever relays hold of it.
+            if self._wrong(tag) or (self.plan.mode == "mask" and tag != self.tags.get(source)):
                 continue
             self.tags[source] = tag
             for row, tags in self.held.items():
