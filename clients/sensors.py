@@ -11,6 +11,7 @@ windows and read the model: use a Unix socket, whose file has permissions, loopb
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import select
 import signal
@@ -176,10 +177,16 @@ class SocketLink:
         self._sending = threading.Lock()
 
     def send(self, message: bytes) -> None:
-        """Send a message; raises :class:`OSError` when the other end is gone."""
+        """Send a message; raises :class:`OSError` when the other end is gone or takes nothing, from then on."""
         data = _LENGTH.pack(len(message)) + message
         with self._sending:
-            self._connection.sendall(data)
+            try:
+                self._connection.sendall(data)
+            except OSError:
+                # A part of it may have gone: the other end would take the next message for the rest of this one.
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
+                raise
             self.traffic.sent += len(data)
             self.traffic.sent_messages += 1
 
@@ -348,8 +355,7 @@ class SensorServer:
                 for number in numbers:
                     if self.links.get(number) is link:
                         del self.links[number]
-                        # What it was sent it may never have read.
-                        self.edge.versions.pop(number, None)
+                        self.edge.gone(number)
             link.close()
 
     def _look(self) -> None:
