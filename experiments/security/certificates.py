@@ -112,8 +112,8 @@ def create(path: Path, hosts: Sequence[str], nodes: int, *, now: datetime.dateti
     Raises
     ------
     ConfigError
-        When a host is neither a name nor an address, there are too many nodes, or a file exists already: nothing is ever
-        overwritten.
+        When a host is neither a name nor an address, ``nodes`` is out of range, or a file exists already: nothing is
+        ever overwritten.
     """
     names = [_name(host) for host in dict.fromkeys((*hosts, *LOOPBACK))]
     folder = Folder(path)
