@@ -219,12 +219,6 @@ class RelayPlan:
             max_generations=self.max_payload // GENERATION_BYTES + 2,
         )
 
-    @property
-    def max_packet(self) -> int:
-        """Bytes of the longest packet of this plan: one symbol of every generation, its header and coefficients."""
-        # 65: a symbol is rounded up to a whole byte, and then to a multiple of 64 bytes.
-        return self.max_payload // self.symbols + 65 * self.limits.max_generations + 2 * self.needed + 64
-
     def holders(self, source: int, clients: int) -> list[int]:
         """Return which of ``clients`` get packets 0, 1, ... of a source: those that follow it, itself the last of all.
 
@@ -232,7 +226,7 @@ class RelayPlan:
         """
         return [(source + 1 + i) % clients for i in range(min(self.shards, clients))]
 
-    def encode(self, source: int, payload: bytes, *, endless: bool = False) -> Encoder:
+    def encode(self, source: int, payload: bytes) -> Encoder:
         """Return the encoder of one source's payload.
 
         Raises
@@ -245,7 +239,12 @@ class RelayPlan:
                 f"the payload has {len(payload)} bytes, more than the {self.max_payload} this round accepts: an update "
                 "cannot be that much larger than the model"
             )
-        self._require_room(self.shards, payload)
+        # How many packets there are is the server's choice.
+        if self.shards * len(payload) > MOST_BYTES * self.symbols:
+            raise ConfigError(
+                f"{self.shards} packets of {len(payload) // self.symbols} bytes: more than {MOST_BYTES} together. Have "
+                "more symbols (K), or fewer shards"
+            )
         return encoder(
             self.code,
             payload,
@@ -253,7 +252,7 @@ class RelayPlan:
             round=self.round,
             source=source,
             run=self.seed,
-            shards=None if endless else self.shards,
+            shards=self.shards,
             threshold=self.threshold,
         )
 
@@ -263,27 +262,6 @@ class RelayPlan:
         (With random symbols they do not: those are drawn from the operating system each time.)
         """
         return [packet.to_bytes() for packet in self.encode(source, payload).packets(range(self.shards))]
-
-    def _require_room(self, packets: int, payload: bytes) -> None:
-        """Refuse to make packets that are too long together: how many there are is the server's choice."""
-        if packets * len(payload) > MOST_BYTES * self.symbols:
-            raise ConfigError(
-                f"{packets} packets of {len(payload) // self.symbols} bytes: more than {MOST_BYTES} together. Have "
-                "more symbols (K), or fewer shards"
-            )
-
-    def fresh(self, source: int, payload: bytes, count: int) -> list[bytes]:
-        """Return ``count`` more packets, other ones than those the relays got; fewer where the code has no more.
-
-        Random symbols are redrawn each time, so with them there are none: packets of two drawings do not fit together.
-        """
-        if self.threshold:
-            return []
-        self._require_room(count, payload)
-        # Packet i has the same bytes however many there are, so numbers from N on are new ones.
-        made = self.encode(source, payload, endless=True)
-        most = self.shards + count if made.shards is None else min(made.shards, self.shards + count)
-        return [packet.to_bytes() for packet in made.packets(range(self.shards, most))]
 
 
 @dataclass(frozen=True)
@@ -311,7 +289,8 @@ class _Version:
     """The packets of one source that agree on what they are packets of."""
 
     decoder: Decoder
-    packets: dict[tuple[int, int], Packet] = field(default_factory=dict)
+    relays: set[int] = field(default_factory=set)
+    """Who sent them."""
     tried: int = 0
     """How many packets there were when decoding last failed."""
 
@@ -364,8 +343,8 @@ class Collector:
         source : int
         commitment : Commitment
         hashes : iterable of bytes, optional
-            :func:`packet_hash` of every packet the source made for relays. Where there are some, relays' packets with
-            another one are refused; those the source itself sends later are measured by the commitment alone.
+            :func:`packet_hash` of every packet the source made. Where there are some, packets with another one are
+            refused.
         """
         known = self._sources[source]
         known.expected, known.hashes = commitment, frozenset(hashes)
@@ -374,19 +353,13 @@ class Collector:
         """Ask nobody for ``source`` any more: it shared nothing, or answers in another way."""
         self._sources[source].given_up = True
 
-    def holds(self, relay: int, sources: Collection[int]) -> None:
-        """Take a relay's word that it keeps packets of ``sources`` only: it is not asked for others."""
-        for index, source in self._sources.items():
-            if index not in sources and relay in source.unasked:
-                source.unasked.remove(relay)
-
     def add(self, relay: int, data: bytes, asked: Collection[int] | None = None) -> int | None:
         """Take a packet that ``relay`` sent; return its source, None when it was refused.
 
         Parameters
         ----------
         relay : int
-            Who sent it; a contributor that sends more of its own packets is told apart by a negative number.
+            Who sent it.
         data : bytes
         asked : collection of int, optional
             Sources that relay was asked for.
@@ -400,15 +373,14 @@ class Collector:
             source = self._sources[packet.source]
             if source.expected is not None and Commitment.of(packet) != source.expected:
                 raise PacketError(f"it is of another payload than the one source {packet.source} announced")
-            if relay >= 0 and source.hashes and packet_hash(data) not in source.hashes:
+            if source.hashes and packet_hash(data) not in source.hashes:
                 raise PacketError(f"it is not one of the packets that source {packet.source} announced")
             if packet.recoded:
                 raise PacketError("it was recoded; in this plan relays do not recode packets")
             self._check_shape(packet)
             version = self._version(source, packet)
-            place = (relay, packet.number)
             # A relay keeps one shard of a source. If several of one relay counted, it could forge as many as decode.
-            if place in version.packets or (relay >= 0 and any(r == relay for r, _ in version.packets)):
+            if relay in version.relays:
                 return packet.source  # delivered twice
             innovative = version.decoder.add(packet)
         except CodingError as error:
@@ -418,7 +390,7 @@ class Collector:
         self.innovative += innovative
         self.dependent += not innovative
         # Only now: a packet that the decoder refused must not take the place of this relay's one packet.
-        version.packets[place] = packet
+        version.relays.add(relay)
         self._try(packet.source)
         return packet.source
 
@@ -435,10 +407,6 @@ class Collector:
         # At least one: a payload that decodes without its digest takes another packet to be repaired.
         lacking = (max(1, v.decoder.needed, self._voices(known, v)) for v in known.versions.values())
         return min(lacking, default=self.plan.needed)
-
-    def arrived(self, source: int) -> int:
-        """Return how many packets of ``source`` came, of the payload that most of them agree on."""
-        return max((len(v.packets) for v in self._sources[source].versions.values()), default=0)
 
     def ask(self, able: Collection[int], perhaps: Collection[int] = ()) -> dict[int, list[int]]:
         """Return which relays to ask now, and each for which sources; nothing when there is no use in asking.
@@ -509,7 +477,7 @@ class Collector:
 
         As many as decode a long one: the shortest payloads have fewer symbols, and one relay could make one up.
         """
-        return 0 if source.expected is not None else self.plan.needed - len(version.packets)
+        return 0 if source.expected is not None else self.plan.needed - len(version.relays)
 
     def _try(self, index: int) -> None:
         """Decode a source if that is possible now."""
@@ -519,12 +487,12 @@ class Collector:
         for version in source.versions.values():
             if (
                 not version.decoder.complete
-                or version.tried == len(version.packets)
+                or version.tried == len(version.relays)
                 or self._voices(source, version) > 0
             ):
                 continue
             # Before the attempt: without another packet it would fail in the same way, at the same cost.
-            version.tried = len(version.packets)
+            version.tried = len(version.relays)
             try:
                 source.payload = version.decoder.payload()
                 return
