@@ -106,13 +106,15 @@ class StoredEdge(Edge):
             return False
         held = store.loads(path.read_bytes(), _KIND)
         with store.reading("the folder's deployed model"):
+            deployments = self.deployments
             if not self._deploys:
                 shapes = from_plain(dict[str, NDArray[Any]], held["model"], "model")
                 policy = policy_from_config(held["policy"])
                 options = {"policy": policy, "window": held["window"], "seed": held["seed"]}
-                self.deployments = Deployments(shapes, held["codec"], **options)
-            self.deployments.load_state_dict(held["state"])
-        self._seen = stamp
+                deployments = Deployments(shapes, held["codec"], **options)
+            deployments.load_state_dict(held["state"])
+        # What cannot be read whole leaves the former one in its place.
+        self.deployments, self._seen = deployments, stamp
         return True
 
     def deploy(self, arrays: Arrays, measure: Measure) -> int:
@@ -280,6 +282,7 @@ class SensorServer:
         self.links: dict[int, SocketLink] = {}
         self._lock = threading.Lock()
         self._open = 0
+        self._unread = ""
         self._closing = threading.Event()
         serve = self._serve
 
@@ -369,8 +372,12 @@ class SensorServer:
             if isinstance(self.edge, StoredEdge):
                 self.edge.refresh()
         except (OSError, FedcompError) as error:
-            log.warning("the deployed model cannot be read; sensors keep the one they have: %s", error)
+            # Once: it is looked at several times a second.
+            if str(error) != self._unread:
+                self._unread = str(error)
+                log.warning("the deployed model cannot be read; sensors keep the one they have: %s", error)
             return
+        self._unread = ""
         for number, link in list(self.links.items()):
             try:
                 self.edge.push(number, link)

@@ -507,6 +507,34 @@ def test_a_sensor_that_comes_back_goes_on_from_the_version_it_says(server: Any) 
     endpoint.link.close()
 
 
+def test_what_cannot_be_read_is_said_once_and_leaves_the_former_model_in_its_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    StoredEdge(tmp_path, Deployments(model(), window=20)).deploy(model(1), reference)
+    serving = StoredEdge(tmp_path)
+    running = SensorServer(serving, f"unix:{tmp_path}/s")
+    good = (tmp_path / "deployed").read_bytes()
+    held = store.loads(good, "deployments")
+    held["state"]["broadcast"]["digest"] = 5
+    (tmp_path / "deployed").write_bytes(store.dumps(held, "deployments"))
+    for _ in range(3):
+        running._push()
+    assert serving.version == 1
+    assert [record.message.count("cannot be read") for record in caplog.records] == [1]
+    here, there = local_link()
+    fresh = SensorEndpoint(7, model(), there)
+    fresh.heartbeat()
+    serving.serve(here)
+    assert same(fresh.update(), model(1))
+    # Another time it is said again.
+    for data in (good, b"damage"):
+        (tmp_path / "deployed").write_bytes(data)
+        running._push()
+    assert [record.message.count("cannot be read") for record in caplog.records] == [1, 1]
+    running.start()
+    running.close()
+
+
 @pytest.mark.parametrize(
     "data", [b"\xff\xff\xff\xff", b"\x02\x00\x00\x00xx", b"\x09\x00\x00\x00" + b"\x00" * 8 + b"\x07", b"\x09\x00"]
 )
