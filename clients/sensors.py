@@ -45,7 +45,7 @@ _STATE: Final = "deployed"
 _WINDOW: Final = ".window"
 _LOOK_SECONDS: Final = 0.2
 _READ_SECONDS: Final = 30.0
-"""From the first byte of a message to its last one."""
+"""Between two bytes of a message; on a slow link a long one takes longer."""
 
 MAX_CONNECTIONS: Final = 128
 
@@ -174,7 +174,7 @@ class SocketLink:
     def __init__(self, connection: socket.socket) -> None:
         self.traffic = LinkTraffic()
         self._connection = connection
-        self._buffer = b""
+        self._buffer = bytearray()
         # Two threads of an edge may send at a time: an answer, and a model that was just deployed.
         self._sending = threading.Lock()
 
@@ -231,7 +231,8 @@ class SocketLink:
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
-        message, self._buffer = self._buffer[_LENGTH.size : end], self._buffer[end:]
+        message = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
         self.traffic.received += end
         self.traffic.received_messages += 1
         return message
@@ -341,7 +342,7 @@ class SensorServer:
                 connection.settimeout(_READ_SECONDS)
                 if not link.wait(_READ_SECONDS if link.partial else _LOOK_SECONDS):
                     if link.partial:
-                        raise SensorError(f"a message did not end within {_READ_SECONDS:g} seconds")
+                        raise SensorError(f"nothing more of a message came for {_READ_SECONDS:g} seconds")
                     continue
                 while (message := link.receive()) is not None:
                     with self._lock:
