@@ -114,6 +114,13 @@ def test_fewer_relays_than_clients_take_turns() -> None:
     assert len(set(asked)) > 4
 
 
+def test_of_more_clients_than_a_plan_has_relays_some_take_turns() -> None:
+    driver = summed(symbols=0)
+    plan = driver.system.plan(1500, driver._now(1, None, driver.mailbox, {}))
+    assert (plan.contributors, plan.relays) == (1500, 1024)
+    assert len({client for number in (1, 2) for client in sums.relays_of(plan, number)}) == 1500
+
+
 def test_the_server_receives_as_much_of_many_clients_as_of_few() -> None:
     """K + T sums of one K-th of an update each, and of each client the name of what it shared."""
 
