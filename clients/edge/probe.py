@@ -99,9 +99,11 @@ def ask(address: tuple[str, int], context: ssl.SSLContext | None, *, padding: in
         answer.read(1 << 20)
         seconds = time.monotonic() - began
         date = answer.getheader("Date")
-        # The date has no fractions: half a second is their mean.
-        middle = asked + seconds / 2
-        behind = None if date is None else parsedate_to_datetime(date).timestamp() + 0.5 - middle
+        middle, behind = asked + seconds / 2, None
+        # A date that cannot be read says nothing.
+        with contextlib.suppress(ValueError):
+            # It has no fractions: half a second is their mean.
+            behind = None if date is None else parsedate_to_datetime(date).timestamp() + 0.5 - middle
         return Answer(answer.status, behind, seconds, certificate or {})
 
 

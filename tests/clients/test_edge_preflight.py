@@ -50,6 +50,12 @@ def test_address() -> None:
     assert "does not accept connections" in text
 
 
+def test_a_date_that_is_none_is_as_good_as_no_date() -> None:
+    with serving(ahead="soon") as superlink:
+        assert "sends no time to compare with" in found("clock", superlink)[1]
+        assert found("link", superlink)[0] == "ok"
+
+
 @pytest.fixture
 def proxies(monkeypatch):
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
