@@ -87,27 +87,25 @@ def choose(
     expected = DEFAULT_LOSS if loss is None else loss
     # Any K packets of Reed-Solomon decode; random ones over 256 elements are dependent now and then.
     order = None if code == "mds" else 256
-    # With K and a stated loss no more shards are made than these ask for, as each is bytes on a link; otherwise every
-    # client keeps one.
-    if shards:
-        count = shards
-    elif symbols and loss is not None:
-        count = shards_for(symbols + threshold, loss, target, order=order)
-    else:
-        count = min(relays, _most_shards(code, (symbols or DEFAULT_SYMBOLS) + threshold, threshold, relays))
+    wanted, count = symbols, shards
+    if symbols and not shards:
+        # With a stated loss no more shards are made than these ask for, as each is bytes on a link; otherwise every
+        # client keeps one.
+        most = min(relays, _most_shards(code, symbols + threshold, threshold, relays))
+        count = most if loss is None else shards_for(symbols + threshold, loss, target, order=order)
+    if not symbols:
+        # Larger K first: shards are shorter then. Where no K > 1 reaches the target, K = 1 is left: N copies of the
+        # payload.
+        for wanted in range(min(DEFAULT_SYMBOLS, MOST_SYMBOLS - threshold), 0, -1):
+            most = _most_shards(code, wanted + threshold, threshold, relays)
+            count = shards or min(relays, most)
+            if count <= most and success(wanted + threshold, count, expected, order) >= target:
+                break
     if count > relays:
         raise NotDecodable(
             f"{relays} clients take part, the code needs {count}, one for each shard: lower shards or symbols, or ask "
             "more clients (fraction_train, min_available_nodes)"
         )
-    wanted = symbols or 1
-    if not symbols:
-        # Larger K first: shards are shorter then. Where no K > 1 reaches the target, K = 1 is left: N copies of the
-        # payload.
-        sizes = range(min(DEFAULT_SYMBOLS, count - threshold), 1, -1)
-        # Random symbols and Cauchy rows share the elements of the field: more shards leave fewer symbols.
-        sizes = [k for k in sizes if count <= _most_shards(code, k + threshold, threshold, count)]
-        wanted = next((k for k in sizes if success(k + threshold, count, expected, order) >= target), 1)
     if count < wanted + threshold:
         raise NotDecodable(
             f"{count} clients take part, the code needs {wanted + threshold} (symbols + threshold = {wanted} + "
@@ -135,12 +133,12 @@ def check(*, code: str, symbols: int, shards: int, threshold: int) -> None:
         )
     if shards and shards < 1 + threshold:
         raise ConfigError(f"shards={shards} leave no symbol beside {threshold} random ones")
-    if symbols + threshold > MOST_SYMBOLS:
+    if (coded := (symbols or 1) + threshold) > MOST_SYMBOLS:
         raise ConfigError(
-            f"symbols + threshold = {symbols + threshold}; a relay computes with products over GF(2^8), whose time "
+            f"symbols + threshold = {coded}; a relay computes with products over GF(2^8), whose time "
             f"grows with K, and codes at most {MOST_SYMBOLS}: set fewer symbols"
         )
-    if shards > (most := _most_shards(code, (symbols or 1) + threshold, threshold, shards)):
+    if shards > (most := _most_shards(code, coded, threshold, shards)):
         raise ConfigError(f"shards={shards}; a Reed-Solomon code over GF(2^8) has at most {most}")
 
 

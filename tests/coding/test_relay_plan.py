@@ -316,10 +316,13 @@ def test_numbers_follow_from_the_relays_there_are() -> None:
     # As many shards as a Reed-Solomon code has, which are fewer where it has random symbols.
     assert choose(300, code="mds") == (16, 256)
     assert choose(300, code="rlnc") == (16, 300)
-    for options in ({}, {"symbols": 100}, {"shards": 250}, {"shards": 254}):
-        symbols, shards = choose(300, code="mds", threshold=1, **options)
-        assert shards == options.get("shards", 256 - symbols - 1)
-        assert len(RelayPlan("mds", symbols, shards, 1, threshold=1).packets(0, bytes(99))) == shards
+    for options in ({}, {"symbols": 100}, {"shards": 250}, {"shards": 254}, {"threshold": 120}, {"threshold": 127}):
+        given = {"threshold": 1, **options}
+        symbols, shards = choose(300, code="mds", **given)
+        assert shards == options.get("shards", 256 - symbols - given["threshold"])
+        assert symbols == options.get("symbols", min(16, 256 - shards - given["threshold"], 128 - given["threshold"]))
+        plan = RelayPlan("mds", symbols, shards, 1, threshold=given["threshold"])
+        assert len(plan.packets(0, bytes(999))) == shards
     for options, reason in (
         ({"symbols": 7}, "6 clients take part, the code needs 7"),
         ({"symbols": 2, "shards": 8}, "6 clients take part, the code needs 8, one for each shard"),
@@ -338,6 +341,7 @@ def test_impossible_numbers_are_refused_at_once() -> None:
         ({"code": "mds", "shards": 257}, "at most 256"),
         ({"code": "mds", "shards": 255, "threshold": 1}, "at most 254"),
         ({"code": "mds", "shards": 240, "symbols": 16, "threshold": 1}, "at most 239"),
+        ({"code": "mds", "threshold": 128}, "symbols \\+ threshold = 129"),
         ({"symbols": 129}, "whose time grows with K, and codes at most 128: set fewer symbols"),
         ({"code": "mds", "shards": 2, "threshold": 2}, "leave no symbol"),
     ):
