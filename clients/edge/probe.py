@@ -44,7 +44,13 @@ class Answer:
 
 
 def proxy_of(address: tuple[str, int], *, tls: bool) -> SplitResult | None:
-    """Return the proxy through which Flower's nodes reach ``address`` from this environment; None for none."""
+    """Return the proxy through which Flower's nodes reach ``address`` from this environment; None for none.
+
+    Raises
+    ------
+    OSError
+        Where what the environment names is no URL.
+    """
     host, port = address
     # A node's processes are started with loopback excepted.
     proxies = urllib.request.getproxies_environment()
@@ -55,7 +61,15 @@ def proxy_of(address: tuple[str, int], *, tls: bool) -> SplitResult | None:
     if bypass(host, proxies) or bypass(f"{host}:{port}", proxies):
         return None
     found = proxies.get("https" if tls else "http") or proxies.get("all")
-    return urlsplit(found if "://" in found else f"http://{found}") if found else None
+    if not found:
+        return None
+    try:
+        proxy = urlsplit(found if "://" in found else f"http://{found}")
+        _ = proxy.port  # read when it is asked for
+    except ValueError:
+        # Without what is wrong with it: that may be a part of its password.
+        raise OSError("the proxy that the environment names is no URL") from None
+    return proxy
 
 
 def ask(address: tuple[str, int], context: ssl.SSLContext | None, *, padding: int = 0, timeout: float = 5.0) -> Answer:
