@@ -11,6 +11,7 @@ windows and read the model: use a Unix socket, whose file has permissions, loopb
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import select
 import signal
@@ -44,7 +45,7 @@ _STATE: Final = "deployed"
 _WINDOW: Final = ".window"
 _LOOK_SECONDS: Final = 0.2
 _READ_SECONDS: Final = 30.0
-"""From the first byte of a message to its last one."""
+"""Between two bytes of a message; on a slow link a long one takes longer."""
 
 MAX_CONNECTIONS: Final = 128
 
@@ -105,13 +106,15 @@ class StoredEdge(Edge):
             return False
         held = store.loads(path.read_bytes(), _KIND)
         with store.reading("the folder's deployed model"):
+            deployments = self.deployments
             if not self._deploys:
                 shapes = from_plain(dict[str, NDArray[Any]], held["model"], "model")
                 policy = policy_from_config(held["policy"])
                 options = {"policy": policy, "window": held["window"], "seed": held["seed"]}
-                self.deployments = Deployments(shapes, held["codec"], **options)
-            self.deployments.load_state_dict(held["state"])
-        self._seen = stamp
+                deployments = Deployments(shapes, held["codec"], **options)
+            deployments.load_state_dict(held["state"])
+        # What cannot be read whole leaves the former one in its place.
+        self.deployments, self._seen = deployments, stamp
         return True
 
     def deploy(self, arrays: Arrays, measure: Measure) -> int:
@@ -171,15 +174,21 @@ class SocketLink:
     def __init__(self, connection: socket.socket) -> None:
         self.traffic = LinkTraffic()
         self._connection = connection
-        self._buffer = b""
+        self._buffer = bytearray()
         # Two threads of an edge may send at a time: an answer, and a model that was just deployed.
         self._sending = threading.Lock()
 
     def send(self, message: bytes) -> None:
-        """Send a message; raises :class:`OSError` when the other end is gone."""
+        """Send a message; raises :class:`OSError` when the other end is gone or takes nothing, from then on."""
         data = _LENGTH.pack(len(message)) + message
         with self._sending:
-            self._connection.sendall(data)
+            try:
+                self._connection.sendall(data)
+            except OSError:
+                # A part of it may have gone: the other end would take the next message for the rest of this one.
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
+                raise
             self.traffic.sent += len(data)
             self.traffic.sent_messages += 1
 
@@ -222,7 +231,8 @@ class SocketLink:
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
-        message, self._buffer = self._buffer[_LENGTH.size : end], self._buffer[end:]
+        message = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
         self.traffic.received += end
         self.traffic.received_messages += 1
         return message
@@ -278,6 +288,7 @@ class SensorServer:
         self.links: dict[int, SocketLink] = {}
         self._lock = threading.Lock()
         self._open = 0
+        self._unread = ""
         self._closing = threading.Event()
         serve = self._serve
 
@@ -336,7 +347,7 @@ class SensorServer:
                 connection.settimeout(_READ_SECONDS)
                 if not link.wait(_READ_SECONDS if link.partial else _LOOK_SECONDS):
                     if link.partial:
-                        raise SensorError(f"a message did not end within {_READ_SECONDS:g} seconds")
+                        raise SensorError(f"nothing more of a message came for {_READ_SECONDS:g} seconds")
                     continue
                 while (message := link.receive()) is not None:
                     with self._lock:
@@ -353,8 +364,7 @@ class SensorServer:
                 for number in numbers:
                     if self.links.get(number) is link:
                         del self.links[number]
-                        # What it was sent it may never have read.
-                        self.edge.versions.pop(number, None)
+                        self.edge.gone(number)
             link.close()
 
     def _look(self) -> None:
@@ -368,8 +378,12 @@ class SensorServer:
             if isinstance(self.edge, StoredEdge):
                 self.edge.refresh()
         except (OSError, FedcompError) as error:
-            log.warning("the deployed model cannot be read; sensors keep the one they have: %s", error)
+            # Once: it is looked at several times a second.
+            if str(error) != self._unread:
+                self._unread = str(error)
+                log.warning("the deployed model cannot be read; sensors keep the one they have: %s", error)
             return
+        self._unread = ""
         for number, link in list(self.links.items()):
             try:
                 self.edge.push(number, link)

@@ -426,7 +426,7 @@ class CodedStep:
         Raises
         ------
         NotDecodable
-            When they cannot give what is missing; with ``approximate`` when not a single partition is left.
+            When they cannot give what is missing; with ``approximate`` when not a single example is left.
         """
         # Every device that is asked costs two vectors; the smallest set that decodes is tried first.
         subset = self.plan.subset(self.plan.choose(alive), self.max_condition)
@@ -464,6 +464,8 @@ class CodedStep:
         self._left[~self._real] = 0.0
         self.included = int(self._sizes[known].sum())
         self.gradient = 0.0
+        if not self.included:
+            raise NotDecodable(f"partitions {np.flatnonzero(known).tolist()} are determined, and have no examples")
 
     def take(self, answers: Mapping[int, Real]) -> bool:
         """Add phase 2's h_i, shape ``(d,)`` by device, and return whether :attr:`gradient` is complete."""

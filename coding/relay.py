@@ -70,7 +70,7 @@ def choose(
     symbols : int
         K; 0 chooses the largest K <= 16 for which N relays decode with probability ``target``.
     shards : int
-        N; 0 takes what K and ``loss`` ask for where both are given, otherwise all relays.
+        N; 0 takes what K and ``loss`` ask for where both are given, otherwise all relays, as many as the code has.
     loss, target : float
         Fraction of relays that is expected to vanish, 0.1 by default, and the wanted probability of decoding.
     threshold : int
@@ -87,25 +87,25 @@ def choose(
     expected = DEFAULT_LOSS if loss is None else loss
     # Any K packets of Reed-Solomon decode; random ones over 256 elements are dependent now and then.
     order = None if code == "mds" else 256
-    # With K and a stated loss no more shards are made than these ask for, as each is bytes on a link; otherwise every
-    # client keeps one.
-    if shards:
-        count = shards
-    elif symbols and loss is not None:
-        count = shards_for(symbols + threshold, loss, target, order=order)
-    else:
-        count = relays
+    wanted, count = symbols, shards
+    if symbols and not shards:
+        # With a stated loss no more shards are made than these ask for, as each is bytes on a link; otherwise every
+        # client keeps one.
+        most = min(relays, _most_shards(code, symbols + threshold, threshold, relays))
+        count = most if loss is None else shards_for(symbols + threshold, loss, target, order=order)
+    if not symbols:
+        # Larger K first: shards are shorter then. Where no K > 1 reaches the target, K = 1 is left: N copies of the
+        # payload.
+        for wanted in range(min(DEFAULT_SYMBOLS, MOST_SYMBOLS - threshold), 0, -1):
+            most = _most_shards(code, wanted + threshold, threshold, relays)
+            count = shards or min(relays, most)
+            if count <= most and success(wanted + threshold, count, expected, order) >= target:
+                break
     if count > relays:
         raise NotDecodable(
             f"{relays} clients take part, the code needs {count}, one for each shard: lower shards or symbols, or ask "
             "more clients (fraction_train, min_available_nodes)"
         )
-    wanted = symbols or 1
-    if not symbols:
-        # Larger K first: shards are shorter then. Where no K > 1 reaches the target, K = 1 is left: N copies of the
-        # payload.
-        sizes = range(min(DEFAULT_SYMBOLS, count - threshold), 1, -1)
-        wanted = next((k for k in sizes if success(k + threshold, count, expected, order) >= target), 1)
     if count < wanted + threshold:
         raise NotDecodable(
             f"{count} clients take part, the code needs {wanted + threshold} (symbols + threshold = {wanted} + "
@@ -133,14 +133,22 @@ def check(*, code: str, symbols: int, shards: int, threshold: int) -> None:
         )
     if shards and shards < 1 + threshold:
         raise ConfigError(f"shards={shards} leave no symbol beside {threshold} random ones")
-    if symbols + threshold > MOST_SYMBOLS:
+    if (coded := (symbols or 1) + threshold) > MOST_SYMBOLS:
         raise ConfigError(
-            f"symbols + threshold = {symbols + threshold}; a relay computes with products over GF(2^8), whose time "
+            f"symbols + threshold = {coded}; a relay computes with products over GF(2^8), whose time "
             f"grows with K, and codes at most {MOST_SYMBOLS}: set fewer symbols"
         )
-    # Rows and columns of a Cauchy matrix are named by different elements of GF(2^8).
-    if code == "mds" and shards > 256:
-        raise ConfigError(f"shards={shards}; a Reed-Solomon code over GF(2^8) has at most 256")
+    if shards > (most := _most_shards(code, coded, threshold, shards)):
+        raise ConfigError(f"shards={shards}; a Reed-Solomon code over GF(2^8) has at most {most}")
+
+
+def _most_shards(code: str, needed: int, threshold: int, wanted: int) -> int:
+    """Return how many packets a code has of which ``needed`` decode; ``wanted`` where there is no end to them."""
+    if code != "mds":
+        return wanted
+    # Rows and columns of a Cauchy matrix are named by different elements of GF(2^8). Without random symbols the first
+    # packets are the symbols themselves, which are no rows.
+    return 256 - needed if threshold else 256
 
 
 @dataclass(frozen=True)
@@ -209,12 +217,6 @@ class RelayPlan:
             max_generations=self.max_payload // GENERATION_BYTES + 2,
         )
 
-    @property
-    def max_packet(self) -> int:
-        """Bytes of the longest packet of this plan: one symbol of every generation, its header and coefficients."""
-        # 65: a symbol is rounded up to a whole byte, and then to a multiple of 64 bytes.
-        return self.max_payload // self.symbols + 65 * self.limits.max_generations + 2 * self.needed + 64
-
     def holders(self, source: int, clients: int) -> list[int]:
         """Return which of ``clients`` get packets 0, 1, ... of a source: those that follow it, itself the last of all.
 
@@ -222,7 +224,7 @@ class RelayPlan:
         """
         return [(source + 1 + i) % clients for i in range(min(self.shards, clients))]
 
-    def encode(self, source: int, payload: bytes, *, endless: bool = False) -> Encoder:
+    def encode(self, source: int, payload: bytes) -> Encoder:
         """Return the encoder of one source's payload.
 
         Raises
@@ -235,7 +237,12 @@ class RelayPlan:
                 f"the payload has {len(payload)} bytes, more than the {self.max_payload} this round accepts: an update "
                 "cannot be that much larger than the model"
             )
-        self._require_room(self.shards, payload)
+        # How many packets there are is the server's choice.
+        if self.shards * len(payload) > MOST_BYTES * self.symbols:
+            raise ConfigError(
+                f"{self.shards} packets of {len(payload) // self.symbols} bytes: more than {MOST_BYTES} together. Have "
+                "more symbols (K), or fewer shards"
+            )
         return encoder(
             self.code,
             payload,
@@ -243,7 +250,7 @@ class RelayPlan:
             round=self.round,
             source=source,
             run=self.seed,
-            shards=None if endless else self.shards,
+            shards=self.shards,
             threshold=self.threshold,
         )
 
@@ -253,27 +260,6 @@ class RelayPlan:
         (With random symbols they do not: those are drawn from the operating system each time.)
         """
         return [packet.to_bytes() for packet in self.encode(source, payload).packets(range(self.shards))]
-
-    def _require_room(self, packets: int, payload: bytes) -> None:
-        """Refuse to make packets that are too long together: how many there are is the server's choice."""
-        if packets * len(payload) > MOST_BYTES * self.symbols:
-            raise ConfigError(
-                f"{packets} packets of {len(payload) // self.symbols} bytes: more than {MOST_BYTES} together. Have "
-                "more symbols (K), or fewer shards"
-            )
-
-    def fresh(self, source: int, payload: bytes, count: int) -> list[bytes]:
-        """Return ``count`` more packets, other ones than those the relays got; fewer where the code has no more.
-
-        Random symbols are redrawn each time, so with them there are none: packets of two drawings do not fit together.
-        """
-        if self.threshold:
-            return []
-        self._require_room(count, payload)
-        # Packet i has the same bytes however many there are, so numbers from N on are new ones.
-        made = self.encode(source, payload, endless=True)
-        most = self.shards + count if made.shards is None else min(made.shards, self.shards + count)
-        return [packet.to_bytes() for packet in made.packets(range(self.shards, most))]
 
 
 @dataclass(frozen=True)
@@ -301,7 +287,8 @@ class _Version:
     """The packets of one source that agree on what they are packets of."""
 
     decoder: Decoder
-    packets: dict[tuple[int, int], Packet] = field(default_factory=dict)
+    relays: set[int] = field(default_factory=set)
+    """Who sent them."""
     tried: int = 0
     """How many packets there were when decoding last failed."""
 
@@ -354,8 +341,8 @@ class Collector:
         source : int
         commitment : Commitment
         hashes : iterable of bytes, optional
-            :func:`packet_hash` of every packet the source made for relays. Where there are some, relays' packets with
-            another one are refused; those the source itself sends later are measured by the commitment alone.
+            :func:`packet_hash` of every packet the source made. Where there are some, packets with another one are
+            refused.
         """
         known = self._sources[source]
         known.expected, known.hashes = commitment, frozenset(hashes)
@@ -364,19 +351,13 @@ class Collector:
         """Ask nobody for ``source`` any more: it shared nothing, or answers in another way."""
         self._sources[source].given_up = True
 
-    def holds(self, relay: int, sources: Collection[int]) -> None:
-        """Take a relay's word that it keeps packets of ``sources`` only: it is not asked for others."""
-        for index, source in self._sources.items():
-            if index not in sources and relay in source.unasked:
-                source.unasked.remove(relay)
-
     def add(self, relay: int, data: bytes, asked: Collection[int] | None = None) -> int | None:
         """Take a packet that ``relay`` sent; return its source, None when it was refused.
 
         Parameters
         ----------
         relay : int
-            Who sent it; a contributor that sends more of its own packets is told apart by a negative number.
+            Who sent it.
         data : bytes
         asked : collection of int, optional
             Sources that relay was asked for.
@@ -390,15 +371,14 @@ class Collector:
             source = self._sources[packet.source]
             if source.expected is not None and Commitment.of(packet) != source.expected:
                 raise PacketError(f"it is of another payload than the one source {packet.source} announced")
-            if relay >= 0 and source.hashes and packet_hash(data) not in source.hashes:
+            if source.hashes and packet_hash(data) not in source.hashes:
                 raise PacketError(f"it is not one of the packets that source {packet.source} announced")
             if packet.recoded:
                 raise PacketError("it was recoded; in this plan relays do not recode packets")
             self._check_shape(packet)
             version = self._version(source, packet)
-            place = (relay, packet.number)
             # A relay keeps one shard of a source. If several of one relay counted, it could forge as many as decode.
-            if place in version.packets or (relay >= 0 and any(r == relay for r, _ in version.packets)):
+            if relay in version.relays:
                 return packet.source  # delivered twice
             innovative = version.decoder.add(packet)
         except CodingError as error:
@@ -408,7 +388,7 @@ class Collector:
         self.innovative += innovative
         self.dependent += not innovative
         # Only now: a packet that the decoder refused must not take the place of this relay's one packet.
-        version.packets[place] = packet
+        version.relays.add(relay)
         self._try(packet.source)
         return packet.source
 
@@ -425,10 +405,6 @@ class Collector:
         # At least one: a payload that decodes without its digest takes another packet to be repaired.
         lacking = (max(1, v.decoder.needed, self._voices(known, v)) for v in known.versions.values())
         return min(lacking, default=self.plan.needed)
-
-    def arrived(self, source: int) -> int:
-        """Return how many packets of ``source`` came, of the payload that most of them agree on."""
-        return max((len(v.packets) for v in self._sources[source].versions.values()), default=0)
 
     def ask(self, able: Collection[int], perhaps: Collection[int] = ()) -> dict[int, list[int]]:
         """Return which relays to ask now, and each for which sources; nothing when there is no use in asking.
@@ -499,7 +475,7 @@ class Collector:
 
         As many as decode a long one: the shortest payloads have fewer symbols, and one relay could make one up.
         """
-        return 0 if source.expected is not None else self.plan.needed - len(version.packets)
+        return 0 if source.expected is not None else self.plan.needed - len(version.relays)
 
     def _try(self, index: int) -> None:
         """Decode a source if that is possible now."""
@@ -509,12 +485,12 @@ class Collector:
         for version in source.versions.values():
             if (
                 not version.decoder.complete
-                or version.tried == len(version.packets)
+                or version.tried == len(version.relays)
                 or self._voices(source, version) > 0
             ):
                 continue
             # Before the attempt: without another packet it would fail in the same way, at the same cost.
-            version.tried = len(version.packets)
+            version.tried = len(version.relays)
             try:
                 source.payload = version.decoder.payload()
                 return

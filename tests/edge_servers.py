@@ -50,14 +50,16 @@ def authority(folder: Path, name: str = "ca", *, days: tuple[float, float] = (-1
 
 
 @contextlib.contextmanager
-def serving(context: ssl.SSLContext | None = None, *, ahead: float | None = 0.0) -> Iterator[str]:
-    """Serve ``/health``; the server's clock is ``ahead`` seconds before this one, or it gives no date for None."""
+def serving(context: ssl.SSLContext | None = None, *, ahead: float | str | None = 0.0) -> Iterator[str]:
+    """Serve ``/health``; the server's clock is ``ahead`` seconds before this one, or it gives no date for None; a text
+    is what it gives in its place."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response_only(200)
             if ahead is not None:
-                self.send_header("Date", formatdate(time.time() + ahead, usegmt=True))
+                date = ahead if isinstance(ahead, str) else formatdate(time.time() + ahead, usegmt=True)
+                self.send_header("Date", date)
             self.send_header("Content-Length", "2")
             self.end_headers()
             self.wfile.write(b"ok")

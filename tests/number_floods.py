@@ -139,10 +139,6 @@ def plans() -> Iterator[tuple[str, Callable[[], Any]]]:
                 f"packets {code} {symbols} {count}",
                 lambda code=code, symbols=symbols, count=count: RelayPlan(code, symbols, count, 1).packets(0, payload),
             )
-            yield (
-                f"fresh {code} {symbols} {count}",
-                lambda code=code, count=count: RelayPlan(code, 1, 1, 1).fresh(0, payload, count),
-            )
     for value in HOSTILE:
         yield f"carriers {value}", lambda value=value: LowRankPlan.of({"a": (200, 150), "b": (150,)}, value)
 

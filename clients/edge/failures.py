@@ -95,8 +95,7 @@ def classify(status: int, lines: Sequence[str], behind: Callable[[], float | Non
         return Failure("failed", f"the SuperNode ended with status {status}; it printed last: {last.strip()}")
     seconds = behind()
     if seconds is None:
-        text = "the SuperLink refused this node, and sent no time to compare with: the node is unknown, or this "
-        "clock is wrong "
+        text = "the SuperLink refused this node, and sent no time to compare with: the node is unknown, or this clock "
         return Failure("refused", text + "is wrong")
     if -AHEAD <= seconds <= BEHIND:
         return Failure("forgotten", _MESSAGES["forgotten"])

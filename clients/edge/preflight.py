@@ -51,7 +51,10 @@ def preflight(options: NodeOptions, log: EventLog) -> int:
 def address(options: NodeOptions) -> Finding:
     """Whether the address resolves and accepts connections."""
     host, port = options.address
-    proxy = probe.proxy_of(options.address, tls=options.root_certificates is not None)
+    try:
+        proxy = probe.proxy_of(options.address, tls=options.root_certificates is not None)
+    except OSError as error:
+        return WRONG, f"{error}: correct http_proxy, https_proxy or all_proxy, or add {host} to no_proxy"
     if proxy is not None:
         # As the node connects, which asks the proxy and looks no name up. Without what may be its password.
         name = f"{proxy.scheme}://{proxy.hostname}:{proxy.port or ''}".rstrip(":")

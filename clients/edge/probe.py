@@ -44,7 +44,13 @@ class Answer:
 
 
 def proxy_of(address: tuple[str, int], *, tls: bool) -> SplitResult | None:
-    """Return the proxy through which Flower's nodes reach ``address`` from this environment; None for none."""
+    """Return the proxy through which Flower's nodes reach ``address`` from this environment; None for none.
+
+    Raises
+    ------
+    OSError
+        Where what the environment names is no URL.
+    """
     host, port = address
     # A node's processes are started with loopback excepted.
     proxies = urllib.request.getproxies_environment()
@@ -55,7 +61,15 @@ def proxy_of(address: tuple[str, int], *, tls: bool) -> SplitResult | None:
     if bypass(host, proxies) or bypass(f"{host}:{port}", proxies):
         return None
     found = proxies.get("https" if tls else "http") or proxies.get("all")
-    return urlsplit(found if "://" in found else f"http://{found}") if found else None
+    if not found:
+        return None
+    try:
+        proxy = urlsplit(found if "://" in found else f"http://{found}")
+        _ = proxy.port  # read when it is asked for
+    except ValueError:
+        # Without what is wrong with it: that may be a part of its password.
+        raise OSError("the proxy that the environment names is no URL") from None
+    return proxy
 
 
 def ask(address: tuple[str, int], context: ssl.SSLContext | None, *, padding: int = 0, timeout: float = 5.0) -> Answer:
@@ -99,9 +113,11 @@ def ask(address: tuple[str, int], context: ssl.SSLContext | None, *, padding: in
         answer.read(1 << 20)
         seconds = time.monotonic() - began
         date = answer.getheader("Date")
-        # The date has no fractions: half a second is their mean.
-        middle = asked + seconds / 2
-        behind = None if date is None else parsedate_to_datetime(date).timestamp() + 0.5 - middle
+        middle, behind = asked + seconds / 2, None
+        # A date that cannot be read says nothing.
+        with contextlib.suppress(ValueError):
+            # It has no fractions: half a second is their mean.
+            behind = None if date is None else parsedate_to_datetime(date).timestamp() + 0.5 - middle
         return Answer(answer.status, behind, seconds, certificate or {})
 
 

@@ -335,9 +335,11 @@ class NodeSupervisor(Supervisor):
                 if age is not None:
                     condition.received(now - age)
             except OSError as error:
-                self._kernel_tells = False
-                text = f"the kernel gives no answer ({error}): contact is seen in log lines only"
-                self._log("contact", text, level="warning")
+                # One that ended a moment ago hides its files from all but root; the next one will be asked for.
+                if child.returncode is None:
+                    self._kernel_tells = False
+                    text = f"the kernel gives no answer ({error}): contact is seen in log lines only"
+                    self._log("contact", text, level="warning")
         if child is not None and condition.node_id is not None:
             condition.state = "running"
         reached = condition.superlink(now)

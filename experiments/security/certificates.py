@@ -112,7 +112,8 @@ def create(path: Path, hosts: Sequence[str], nodes: int, *, now: datetime.dateti
     Raises
     ------
     ConfigError
-        When a host is neither a name nor an address, or a file exists already: nothing is ever overwritten.
+        When a host is neither a name nor an address, ``nodes`` is out of range, or a file exists already: nothing is
+        ever overwritten.
     """
     names = [_name(host) for host in dict.fromkeys((*hosts, *LOOPBACK))]
     folder = Folder(path)
@@ -122,6 +123,8 @@ def create(path: Path, hosts: Sequence[str], nodes: int, *, now: datetime.dateti
             f"{existing[0]} exists, and keys are not overwritten; --add-nodes adds nodes, --renew renews the server "
             "certificate, another folder starts afresh"
         )
+    # Before anything is written that would be in the way of the next attempt.
+    _first_of(folder, nodes)
     private_folder(path)
     now = now or datetime.datetime.now(datetime.UTC)
     key = ec.generate_private_key(ec.SECP256R1())
@@ -155,9 +158,7 @@ def add_nodes(folder: Folder, count: int) -> list[str]:
     ConfigError
         When the numbers would pass 10,000, or ``folder`` has no authority.
     """
-    first = folder.next_node()
-    if not 0 <= count <= MAX_NODES - first:
-        raise ConfigError(f"{count} more nodes after {first} are outside 0 to {MAX_NODES} in all")
+    first = _first_of(folder, count)
     if not folder.ca.is_file():
         raise ConfigError(f"{folder.path} holds no ca.crt; make it first, with --host and --nodes")
     private_folder(folder.nodes)
@@ -169,6 +170,14 @@ def add_nodes(folder: Folder, count: int) -> list[str]:
         public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
         write_new(folder.nodes / f"{name}.pub", public + f" {name}\n".encode(), 0o644)
     return names
+
+
+def _first_of(folder: Folder, count: int) -> int:
+    """Return the number of the first of ``count`` more nodes; raise ConfigError when they are too many."""
+    first = folder.next_node()
+    if not 0 <= count <= MAX_NODES - first:
+        raise ConfigError(f"{count} more nodes after {first} are outside 0 to {MAX_NODES} in all")
+    return first
 
 
 def list_peers(folder: Folder) -> None:

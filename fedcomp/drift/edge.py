@@ -252,6 +252,8 @@ class Edge:
         self.most: int = checked("most", most, Int(1))
         self.versions: dict[int, int] = {}
         self.dropped = 0
+        # By sensor: over which link it said last which version it runs.
+        self._said: dict[int, tuple[SensorLink, int]] = {}
         # As bytes: what came is kept as it came, wherever it is kept.
         self._windows: dict[int, bytes] = {}
         self._number = 0
@@ -290,11 +292,22 @@ class Edge:
             When it cannot be read.
         """
         message = SensorMessage.from_bytes(data)
-        self.versions[message.sensor] = 0 if message.says is Says.RESYNC else message.version
+        said = link, message.version
+        if message.says is Says.RESYNC:
+            self.versions[message.sensor] = 0
+        # Who says again what it said before has not read yet what it was sent: again, that would fill a slow link.
+        elif self._said.get(message.sensor) != said:
+            self.versions[message.sensor] = message.version
+        self._said[message.sensor] = said
         if message.upload is not None:
             self.keep(data)
         self.push(message.sensor, link)
         return message.sensor
+
+    def gone(self, sensor: int) -> None:
+        """Forget a sensor whose link is closed: what it was sent it may never have read."""
+        self.versions.pop(sensor, None)
+        self._said.pop(sensor, None)
 
     def keep(self, data: bytes) -> None:
         """Keep a message that brought a window."""
@@ -391,8 +404,7 @@ class SensorEndpoint(Stateful):
             try:
                 deployment = ModelMessage.from_bytes(data)
                 whole = not deployment.base
-                self._apply(deployment)
-                changed = True
+                changed = self._apply(deployment) or changed
             except FedcompError as error:
                 log.warning("sensor %d cannot use a model that it was sent: %s", self.number, error)
                 if not whole:
@@ -432,8 +444,12 @@ class SensorEndpoint(Stateful):
     def _say(self, says: Says) -> None:
         self.link.send(SensorMessage(self.number, self.sensor.version, says).to_bytes())
 
-    def _apply(self, deployment: ModelMessage) -> None:
+    def _apply(self, deployment: ModelMessage) -> bool:
+        """Make a model the one that runs; return False where it runs already."""
         layout = self._layout
+        if deployment.version == self.sensor.version and deployment.digest == digest(self._vector, self._exact):
+            # The edge answered a window from before this model, which was sent late.
+            return False
         if deployment.base:
             if deployment.base != self.sensor.version:
                 raise StateError(f"it starts from version {deployment.base}, this sensor runs {self.sensor.version}")
@@ -448,6 +464,7 @@ class SensorEndpoint(Stateful):
             raise StateError(f"the received model is not version {deployment.version}: digests differ")
         self._vector, self._exact = vector, exact
         self.sensor.deploy(deployment.version, deployment.sketch, deployment.threshold)
+        return True
 
 
 def _layout_of(model: Arrays, codec: Codec, policy: DensityPolicy | None) -> Layout:

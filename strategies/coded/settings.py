@@ -55,7 +55,7 @@ class CodedSettings(Configured):
     symbols : int
         K: pieces of an update; K + ``threshold`` shards decode. 0 chooses it.
     shards : int
-        N: shards that are made, one per relay. 0: one for every client of the round.
+        N: shards that are made, one per relay. 0: one for every client of the round, as many as the code has.
     loss, target : float
         Fraction of relays that is expected to vanish, and the probability with which decoding must still succeed; K or
         N follows from them where it is not given.

@@ -131,13 +131,10 @@ class GossipRelay(Server):
                 "push-sum algorithms; leave it at 0"
             )
         nodes = checked("nodes", nodes, Int())
-        self.vertices = nodes if isinstance(topology, str) else _vertices(topology, nodes)
-        if self.vertices:
+        self._stated = nodes if isinstance(topology, str) else _vertices(topology, nodes)
+        if self._stated:
             # Here, not in the first round: what cannot run is refused where it is written.
-            self.graph(self.vertices)
-        self._watch: Observer | None = DivergenceWatch() if s.watch is True else (s.watch or None)
-        # Whether the system is that of the run's own graph.
-        self._fitted = False
+            self.graph(self._stated)
         super().__init__(
             # Until the number of vertices is known a graph that any algorithm runs on stands for it.
             Gossip(self.algorithm, Complete(2)),
@@ -149,6 +146,10 @@ class GossipRelay(Server):
 
     def _begin(self) -> None:
         super()._begin()
+        self.vertices, watch = self._stated, self.settings.watch
+        self._watch: Observer | None = DivergenceWatch() if watch is True else (watch or None)
+        # Whether the system is that of the run's own graph.
+        self._fitted = False
         self.traffic, self.events = GossipTraffic(), RunReport()
         self._log = RoundLog(self._name, self.system.APP, "messages")
         self._initial: ArrayRecord | None = None

@@ -64,7 +64,7 @@ def test_what_flower_prints_is_told_apart(printed: str, event: str, patience: fl
         (0.2, "forgotten", "does not know this node any more"),
         (-3.4, "forgotten", "does not know"),
         (300.0, "forgotten", "does not know"),
-        (None, "refused", "sent no time to compare with"),
+        (None, "refused", "sent no time to compare with: the node is unknown, or this clock is wrong"),
     ],
 )
 def test_an_end_with_status_0_is_a_failure_and_the_clock_says_which(behind, event, said) -> None:

@@ -50,6 +50,12 @@ def test_address() -> None:
     assert "does not accept connections" in text
 
 
+def test_a_date_that_is_none_is_as_good_as_no_date() -> None:
+    with serving(ahead="soon") as superlink:
+        assert "sends no time to compare with" in found("clock", superlink)[1]
+        assert found("link", superlink)[0] == "ok"
+
+
 @pytest.fixture
 def proxies(monkeypatch):
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
@@ -83,6 +89,15 @@ def test_what_a_proxy_stands_before_is_asked_through_it_as_the_node_asks(proxies
     verdict, text = found("address", elsewhere)
     assert verdict == "later"
     assert "add it to no_proxy" in text
+
+
+@pytest.mark.parametrize("place", ["http://someone:sec#ret@proxy:80", "http://someone:secret@proxy:80x", "http://[::1"])
+def test_a_proxy_that_is_no_url_is_said_to_be_none_without_its_password(proxies, place: str) -> None:
+    """Each check ended in the error of the parser."""
+    proxies(place)
+    verdict, text = found("address", "192.0.2.1:8000")
+    assert (verdict, "correct http_proxy" in text, "sec" in text) == ("wrong", True, False)
+    assert found("clock", "192.0.2.1:8000")[0] != "ok"
 
 
 def test_a_proxy_is_told_the_name_and_the_password_that_it_asks_for(proxies) -> None:

@@ -35,6 +35,14 @@ if asked.get("dumb"):
     def dumb(*_):
         raise OSError(93, "no sock_diag")
     supervisor.contact.last_received = dumb
+if asked.get("zombie"):
+    tells = supervisor.contact.last_received
+    def ended(pid, port):
+        supervisor.contact.last_received = tells
+        os.kill(pid, 9)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        raise PermissionError(13, "as for whoever is not root")
+    supervisor.contact.last_received = ended
 supervisor.probe.behind = lambda *_, **__: asked.get("behind")
 classify = supervisor.classify
 
@@ -327,6 +335,13 @@ def test_where_the_kernel_does_not_tell_contact_is_in_what_the_supernode_logs(st
     status, rest = node.end(signal.SIGTERM)
     assert status == 0
     assert "contact" not in names(rest), "it is said once"
+
+
+def test_a_supernode_that_ends_while_the_kernel_is_asked_about_it_does_not_make_it_dumb(start) -> None:
+    """Whoever is not root may not look at the files of a process that has ended and was not waited for."""
+    node = start(("supernode", "say(JOINED); stay()"), zombie=True)
+    seen = [*node.until("restart"), *node.until("joined")]
+    assert "contact" not in names(seen + node.end(signal.SIGTERM)[1])
 
 
 def test_a_superlink_with_tls_is_recognised_by_a_node_without(start, tmp_path) -> None:

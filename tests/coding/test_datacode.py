@@ -471,6 +471,13 @@ def test_approximate_goes_on_with_what_is_determined_and_says_so() -> None:
     np.testing.assert_allclose(step.gradient, problem.gradient(w, slice(0, bounds[2])), atol=1e-10)
 
 
+def test_a_partition_without_examples_is_no_gradient() -> None:
+    step = CodedStep(data_plan("replication", 4, 2), [np.zeros(0), np.ones(5)], approximate=True)
+    step.decode({0: np.zeros(5)})
+    with pytest.raises(NotDecodable, match=r"partitions \[0\] are determined, and have no examples"):
+        step.assign([0])
+
+
 def test_zero_residuals_ask_nobody() -> None:
     problem = Problem(data_plan("mds", 5, 3), "squares")
     step = problem.step()

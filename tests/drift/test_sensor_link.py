@@ -59,6 +59,11 @@ def odd_tick(endpoint: SensorEndpoint, value: float = 1.0) -> bool:
     return endpoint.observe(logits, np.full((20, 3), value, np.float32), np.zeros(20, np.int64))
 
 
+class Gone:
+    def send(self, message: bytes) -> None:
+        raise ConnectionResetError("gone")
+
+
 def test_a_sign_of_life_has_nine_bytes_and_a_quiet_sensor_sends_none() -> None:
     edge, endpoint, here = pair()
     edge.deploy(model(), lambda deployed: np.full(300, 0.1))
@@ -177,6 +182,50 @@ def test_a_sensor_that_cannot_use_steps_asks_for_the_whole_model_once() -> None:
     assert endpoint.update()
     assert endpoint.sensor.version == 2
     assert here.receive() is None
+
+
+@pytest.mark.parametrize("codec", [None, TopK(density=0.1)], ids=["whole", "steps"])
+def test_a_model_on_its_way_is_not_sent_again_for_every_sign_of_life(codec: Any) -> None:
+    """A model takes minutes over a slow link, and the sensor goes on saying what it runs."""
+    edge, endpoint, here = pair(codec)
+    for number in (1, 2):
+        edge.deploy(model(number), reference)
+        for _ in range(3):
+            endpoint.heartbeat()
+            edge.serve(here)
+        assert here.traffic.sent_messages == number
+        assert endpoint.update()
+        endpoint.heartbeat()
+        edge.serve(here)
+        assert edge.versions == {7: number}
+    # Over another link it may be another process, which has nothing.
+    again, there = local_link()
+    fresh = SensorEndpoint(7, model(), there, codec=codec)
+    fresh.heartbeat()
+    edge.serve(again)
+    assert fresh.update()
+    assert fresh.sensor.version == 2
+
+
+def test_a_late_window_of_a_former_model_brings_no_whole_one() -> None:
+    edge, endpoint, here = pair(TopK(density=0.1))
+    edge.deploy(model(1), reference)
+    endpoint.heartbeat()
+    edge.serve(here)
+    endpoint.update()
+    link, endpoint.link = endpoint.link, Gone()  # type: ignore[assignment]
+    assert not odd_tick(endpoint)
+    endpoint.link = link
+    edge.deploy(model(2), reference)
+    edge.push(7, here)
+    assert endpoint.update()
+    endpoint.heartbeat()
+    assert endpoint.observe(np.zeros((3, 10)), np.zeros((3, 3), np.float32), np.zeros(3, np.int64))
+    edge.serve(here)
+    assert [upload.version for upload in edge.windows().values()] == [1]
+    assert endpoint.update() == {}
+    assert here.receive() is None, "the sensor asked for the whole model"
+    assert (endpoint.sensor.version, len(endpoint.sensor._figures)) == (2, 3)
 
 
 def test_a_step_that_came_damaged_is_answered_with_the_whole_model() -> None:
@@ -317,11 +366,6 @@ def test_a_window_with_nan_figures_arrives_without_a_sketch() -> None:
 
 def test_a_window_that_could_not_be_sent_is_sent_with_the_next_tick() -> None:
     edge, endpoint, here = pair()
-
-    class Gone:
-        def send(self, message: bytes) -> None:
-            raise ConnectionResetError("gone")
-
     link, endpoint.link = endpoint.link, Gone()  # type: ignore[assignment]
     assert not odd_tick(endpoint)
     # Through a restart, too.
@@ -463,6 +507,34 @@ def test_a_sensor_that_comes_back_goes_on_from_the_version_it_says(server: Any) 
     endpoint.link.close()
 
 
+def test_what_cannot_be_read_is_said_once_and_leaves_the_former_model_in_its_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    StoredEdge(tmp_path, Deployments(model(), window=20)).deploy(model(1), reference)
+    serving = StoredEdge(tmp_path)
+    running = SensorServer(serving, f"unix:{tmp_path}/s")
+    good = (tmp_path / "deployed").read_bytes()
+    held = store.loads(good, "deployments")
+    held["state"]["broadcast"]["digest"] = 5
+    (tmp_path / "deployed").write_bytes(store.dumps(held, "deployments"))
+    for _ in range(3):
+        running._push()
+    assert serving.version == 1
+    assert [record.message.count("cannot be read") for record in caplog.records] == [1]
+    here, there = local_link()
+    fresh = SensorEndpoint(7, model(), there)
+    fresh.heartbeat()
+    serving.serve(here)
+    assert same(fresh.update(), model(1))
+    # Another time it is said again.
+    for data in (good, b"damage"):
+        (tmp_path / "deployed").write_bytes(data)
+        running._push()
+    assert [record.message.count("cannot be read") for record in caplog.records] == [1, 1]
+    running.start()
+    running.close()
+
+
 @pytest.mark.parametrize(
     "data", [b"\xff\xff\xff\xff", b"\x02\x00\x00\x00xx", b"\x09\x00\x00\x00" + b"\x00" * 8 + b"\x07", b"\x09\x00"]
 )
@@ -479,6 +551,23 @@ def test_a_bad_connection_ends_with_itself(server: Any, data: bytes, monkeypatch
     bad.close()
     assert odd_tick(good)
     good.link.close()
+
+
+def test_after_half_a_message_nothing_more_is_sent() -> None:
+    """A peer that takes nothing for a while would read the next message as the rest of this one."""
+    near, far = socket.socketpair()
+    near.settimeout(0.1)
+    far.settimeout(100)
+    link = sensors.SocketLink(near)
+    with pytest.raises(OSError, match="timed out"):
+        link.send(bytes(1 << 24))
+    while far.recv(1 << 20):
+        pass
+    with pytest.raises(OSError, match="pipe"):
+        link.send(b"whole")
+    assert link.traffic.sent == 0
+    link.close()
+    far.close()
 
 
 def test_too_many_connections_are_turned_away(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import linear_toy
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
@@ -134,6 +135,22 @@ def test_approximate_says_what_is_missing() -> None:
     assert result.train_metrics_clientapp[1]["linear.missing"] == 14
     # It is the exact gradient of the other partitions.
     assert np.abs(vector(result.arrays) - uncoded(2, [True] * 3)).max() < 1e-10
+
+
+def test_a_round_that_only_an_owner_of_nothing_answers_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An approximate step is the mean over the examples in it, of which there are none."""
+    whole = linear_toy.data
+    nothing = LinearRows(np.zeros((0, FEATURES)), np.zeros(0), "logistic")
+    monkeypatch.setattr(linear_toy, "data", lambda p, loss="logistic": whole(p, loss) if p else nothing)
+
+    def fault(delivery: Delivery) -> str:
+        away = delivery.message_type == PHASE1 and delivery.round == 2 and delivery.partition not in (0, 2)
+        return "silent" if away else "none"
+
+    strategy = CodedLinearGD(partitions=2, parities=2, code="replication", lr=0.5, approximate=True)
+    run(strategy, metered(4, fault=fault), 3)
+    assert moves(strategy) == [True, False, True]
+    assert "partitions [0] are determined, and have no examples" in strategy.reports[2].linear.skipped
 
 
 @pytest.mark.slow

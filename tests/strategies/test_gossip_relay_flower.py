@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from gossip_toy import (
     COUNTER,
@@ -72,6 +72,20 @@ def test_7_16_and_7_17_relay_and_central_mode_agree_to_the_bit(name: str) -> Non
     tensors = [t.name for t in relay.layout.tensors]
     seen = np.concatenate([result.arrays[name].numpy().ravel() for name in tensors])
     assert seen.tobytes() == middle.astype(np.float32).tobytes()
+
+
+def test_a_training_with_another_model_knows_neither_graph_nor_figures_of_the_former_one() -> None:
+    """It had as many vertices, and ended as diverged at innovations that were large beside those before."""
+    relay, first, second = strategy("choco"), grid(), grid(nodes=NODES + 2)
+    run(relay, first)
+    former, far = relay._watch, model()
+    far["bias"] = Array(np.full(6, 1e5, np.float32))
+    with second.inner:
+        relay.start(second, far, num_rounds=2, timeout=9)
+    assert relay.vertices == NODES + 2
+    assert not any(report.events for report in relay.reports.sections("gossip").values())
+    assert [int(own_of(kept(second, p))[COUNTER]) for p in range(NODES + 2)] == [2] * (NODES + 2)
+    assert relay._watch is not former
 
 
 @pytest.mark.slow

@@ -114,6 +114,13 @@ def test_fewer_relays_than_clients_take_turns() -> None:
     assert len(set(asked)) > 4
 
 
+def test_of_more_clients_than_a_plan_has_relays_some_take_turns() -> None:
+    driver = summed(symbols=0)
+    plan = driver.system.plan(1500, driver._now(1, None, driver.mailbox, {}))
+    assert (plan.contributors, plan.relays) == (1500, 1024)
+    assert len({client for number in (1, 2) for client in sums.relays_of(plan, number)}) == 1500
+
+
 def test_the_server_receives_as_much_of_many_clients_as_of_few() -> None:
     """K + T sums of one K-th of an update each, and of each client the name of what it shared."""
 
@@ -382,6 +389,21 @@ def test_the_tag_of_another_message_or_memory_is_refused(numbers: tuple[int, int
 
     monkeypatch.setattr(sums, "make_tag", lying)
     driver = summed()
+    step = driver.step(1)
+    assert step is not None
+    assert step.consumed == (0, 1, 2, 4, 5)
+    assert any("its shards" in reason for reason in driver.refused[1] if reason.startswith("3: "))
+
+
+def test_a_masked_update_under_another_tag_than_its_shards_costs_its_client_alone() -> None:
+    """Its tag is refused, and relays hold shards of it under one that is right: the round goes on without it."""
+
+    def other_tag(ask: Ask, answer: Answer) -> Answer:
+        plan, tag = plan_of(ask.say.plan), make_tag(2**40, 1)
+        shard = replace(Shard.from_bytes(answer.frames["masked"], plan), tag=tag)
+        return answer._replace(say=Tagged(tag), frames={"masked": shard.to_bytes(plan)})
+
+    driver = tampered(other_tag, ShareUp, mode="mask")
     step = driver.step(1)
     assert step is not None
     assert step.consumed == (0, 1, 2, 4, 5)

@@ -138,7 +138,7 @@ class Coded(System):
     symbols : int
         K: pieces of an update; K + ``threshold`` shards decode. 0 chooses it.
     shards : int
-        N: shards that are made, one per relay. 0: one for every client of the round.
+        N: shards that are made, one per relay. 0: one for every client of the round, as many as the code has.
     threshold : int
         T: any T relays together learn nothing of an update.
     loss, target : float

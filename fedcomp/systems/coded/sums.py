@@ -38,6 +38,7 @@ from fedcomp.coding.errors import CodingError, CorruptGeneration, NotDecodable, 
 from fedcomp.coding.plan import success
 from fedcomp.coding.prime import FIELDS, PrimeField, Residues
 from fedcomp.coding.sumcode import MODES, Summed, SumPlan, choose_set, contribution, decode, mask, prime_for, shares
+from fedcomp.coding.sumcode import MOST as MOST_OF_PLAN
 from fedcomp.coding.sumshards import (
     MASKED,
     SHARE,
@@ -217,7 +218,8 @@ class CodedSum(Coded, id="coded-sum"):
         ConfigError
             When a sum over them would wrap around.
         """
-        relays, levels, least = self.shards or clients, self.fixed.levels, self.min_contributors
+        relays, levels = self.shards or min(clients, MOST_OF_PLAN["relays"]), self.fixed.levels
+        least = self.min_contributors
         needed = max(least, self.shards, max(1, self.symbols) + self.threshold)
         if clients < needed:
             raise NotDecodable(
@@ -513,7 +515,8 @@ class _Summing:
                 continue
             # The encoding that most relays hold; among equals the one that its contributor announced.
             tag = max(found, key=lambda tag: (found[tag], tag == self.tags.get(source), tag))
-            if self._wrong(tag) or (self.plan.mode == "mask" and tag != self.tags[source]):
+            # A masked update whose tag was refused has none, whatever relays hold of it.
+            if self._wrong(tag) or (self.plan.mode == "mask" and tag != self.tags.get(source)):
                 continue
             self.tags[source] = tag
             for row, tags in self.held.items():

@@ -160,6 +160,13 @@ def test_a_host_that_is_none_is_refused_before_anything_is_written(host, tmp_pat
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("nodes", [-1, 10_001])
+def test_a_number_of_nodes_that_cannot_be_is_refused_before_anything_is_written(nodes, tmp_path):
+    with pytest.raises(ConfigError, match="outside 0 to 10000 in all"):
+        create(tmp_path / "new", ["localhost"], nodes)
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_command_says_when_certificates_end_and_what_is_next(tmp_path, capsys):
     where = str(tmp_path / "with space")
     assert fedcomp(["certificates", where, "--host", "links.example", "--nodes", "1"]) == 0
