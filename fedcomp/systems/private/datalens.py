@@ -473,7 +473,7 @@ class TeacherVotes(Private):
     def over(self, server_round: int) -> str:
         """Return why round ``server_round`` may not be made, empty when it may."""
         layout = self._on_images
-        return self.exhausted or self.unaffordable(self.event(self.mechanism(layout), layout.size), server_round)
+        return self.exhausted or self.unaffordable(self.event(self.mechanism(layout), layout.size))
 
     def require_population(self) -> None:
         """Refuse to go on without the public number of clients.
