@@ -113,8 +113,7 @@ class Spending:
 
         Delta is divided by 1 plus this before an epsilon is read off.
         """
-        left, grid, mu = self.delta - self.failure, grid_of(self._counts), total_mu(self._counts, self.sampling.cap)
-        return left / lattice_delta(mu, left, grid) - 1.0 if grid < math.inf and left > 0.0 else 0.0
+        return lattice_of(self._counts, self.delta, cap=self.sampling.cap)
 
     def cost(self, *, amplified: bool = True) -> Cost:
         """Return what was spent.
@@ -207,6 +206,12 @@ def cost_of(counts: Mapping[Profile, int], delta: float, *, cap: int = 0, amplif
         # Sorted again, since the rate is part of the order.
         plain[tuple(sorted(replace(part, rate=1.0) for part in parts)), failure] += n
     return compose_rounds(plain, delta)
+
+
+def lattice_of(counts: Mapping[Profile, int], delta: float, *, cap: int = 0) -> float:
+    """Return :attr:`Spending.lattice` of rounds."""
+    left, grid, mu = delta - failures(counts, cap), grid_of(counts), total_mu(counts, cap)
+    return left / lattice_delta(mu, left, grid) - 1.0 if grid < math.inf and left > 0.0 else 0.0
 
 
 def within(budget: float | None, counts: Mapping[Profile, int], delta: float, *, cap: int = 0) -> bool:
