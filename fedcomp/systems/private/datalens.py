@@ -440,7 +440,7 @@ class TeacherVotes(Private):
     @property
     def expected(self) -> float:
         """Public number of teachers that vote in a round."""
-        return self.sampling.expected(self.clients) * self.teaching.teachers
+        return self.sampling.expected(self.clients, count=self.count) * self.teaching.teachers
 
     def declare(self, population: int) -> None:
         """Learn the number of clients, unless the constructor was told."""
@@ -510,7 +510,7 @@ class TeacherVotes(Private):
 
     def identity(self) -> dict[str, Any]:
         """Return what must not change within a run; the ledger adds what it was begun with."""
-        own = ("noise_multiplier", "adjacency", "noise", "insecure_deterministic", "seed", "beta")
+        own = ("noise_multiplier", "adjacency", "noise", "count", "insecure_deterministic", "seed", "beta")
         return {"system": repr(self.teaching), **{name: getattr(self, name) for name in own}}
 
     def describe(self) -> str:
