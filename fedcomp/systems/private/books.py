@@ -104,7 +104,7 @@ class Books:
         """Yield why some of ``nodes`` are never asked."""
         for node in self.privacy.surplus(nodes):
             yield (
-                f"node {node} is not asked: the {self.privacy.population} clients of the population have all taken "
+                f"node {node} is not asked: the {self.privacy.most} clients that were declared have all taken "
                 "part, and under another id one of them would have its turns again"
             )
 

@@ -451,7 +451,7 @@ class TeacherVotes(Private):
         # are.
         if not self.privacy.population:
             self.privacy.declare(population)
-        self.clients = population
+        self.clients = self.privacy.clients = population
 
     def open_ledger(self, path: Path) -> None:
         """Keep the ledger in a file from now on; events in it that the ledger lacks were paid and count."""
