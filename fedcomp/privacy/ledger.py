@@ -138,7 +138,8 @@ class PrivacyLedger(Spending):
         for entry in entries:
             if len(entry.participants) > self.most:
                 raise PrivacyLedgerError(
-                    f"round {entry.round} has {len(entry.participants)} participants, {declared}. Declare the number of all that may ever take part"
+                    f"round {entry.round} has {len(entry.participants)} participants, {declared}. Declare the "
+                    "number of all that may ever take part"
                 )
         # Without a cap nothing that was spent depends on who took part, and a node may come back under another id.
         if not self.per_unit and not self.sampling.cap:

@@ -138,7 +138,7 @@ def test_nobody_is_counted_before_the_budget_was_asked_and_nobody_is_drawn_beyon
 
 
 def test_a_round_that_is_made_again_is_asked_for_as_what_it_will_be_booked_as() -> None:
-    """A strategy that is used again counts its rounds from 1: their units are drawn anew, and cost no more than others."""
+    """A strategy that is used again counts its rounds from 1: their units are redrawn, and cost as others do."""
     rate = {**PROMISE, "population": 900, "sampling": Sampling("poisson", rate=0.1)}
     rule, laid = Clipped(clip=1.0, **rate), Layout.flat(4)
     cost = rule.event(rule.mechanism(laid, 1), 4)

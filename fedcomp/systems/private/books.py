@@ -69,7 +69,7 @@ class Books:
 
     def unaffordable(self, event: Event) -> str:
         """Return why the budget does not allow one more round with ``event``, empty when it does."""
-        # Of whatever number it is: its units are drawn anew, also where a round of that number was made before.
+        # Of whatever number it is: its units are redrawn, also where a round of that number was made before.
         if self.privacy.affords(event):
             return ""
         return (
