@@ -413,12 +413,9 @@ class Layout:
             When a dtype cannot travel, or the policy returns a density outside (0, 1].
         """
         shapes = {n: TensorShape(tuple(a.shape), _name_of(a.dtype)) for n, a in arrays.items()}
-        decide = fitted(policy, shapes)
-        compressed: list[tuple[str, NDArray[Any], float | None]] = []
-        dense: list[tuple[str, NDArray[Any], float | None]] = []
-        exact: list[TensorSpec] = []
-        for name, array in arrays.items():
-            dtype = shapes[name].dtype
+        # Before any policy looks at them: of some dtypes numpy cannot read the name.
+        for name, shape in shapes.items():
+            dtype = shape.dtype
             if dtype not in DTYPES.values():
                 raise ConfigError(
                     f"tensor {name!r} is {dtype}, which cannot travel; supported: {', '.join(DTYPES.values())}. "
@@ -430,6 +427,12 @@ class Layout:
                     f"tensor {name!r} is uint16, which cannot be averaged: the bits of bfloat16 look like that. "
                     "Convert it before it is sent (bfloat16 to float32, whole numbers to int32)"
                 )
+        decide = fitted(policy, shapes)
+        compressed: list[tuple[str, NDArray[Any], float | None]] = []
+        dense: list[tuple[str, NDArray[Any], float | None]] = []
+        exact: list[TensorSpec] = []
+        for name, array in arrays.items():
+            dtype = shapes[name].dtype
             # Infinities in a model are constants (attention masks), not something to take differences of.
             in_vector = dtype == "float32" or (cast_floats and array.dtype.kind == "f")
             in_vector = in_vector and finite(array)

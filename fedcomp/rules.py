@@ -23,6 +23,7 @@ import numbers
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from fractions import Fraction
 from typing import Annotated, Any, Final, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from fedcomp.errors import ConfigError
@@ -113,10 +114,10 @@ class Size(Int):
         return self.parse(value) if isinstance(value, str) else super().take(value)
 
     def parse(self, text: str) -> int:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMG]?)B?", text.strip())
+        found = re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?)\s*([kMG]?)B?", text.strip())
         if found is None:
             raise ValueError
-        return self.read(round(float(found[1]) * {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}[found[2]]))
+        return self.read(round(Fraction(found[1]) * {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}[found[2]]))
 
 
 @dataclass(frozen=True)

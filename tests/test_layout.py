@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,6 +185,13 @@ def test_equal_models_have_one_layout_and_others_their_own() -> None:
     densities = iter([None, None, 1.0, 1.0])
     first, second = (Layout.of(arrays(), lambda *_: next(densities)) for _ in range(2))
     assert (first.compressed_size, second.compressed_size) == (15, 0)
+
+
+@pytest.mark.parametrize("dtype", ["U3", "S3", "complex64", [("a", "f4")], object, "uint16", "M8[s]"])
+def test_what_cannot_travel_is_refused_by_name(dtype: Any) -> None:
+    """Of some of them numpy cannot read the name that it gives, which the policy that decides about sizes asked for."""
+    with pytest.raises(ConfigError, match="tensor 'b' is"):
+        Layout.of({"a": np.zeros(3, np.float32), "b": np.zeros(3, dtype)})
 
 
 def test_flat_and_empty_layouts() -> None:

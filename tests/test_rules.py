@@ -35,7 +35,7 @@ from fedcomp.flower.schema import Schema
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.local import Privatise
 from fedcomp.rng import Key
-from fedcomp.rules import Configured, Data, Flag, Int, Made, Many, Maybe, OneOf, Real, Rule, Text, rules_of
+from fedcomp.rules import Configured, Data, Flag, Int, Made, Many, Maybe, OneOf, Real, Rule, Size, Text, rules_of
 from fedcomp.systems import get_system
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.private.record import DpSgdPlan
@@ -134,6 +134,9 @@ def test_a_message_is_not_converted(rule: Rule, value: Any) -> None:
         (Maybe(Int()), "", None),
         (Maybe(Int(), "auto"), "auto", "auto"),
         (Made(int), "7", 7),
+        (Size(), "20 kB", 20_000),
+        (Size(), "1.5G", 1_500_000_000),
+        (Size(), str(2**63 - 1), 2**63 - 1),
     ],
 )
 def test_a_text_means_a_value_of_the_rules_type(rule: Rule, text: str, found: Any) -> None:
@@ -152,6 +155,7 @@ def test_a_text_means_a_value_of_the_rules_type(rule: Rule, text: str, found: An
         (Maybe(Int()), "none"),
         (Maybe(Int(), "auto"), ""),
         (Text(3), "four"),
+        *((Size(), text) for text in ("", "kB", "-1", "1e3", "9" * 400, "9" * 5000)),
     ],
 )
 def test_a_text_that_breaks_the_rule_is_refused_without_words_of_pythons_own(rule: Rule, text: str) -> None:

@@ -236,7 +236,7 @@ def train_privately(
         with training, single_thread(), _reasons_stay():
             # The whole training is asked for before its first batch is drawn: one that stops half-way would waste what
             # it spent.
-            require_room(ledger, plan, training.optimizer.size)
+            require_room(ledger, plan, training.optimizer.length())
             for batch in training.loader:
                 training.step(batch, lambda module, pair: torch.func.vmap(one)(module(pair[0]), pair[1]))
             # What forward passes wrote into the model is made of records, and has no noise.

@@ -277,7 +277,7 @@ def _sides(module: nn.Module, call: _Call) -> tuple[NDArray[np.float32], NDArray
         return _rows(outputs.transpose(1, 2)), _rows(patches.transpose(1, 2))
     if isinstance(module, nn.Embedding):
         ids, places = entered.reshape(-1).unique(return_inverse=True)
-        summed = torch.zeros(len(ids), back.shape[-1], dtype=back.dtype).index_add_(
+        summed = torch.zeros(len(ids), back.shape[-1], dtype=back.dtype, device=back.device).index_add_(
             0, places, back.reshape(-1, back.shape[-1])
         )
         if module.padding_idx is not None:

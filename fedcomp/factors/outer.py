@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,6 @@ from fedcomp.rules import BelowOne, Configured, Int, OneOf
 
 Rows = NDArray[np.float32]
 Real = NDArray[np.float64]
-
-Solver = Literal["auto", "qr", "power"]
-Stop = Literal["sigma", "distance"]
 
 SOLVERS: Final = ("auto", "qr", "power")
 STOPS: Final = ("sigma", "distance")

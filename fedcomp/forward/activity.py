@@ -111,7 +111,9 @@ def activity_gradients(
             for k in range(count):
                 moved = torch.from_numpy(rows.signs(k)).to(seen.inputs[name])
                 slopes = _slopes(module, losses, layers, name, moved, reached)
-                rows.slopes[:, k] = slopes.cpu().numpy() / np.float32(count * n)
+                # NumPy has no bfloat16.
+                wide = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
+                rows.slopes[:, k] = wide.cpu().numpy() / np.float32(count * n)
         outer: dict[str, OuterProducts] = {}
         vectors: dict[str, NDArray[np.float32]] = {}
         for name, rows in lefts.items():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vmap
 
 from fedcomp import params
-from fedcomp.errors import LayoutError
+from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.forward import ORACLES, Oracle
 
 Tangent = Mapping[str, NDArray[np.float32]]
@@ -79,6 +79,8 @@ def slopes(
     ------
     LayoutError
         When a direction names what is not a parameter of the module, or has another shape.
+    ConfigError
+        For "differences" of parameters of fewer than 32 bits.
     """
     params.choice("oracle", oracle, ORACLES)
     params.integer("at_once", at_once, low=1)
@@ -149,21 +151,28 @@ def _differences(
 
     def at(tangent: Mapping[str, Tensor], factor: float) -> Tensor:
         again()
-        for name, direction in tangent.items():
-            # From what was kept, not from where it is: sums that are taken back leave their rounding behind.
-            held[name].copy_(kept[name]).add_(direction, alpha=factor)
-        # Double: the difference of two losses that are nearly the same is not to be rounded again.
-        value = objective.loss(module).double()
-        for name in tangent:
-            held[name].copy_(kept[name])
-        for name, buffer in buffers.items():
-            buffer.copy_(kept[name])
-        return value
+        try:
+            for name, direction in tangent.items():
+                # From what was kept, not from where it is: sums that are taken back leave their rounding behind.
+                held[name].copy_(kept[name]).add_(direction, alpha=factor)
+            # Double: the difference of two losses that are nearly the same is not to be rounded again.
+            return objective.loss(module).double()
+        finally:
+            for name in tangent:
+                held[name].copy_(kept[name])
+            for name, buffer in buffers.items():
+                buffer.copy_(kept[name])
 
     value = at({}, 0.0)
     out = []
     for tangent in tangents:
         direction = _tensors(tangent, held)
+        for name, moved in direction.items():
+            if moved.dtype.itemsize < 4:
+                raise ConfigError(
+                    f"differences along the parameter {name!r}, which is {moved.dtype}, are mostly rounding; "
+                    "forward-mode differentiation (oracle='jvp') has exact slopes, float32 parameters have differences"
+                )
         out.append(((at(direction, h) - at(direction, -h)) / (2.0 * h)).item())
     return value, out
 

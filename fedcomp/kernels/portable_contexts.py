@@ -133,8 +133,7 @@ class Reader:
     def __init__(self, coded: bytes) -> None:
         self._coded = coded
         self._at = 8
-        self._window = int.from_bytes(coded[:8].ljust(8, b"\0"), "big")
-        self._offset, self._range = self._window, (1 << 64) - 1
+        self._offset, self._range = int.from_bytes(coded[:8].ljust(8, b"\0"), "big"), (1 << 64) - 1
 
     def bit(self, one: int, known: bool) -> bool:
         bound = (self._range >> 16) * one
@@ -147,17 +146,13 @@ class Reader:
         if self._range < 1 << 32:
             word = int.from_bytes(self._coded[self._at : self._at + 4].ljust(4, b"\0"), "big")
             self._at += 4
-            self._window = (self._window << 32 | word) & (1 << 64) - 1
             self._offset = self._offset << 32 | word
             self._range <<= 32
         return found
 
     def ended(self) -> bool:
         """Whether the bytes are exactly what a writer would have written."""
-        if len(self._coded) > self._at or self._coded[-1:] == b"\0":
-            return False
-        low = (self._window - self._offset) & (1 << 64) - 1
-        return last_of(low, self._range) & (1 << 64) - 1 == self._window
+        return ended(self._coded, (self._offset, self._range, self._at // 4))
 
 
 class _Adaptive:
@@ -293,10 +288,13 @@ def opened(coded: bytes) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
     return words, state
 
 
-def ended(coded: bytes, state: NDArray[np.uint64]) -> bool:
+def ended(coded: bytes, state: NDArray[np.uint64] | tuple[int, int, int]) -> bool:
     """Whether ``coded`` is what an encoder would have written, by the state of a reader at the end."""
     offset, span, taken = (int(word) for word in state)
     if len(coded) > 4 * taken or coded[-1:] == b"\0":
+        return False
+    # Eight bytes of ones are the first number above the range at the start: no decision brings it back inside.
+    if coded[:8] == 8 * b"\xff":
         return False
     window = int.from_bytes(coded[4 * taken - 8 : 4 * taken].ljust(8, b"\0"), "big")
     return last_of((window - offset) & (1 << 64) - 1, span) & (1 << 64) - 1 == window

@@ -134,21 +134,22 @@ class PrivacyLedger(Spending):
 
     def _check_people(self, entries: Sequence[LedgerEntry]) -> None:
         """Refuse a list of participants that cannot all be distinct units."""
+        declared = f"the {'number of clients' if self.clients else 'population'} was declared as {self.most}"
         for entry in entries:
-            if len(entry.participants) > self.population:
+            if len(entry.participants) > self.most:
                 raise PrivacyLedgerError(
-                    f"round {entry.round} has {len(entry.participants)} participants, the population was declared as "
-                    f"{self.population}. Declare the number of all that may ever take part"
+                    f"round {entry.round} has {len(entry.participants)} participants, {declared}. Declare the "
+                    "number of all that may ever take part"
                 )
         # Without a cap nothing that was spent depends on who took part, and a node may come back under another id.
         if not self.per_unit and not self.sampling.cap:
             return
         people = {node for entry in entries for node in entry.participants}.union(self._taken)
-        if len(people) > self.population:
+        if len(people) > self.most:
             raise PrivacyLedgerError(
-                f"{len(people)} different participants, the population was declared as {self.population}: a "
-                f"{self.unit} under several ids would be counted as several, and have spent more than stated. Declare "
-                "the number of all that may ever take part, and let them keep their ids"
+                f"{len(people)} different participants, {declared}: a {self.unit} under several ids would be counted "
+                "as several, and have spent more than stated. Declare the number of all that may ever take part, and "
+                "let them keep their ids"
             )
 
     def record(self, event: Event, *, round: int, participants: Sequence[int] = (), times: int = 1) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from fedcomp.errors import ConfigError
-from fedcomp.privacy.accounting import Cost, Profile, profile
+from fedcomp.privacy.accounting import Cost, Profile, failures, profile
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.ledger import PrivacyLedger
-from fedcomp.privacy.spending import LedgerEntry, cost_of, within
+from fedcomp.privacy.spending import LedgerEntry, cost_of, lattice_of, within
 
 
 class ParallelLedger(PrivacyLedger):
@@ -80,7 +80,12 @@ class ParallelLedger(PrivacyLedger):
     @property
     def failure(self) -> float:
         """Sum of the events' own failure probabilities, at the party where it is largest."""
-        return max(self._failures.values(), default=0.0)
+        return max((failures(counts, 0) for counts in self._parties.values()), default=0.0)
+
+    @property
+    def lattice(self) -> float:
+        """That of the party where it is largest."""
+        return max((lattice_of(counts, self.delta) for counts in self._parties.values()), default=0.0)
 
     def cost(self, *, amplified: bool = True) -> Cost:
         """Return what the dearest party spent."""
@@ -95,7 +100,6 @@ class ParallelLedger(PrivacyLedger):
     def _recount(self, entries: Iterable[LedgerEntry]) -> None:
         # Before the base class counts, which calls :meth:`_count`.
         self._parties: dict[int, Counter[Profile]] = {}
-        self._failures: dict[int, float] = {}
         super()._recount(entries)
 
     def _count(self, entry: LedgerEntry) -> None:
@@ -103,4 +107,3 @@ class ParallelLedger(PrivacyLedger):
         for party in entry.participants:
             # Every entry drew records of its own, whatever its round is called.
             self._parties.setdefault(party, Counter())[profile(entry.event)] += entry.times
-            self._failures[party] = self._failures.get(party, 0.0) + entry.event.delta * entry.times

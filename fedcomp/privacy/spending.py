@@ -57,6 +57,11 @@ class Spending:
 
     Kept in memory; :class:`fedcomp.privacy.ledger.PrivacyLedger` adds the file and decides what may be recorded.
     The parameters are those of the ledger.
+
+    Attributes
+    ----------
+    clients : int
+        Public number of those who take part, where each holds several units; 0: they are the units.
     """
 
     per_unit: ClassVar[bool] = False
@@ -69,6 +74,7 @@ class Spending:
         sampling.check(adjacency)
         self.delta = check_delta(delta)
         self.population = 0
+        self.clients = 0
         self.adjacency: Adjacency = adjacency
         self.sampling = sampling
         self.budget = None if budget is None else checked("budget", budget, Real(above=0.0))
@@ -113,8 +119,7 @@ class Spending:
 
         Delta is divided by 1 plus this before an epsilon is read off.
         """
-        left, grid, mu = self.delta - self.failure, grid_of(self._counts), total_mu(self._counts, self.sampling.cap)
-        return left / lattice_delta(mu, left, grid) - 1.0 if grid < math.inf and left > 0.0 else 0.0
+        return lattice_of(self._counts, self.delta, cap=self.sampling.cap)
 
     def cost(self, *, amplified: bool = True) -> Cost:
         """Return what was spent.
@@ -151,15 +156,20 @@ class Spending:
         cap = self.sampling.cap
         return not cap or self._turns[participant] < cap
 
+    @property
+    def most(self) -> int:
+        """How many different participants there may be."""
+        return self.clients or self.population
+
     def surplus(self, nodes: Sequence[int]) -> list[int]:
-        """Return those of ``nodes`` that would be more participants than the population; none where nobody is counted.
+        """Return those of ``nodes`` that would be more participants than :attr:`most`; none where nobody is counted.
 
         A client that connects under another id is another participant. Without a cap that changes nothing of what a
         unit spent; under one it would have as many turns again.
         """
         if not self.per_unit and not self.sampling.cap:
             return []
-        return [node for node in nodes if node not in self._taken][max(0, self.population - len(self._taken)) :]
+        return [node for node in nodes if node not in self._taken][max(0, self.most - len(self._taken)) :]
 
     def _recount(self, entries: Iterable[LedgerEntry]) -> None:
         """Replace the counted entries by ``entries``; events recorded from now on belong to another attempt."""
@@ -207,6 +217,12 @@ def cost_of(counts: Mapping[Profile, int], delta: float, *, cap: int = 0, amplif
         # Sorted again, since the rate is part of the order.
         plain[tuple(sorted(replace(part, rate=1.0) for part in parts)), failure] += n
     return compose_rounds(plain, delta)
+
+
+def lattice_of(counts: Mapping[Profile, int], delta: float, *, cap: int = 0) -> float:
+    """Return :attr:`Spending.lattice` of rounds."""
+    left, grid, mu = delta - failures(counts, cap), grid_of(counts), total_mu(counts, cap)
+    return left / lattice_delta(mu, left, grid) - 1.0 if grid < math.inf and left > 0.0 else 0.0
 
 
 def within(budget: float | None, counts: Mapping[Profile, int], delta: float, *, cap: int = 0) -> bool:

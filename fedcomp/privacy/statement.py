@@ -35,7 +35,7 @@ NOT_COVERED: Final = (
 """What a run does not cover unless it says otherwise."""
 
 _MANY_IDS: Final = (
-    "more ids than the population took part: some came back under another id, or the population was declared too "
+    "more ids than were declared took part: some came back under another id, or the population was declared too "
     "small, and delta is then too large"
 )
 """The addition to the unit if this is the case. With a cap the ledger refuses it."""
@@ -329,7 +329,7 @@ def make_statement(
     # After ledger and mechanism, which a caller that knows better overrides.
     values |= said
     # Not an error: without a cap no figure depends on ids, and whoever reads the statement has to know.
-    if len(ledger.participations) > ledger.population:
+    if len(ledger.participations) > ledger.most:
         values["unit_note"] = "; ".join(filter(None, (values["unit_note"], _MANY_IDS)))
     if not ledger.counted:
         values["not_covered"] = (*values["not_covered"], UNCOUNTED)

@@ -31,7 +31,8 @@ def check(options: Mapping[str, Any]) -> None:
 
 def longest(texts: Mapping[str, str], options: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of the speakers with the most text, longest first: as many as ``speakers`` says, each with at
-    least ``min_chars`` characters and with two windows of ``seq_len``, one to train on and one to hold out.
+    least ``min_chars`` characters and with two windows of ``seq_len``, one to train on and one to hold out; a third
+    with ``validation``.
 
     Raises
     ------
@@ -40,7 +41,8 @@ def longest(texts: Mapping[str, str], options: Mapping[str, Any]) -> dict[str, s
     """
     # The name breaks ties, so that "the first so many speakers" are the same in every process.
     by_length = sorted(texts.items(), key=lambda item: (-len(item[1]), item[0]))
-    least = max(options["min_chars"], 2 * options["seq_len"] + 1)
+    windows_each = 2 + options.get("validation", False)
+    least = max(options["min_chars"], windows_each * options["seq_len"] + 1)
     kept = [(speaker, said) for speaker, said in by_length if len(said) >= least][: options["speakers"]]
     if not kept:
         asked = "min_chars" if least == options["min_chars"] else "seq_len"

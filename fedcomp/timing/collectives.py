@@ -1,7 +1,7 @@
 """The duration of an all-reduce by the alpha-beta-gamma model, with and without compression.
 
 A message costs ``latency`` seconds (alpha) and ``per_byte`` seconds for every byte (beta); adding costs
-``add_per_byte`` seconds for every byte (gamma). The first four formulas are the classic ones. Those for compressed sums
+``add_per_byte`` seconds for every byte (gamma). The first two formulas are the classic ones. Those for compressed sums
 are derived here. All seconds are *simulated*: they compare, they do not predict a network.
 
 A code whose frames can be added ("summable") is encoded once, goes round the ring in compressed form and is decoded
@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fedcomp.errors import ConfigError
 from fedcomp.rules import Configured, Int, NotNegative, Real, checked
 
 __all__ = ["Coding", "Network"]
@@ -83,17 +82,6 @@ class Network(Configured):
         share = (p - 1) / p * n
         return 2 * (p - 1) * self.latency + 2 * share * self.per_byte + share * self.add_per_byte + self.fixed
 
-    def halving_doubling(self, nbytes: float) -> float:
-        """Return the seconds of recursive halving and doubling; ``workers`` must be a power of two."""
-        share = (self.workers - 1) / self.workers * _cost("nbytes", nbytes)
-        steps = self._steps()
-        return 2 * steps * self.latency + 2 * share * self.per_byte + share * self.add_per_byte + self.fixed
-
-    def doubling(self, nbytes: float) -> float:
-        """Return the seconds of recursive doubling; ``workers`` must be a power of two."""
-        n = _cost("nbytes", nbytes)
-        return self._steps() * (self.latency + n * self.per_byte + n * self.add_per_byte) + self.fixed
-
     def central(self, nbytes: float) -> float:
         """Return the seconds of a parameter server with one link that all workers share."""
         p, n = self.workers, _cost("nbytes", nbytes)
@@ -130,8 +118,3 @@ class Network(Configured):
         travel = (p - 1) * (self.latency + n / coding.ratio * self.per_byte)
         code = n * coding.encode_per_byte + p * n * coding.decode_per_byte
         return travel + code + (p - 1) * n * self.add_per_byte + self.fixed
-
-    def _steps(self) -> int:
-        if self.workers & (self.workers - 1):
-            raise ConfigError(f"workers must be a power of two for recursive collectives, got {self.workers}")
-        return self.workers.bit_length() - 1

@@ -140,8 +140,3 @@ def _slots(table: NDArray[np.uint32]) -> tuple[NDArray[np.uint16], NDArray[np.ui
     # Each slot's place is its own number minus that of its number's first slot; what that borrows, adding gives back.
     before = (table << np.uint32(16)) - (np.cumsum(table, dtype=np.uint32) - table)
     return numbers, np.repeat(before, table) + _SLOTS
-
-
-def work_bytes(count: int, size: int) -> int:
-    """Return an upper bound on the bytes that :func:`unpack_rans` allocates, tables of a fixed size left out."""
-    return 2 * count + 2 * size

@@ -345,7 +345,6 @@ class RecordDp(NoClientEvaluation, Server):
             not_covered=NOT_COVERED,
             clip=f"{plan.method}, {plan.steps} steps a round on clients: {bounded}",
             unit_note="records of different clients are disjoint: the figures are those of the client that spent most",
-            failure=self.privacy.failure,
             secure=not plan.insecure,
             dropouts="a training is charged even if its reply was lost; its client accounts for it",
         )

@@ -159,6 +159,21 @@ def test_a_budget_is_asked_before_a_record_is_looked_at(monkeypatch):
     assert client.state == before
 
 
+@pytest.mark.slow
+def test_a_budget_is_asked_for_what_a_step_of_the_method_costs(monkeypatch):
+    """On the few coordinates that a mask keeps the grid is coarser than on all, and a step costs a little more."""
+    plan = dataclasses.replace(PLAN, method="random-mask", options={"keep": 0.01})
+    client = Client(plan=plan)
+    client.train()
+    spent = client.ledger().epsilon()
+    size = sum(p.numel() for p in client.task.model(0).parameters())
+    whole = compose([plan.event(size)] * plan.steps, plan.delta).epsilon
+    assert whole < spent
+    monkeypatch.setattr(PoissonLoader, "__iter__", lambda self: pytest.fail("a batch was drawn"))
+    with pytest.raises(BudgetExceeded, match="3 more steps"):
+        Client(plan=dataclasses.replace(plan, budget=(whole + spent) / 2)).train()
+
+
 def test_noise_is_drawn_anew_unless_a_seed_is_asked_for_by_its_full_name():
     secure = dataclasses.replace(PLAN, insecure=False)
     assert Client().train()[1] == Client().train()[1]

@@ -20,8 +20,6 @@ from fedcomp.coding.prime import FIELDS
 from fedcomp.coding.sumcode import prime_for
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Update
-from fedcomp.privacy.entropy import SystemEntropy
-from fedcomp.privacy.secagg_sim import MaskedSum
 from fedcomp.rng import Key
 from fedcomp.wire import SEED, SchemaMismatch
 
@@ -174,24 +172,6 @@ def test_who_is_in_a_sum_has_to_be_known() -> None:
     # A contributor too few leaves its dither in: no more than that.
     right, wrong = (codec.place(total, CLIENTS, LAYOUT, KEY, ones(n)) for n in (CLIENTS, CLIENTS - 1))
     assert 0 < np.abs(right - wrong).max() <= codec.step / 2 / CLIENTS * (1 + 1e-5)
-
-
-def test_residues_and_masks_of_secure_aggregation_compose_bit_for_bit() -> None:
-    """3.4, seventh: masked, summed and unmasked is the plain sum, also when somebody vanished."""
-    codec = CODECS[0]
-    frames = frames_of(codec)
-    size = codec.count(LAYOUT)
-    masked = MaskedSum.deal(CLIENTS, size, codec.m, SystemEntropy())
-    uploads = {c: masked.upload(c, codec.grid.integers(codec.open(frames[c], LAYOUT))) for c in range(CLIENTS)}
-    for there in (range(CLIENTS), (0, 2, 3)):
-        who = dict.fromkeys(there, 1)
-        open_sum = codec.total(codec.add([frames[c] for c in there], LAYOUT), LAYOUT)
-        plain = codec.place(open_sum, 5, LAYOUT, KEY, who)
-        hidden = masked.total({c: uploads[c] for c in there})
-        assert codec.place(hidden, 5, LAYOUT, KEY, who).tobytes() == plain.tobytes()
-    # A masked upload tells nothing: its residues are uniform.
-    counts = np.bincount(uploads[0], minlength=codec.m)
-    assert stats.chisquare(counts).pvalue > 1e-4
 
 
 def test_sums_in_a_prime_field_compose_bit_for_bit() -> None:

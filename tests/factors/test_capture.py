@@ -303,3 +303,16 @@ def test_the_default_dtype_of_torch_does_not_matter(default: torch.dtype, dtype:
     outer = found["embed.weight"]
     change = changes["embed.weight"].reshape(outer.left.shape[1], -1)
     assert np.linalg.norm(outer.matrix() - change) <= 2e-5 * np.linalg.norm(change)
+
+
+def test_an_embedding_is_gathered_where_its_gradient_is() -> None:
+    """As on a GPU, where new tensors do not lie by themselves."""
+    ids, targets = batch("attention", 5, 0)
+    model = made("attention")
+    with collecting(everything) as collected:
+        captured = capture(model)
+        captured.__enter__()
+        nn.functional.cross_entropy(model(ids), targets).backward()
+        with torch.device("meta"):
+            captured.__exit__(None, None, None)
+    assert "embed.weight" in collected.outer

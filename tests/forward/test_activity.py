@@ -179,6 +179,17 @@ def test_plain_steps_are_captured_and_recognised_as_a_multiple(steps: int, seed:
     assert "momentum" in captured.notes[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_models_of_other_floats_are_estimated(dtype: torch.dtype) -> None:
+    def of(kind: torch.dtype) -> dict[str, np.ndarray]:
+        module, x = seeded(mlp).to(kind), X.to(kind)
+        return activity_gradients(module, lambda model: model(x).square().sum(1), KEY).gradients()
+
+    found, wanted = of(dtype), of(torch.float32)
+    for name, gradient in wanted.items():
+        assert np.linalg.norm(found[name] - gradient) <= 0.05 * np.linalg.norm(gradient), name
+
+
 def test_what_is_refused() -> None:
     tied = mlp()
     tied.append(nn.Linear(3, 3))

@@ -138,6 +138,31 @@ def test_differences_take_what_cannot_be_differentiated() -> None:
     assert slopes(flat, given)[1][0] == 0.0
 
 
+def test_a_loss_that_fails_leaves_the_parameters_where_they_were() -> None:
+    found, calls = objective(mlp()), iter(range(9))
+    before = {name: tensor.clone() for name, tensor in found.module.state_dict().items()}
+
+    def loss(model: nn.Module) -> Tensor:
+        if next(calls) == 2:
+            raise MemoryError
+        return found.loss(model)
+
+    with pytest.raises(MemoryError):
+        slopes(Objective(found.module, loss, 32), tangents(found.module), oracle="differences")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in found.module.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_differences_of_few_bits_are_refused_and_slopes_are_not(dtype: torch.dtype) -> None:
+    """A step of a thousandth of a weight is lost in bfloat16: every slope was 0."""
+    module, x = nn.Linear(3, 2).to(dtype), torch.ones(4, 3, dtype=dtype)
+    found = Objective(module, lambda model: model(x).square().sum(), 4)
+    given = [{"weight": np.ones((2, 3), np.float32)}]
+    with pytest.raises(ConfigError, match="mostly rounding"):
+        slopes(found, given, oracle="differences")
+    assert slopes(found, given)[1][0] == pytest.approx(expected(found, given)[0], rel=0.05)
+
+
 def test_a_slope_that_is_no_number_is_none() -> None:
     class Called(nn.Module):
         def __init__(self) -> None:

@@ -156,6 +156,14 @@ def test_two_hundred_thousand_mutants() -> None:
     same_decisions(200_000, 4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_number_above_the_range_is_refused(tier: str) -> None:
+    """No encoder writes eight bytes of ones; compiled tiers took them once their words of 64 bits had run over."""
+    shapes, out = [(130_000, 1)], np.zeros(130_000, np.int32)
+    assert kernels(tier).decode(8 * b"\xff" + b"\1", shapes_of(tier, shapes), 17, ENDLESS, out) == -2
+
+
 @pytest.mark.parametrize("tier", TIERS)
 def test_work_that_costs_no_bytes_is_bounded(tier: str) -> None:
     """No byte at all stands for the largest level everywhere: what is read is always the first of two choices."""

@@ -33,6 +33,15 @@ def test_the_cost_is_the_largest_over_parties_and_not_the_sum():
     assert books.epsilon() == compose([CHEAP] * 9, DELTA).epsilon > alone[1].epsilon
 
 
+def test_what_integers_cost_beyond_is_that_of_one_party_and_not_of_all():
+    books, alone = ledger(), ledger()
+    alone.record(DEAR, round=1, participants=[0])
+    for party in range(9):
+        books.record(DEAR, round=party, participants=[party])
+    assert books.lattice == alone.lattice > 0.0
+    assert ledger().lattice == 0.0
+
+
 def test_an_event_at_nobody_is_refused():
     books = ledger()
     with pytest.raises(ConfigError, match="those on whose records"):

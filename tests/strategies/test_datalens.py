@@ -27,7 +27,7 @@ from fedcomp.layout import Layout
 from fedcomp.privacy import mechanism
 from fedcomp.privacy.accounting import CLASSICAL_ORDERS, classical_epsilon, gaussian_epsilon, releases_for
 from fedcomp.privacy.entropy import Entropy, SystemEntropy
-from fedcomp.privacy.errors import Unbounded
+from fedcomp.privacy.errors import PrivacyLedgerError, Unbounded
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.gaussian import lattice_delta
 from fedcomp.privacy.mechanism import GridGaussian, Mechanism, PrivateSum, Votes
@@ -282,6 +282,27 @@ def test_several_teachers_of_a_client_are_checked_one_by_one_and_counted_as_unit
         strategy(teachers=3, population=0)
     with pytest.raises(ConfigError, match="not below 1/200000"):
         strategy(teachers=3, population=200_000)
+
+
+def test_the_threshold_and_the_expected_number_follow_the_count_of_a_round() -> None:
+    made = strategy(count=2, noise_multiplier=0.0, beta=0.7)
+    assert made.expected == 2
+    # All that were asked agree: with all clients expected, they would be less than 0.7 of them.
+    assert row(run(made, grid(forged(client(), frame(encode_rows(cast())))), 1).arrays)[:K].all()
+    assert len(made.chosen) == 2
+    assert made.identity() != strategy(noise_multiplier=0.0, beta=0.7).identity()
+
+
+@pytest.mark.parametrize("teachers", [1, 2])
+def test_a_client_under_another_id_has_its_turns_once_whoever_is_the_unit(teachers: int) -> None:
+    made = strategy(teachers=teachers, sampling=Sampling("capped", cap=1))
+    layout = Layout.flat(IMAGES * PIXELS)
+    first, _ = made.draw(lambda: [1, 2, 3, 4], layout, 1)
+    event = made.event(made.mechanism(layout), layout.size)
+    made.privacy.record(event, round=1, participants=first)
+    assert made.draw(lambda: [5, 6, 7, 8], layout, 2)[0] == []
+    with pytest.raises(PrivacyLedgerError, match="5 different participants"):
+        made.privacy.record(event, round=2, participants=[5])
 
 
 def test_more_clients_than_were_declared_are_not_asked_and_nothing_is_paid() -> None:

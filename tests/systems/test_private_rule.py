@@ -20,6 +20,7 @@ from fedcomp.layout import NONE_DENSE, Layout, Vector
 from fedcomp.local import Local
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.errors import BudgetExceeded
+from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.program import Given, Now, Step, System
 from fedcomp.strategies.compressed import Compressed
@@ -134,6 +135,22 @@ def test_nobody_is_counted_before_the_budget_was_asked_and_nobody_is_drawn_beyon
     assert rule.privacy.epsilon() <= 6.0
     chosen, reason = rule.draw(lambda: pytest.fail("somebody was counted"), local.layout, 9)
     assert (chosen, "budget" in reason) == ([], True)
+
+
+def test_a_round_that_is_made_again_is_asked_for_as_what_it_will_be_booked_as() -> None:
+    """A strategy that is used again counts its rounds from 1: their units are redrawn, and cost as others do."""
+    rate = {**PROMISE, "population": 900, "sampling": Sampling("poisson", rate=0.1)}
+    rule, laid = Clipped(clip=1.0, **rate), Layout.flat(4)
+    cost = rule.event(rule.mechanism(laid, 1), 4)
+    for number in (1, 2, 1, 2):
+        rule.draw(lambda: list(range(9)), laid, number)
+        rule.privacy.record(cost, round=number)
+    spent = rule.privacy.epsilon()
+    again = Clipped(clip=1.0, **rate, budget=spent)
+    for number in (1, 2, 1, 2):
+        assert again.draw(lambda: list(range(9)), laid, number)[1] == ""
+        again.privacy.record(cost, round=number)
+    assert again.draw(lambda: list(range(9)), laid, 3)[1].startswith("the budget")
 
 
 def test_a_round_is_closed_before_it_is_paid_for() -> None:

@@ -70,6 +70,13 @@ def test_validation_leaves_the_test_windows_alone() -> None:
         assert chosen <= train - other
 
 
+def test_every_speaker_has_windows_to_train_on_beside_both_that_are_held_out() -> None:
+    task = dialects(validation=True, seq_len=250, speakers=10_000, min_chars=0)
+    speakers = len(task.speakers)
+    assert speakers > 10
+    assert min(len(task.client(i, speakers)) for i in range(speakers)) == 1
+
+
 def test_an_adapted_model_begins_as_its_base_and_holds_adapters_alone() -> None:
     base, adapted = dialects(pretrained=3), dialects(pretrained=3, rank=2)
     model = adapted.model(1)

@@ -26,10 +26,6 @@ def simulated_ring(network: Network, nbytes: float) -> float:
 def test_the_ring_formula_is_the_simulation(workers: int) -> None:
     network = Network(workers, **WIRE, fixed=1e-3)
     assert network.ring(SIZE) == pytest.approx(simulated_ring(network, SIZE), rel=1e-12)
-    # The same bytes in fewer messages.
-    steps = workers.bit_length() - 1
-    fewer = 2 * (workers - 1 - steps) * network.latency
-    assert network.halving_doubling(SIZE) == pytest.approx(network.ring(SIZE) - fewer, rel=1e-12)
 
 
 def test_the_figures_of_the_example() -> None:
@@ -38,7 +34,6 @@ def test_the_figures_of_the_example() -> None:
     assert network.central(SIZE) == pytest.approx(1.659, abs=1e-3)
     wide = Network(16, **WIRE)
     assert wide.central(SIZE) / wide.ring(SIZE) == pytest.approx(17, abs=1)
-    assert network.doubling(1e6) == pytest.approx(2 * (50e-6 + 1e6 * 9e-10))
 
 
 def test_without_compression_the_summable_ring_is_the_ring() -> None:
@@ -64,8 +59,6 @@ def test_compression_that_costs_more_than_it_saves_is_no_gain() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ConfigError, match="power of two"):
-        Network(6).doubling(1.0)
     for wrong in (
         lambda: Coding(0.5),
         lambda: Coding(2.0, float("nan")),

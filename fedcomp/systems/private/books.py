@@ -67,10 +67,10 @@ class Books:
         """Keep the ledger in a file from now on; events in it that the ledger lacks were paid and count."""
         self.privacy.open(Path(path))
 
-    def unaffordable(self, event: Event, server_round: int) -> str:
-        """Return why the budget does not allow a round with ``event``, empty when it does."""
-        # With the round: events that it holds already are on the same units, and cost more together.
-        if self.privacy.affords(event, round=server_round):
+    def unaffordable(self, event: Event) -> str:
+        """Return why the budget does not allow one more round with ``event``, empty when it does."""
+        # Of whatever number it is: its units are redrawn, also where a round of that number was made before.
+        if self.privacy.affords(event):
             return ""
         return (
             f"the budget of epsilon {self.budget:g} at delta {self.delta:g} allows no further round: "
@@ -104,7 +104,7 @@ class Books:
         """Yield why some of ``nodes`` are never asked."""
         for node in self.privacy.surplus(nodes):
             yield (
-                f"node {node} is not asked: the {self.privacy.population} clients of the population have all taken "
+                f"node {node} is not asked: the {self.privacy.most} clients that were declared have all taken "
                 "part, and under another id one of them would have its turns again"
             )
 

@@ -440,7 +440,7 @@ class TeacherVotes(Private):
     @property
     def expected(self) -> float:
         """Public number of teachers that vote in a round."""
-        return self.sampling.expected(self.clients) * self.teaching.teachers
+        return self.sampling.expected(self.clients, count=self.count) * self.teaching.teachers
 
     def declare(self, population: int) -> None:
         """Learn the number of clients, unless the constructor was told."""
@@ -451,7 +451,7 @@ class TeacherVotes(Private):
         # are.
         if not self.privacy.population:
             self.privacy.declare(population)
-        self.clients = population
+        self.clients = self.privacy.clients = population
 
     def open_ledger(self, path: Path) -> None:
         """Keep the ledger in a file from now on; events in it that the ledger lacks were paid and count."""
@@ -473,7 +473,7 @@ class TeacherVotes(Private):
     def over(self, server_round: int) -> str:
         """Return why round ``server_round`` may not be made, empty when it may."""
         layout = self._on_images
-        return self.exhausted or self.unaffordable(self.event(self.mechanism(layout), layout.size), server_round)
+        return self.exhausted or self.unaffordable(self.event(self.mechanism(layout), layout.size))
 
     def require_population(self) -> None:
         """Refuse to go on without the public number of clients.
@@ -510,7 +510,7 @@ class TeacherVotes(Private):
 
     def identity(self) -> dict[str, Any]:
         """Return what must not change within a run; the ledger adds what it was begun with."""
-        own = ("noise_multiplier", "adjacency", "noise", "insecure_deterministic", "seed", "beta")
+        own = ("noise_multiplier", "adjacency", "noise", "count", "insecure_deterministic", "seed", "beta")
         return {"system": repr(self.teaching), **{name: getattr(self, name) for name in own}}
 
     def describe(self) -> str:

@@ -333,7 +333,7 @@ class Private(Books, Released, ABC):
         if self.exhausted or self._layout is None or self.budget is None:
             return self.exhausted
         cost = self.event(self.mechanism(self._layout, server_round), self._layout.size)
-        return self.unaffordable(cost, server_round)
+        return self.unaffordable(cost)
 
     def statement(self) -> Statement:
         """Return what may be said about the run so far."""
