@@ -567,7 +567,8 @@ class _Exchange:
             assert sent is not None
             held = head.version, sent
         if held is None:
-            raise StateError(f"this node holds no model, but the message starts from version {head.base}")
+            unmade = "; it makes the first one with fc.compression(first_model=...)" if head.base == FIRST else ""
+            raise StateError(f"this node holds no model, but the message starts from version {head.base}{unmade}")
         own, record = held
         arrays = to_arrays(record, copy=False)
         # Laid out as the server lays out its reference: the digest is over this very vector.
