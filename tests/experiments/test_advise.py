@@ -414,9 +414,12 @@ def test_an_app_that_sends_no_model_is_an_error_that_says_why(server: str, why: 
 
 @pytest.mark.slow
 def test_a_folder_without_an_app_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
-    with pytest.raises(fc.ConfigError, match=r"names no .*serverapp"):
+    with pytest.raises(fc.ConfigError, match="it holds no pyproject.toml"):
         advise(tmp_path)
+    for text, why in (("[project]\nname = 'x'\n", r"names no .*serverapp"), ("x = [", r"cannot be read: .*Invalid")):
+        (tmp_path / "pyproject.toml").write_text(text)
+        with pytest.raises(fc.ConfigError, match=why):
+            advise(tmp_path)
 
 
 @pytest.mark.slow
