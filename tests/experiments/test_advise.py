@@ -414,7 +414,7 @@ def test_an_app_that_sends_no_model_is_an_error_that_says_why(server: str, why: 
 
 @pytest.mark.slow
 def test_a_folder_without_an_app_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(fc.ConfigError, match="it holds no pyproject.toml"):
+    with pytest.raises(fc.ConfigError, match=r"it holds no pyproject\.toml"):
         advise(tmp_path)
     for text, why in (("[project]\nname = 'x'\n", r"names no .*serverapp"), ("x = [", r"cannot be read: .*Invalid")):
         (tmp_path / "pyproject.toml").write_text(text)
