@@ -565,7 +565,8 @@ class _Exchange:
         held = held_model(self.context.state)
         if head.base != FIRST or self.first_model is None:
             if held is None:
-                raise StateError(f"this node holds no model, but the message starts from version {head.base}")
+                unmade = "; it makes the first one with fc.compression(first_model=...)" if head.base == FIRST else ""
+                raise StateError(f"this node holds no model, but the message starts from version {head.base}{unmade}")
             return self._advanced(codec, *held)
         if held is not None and held[0] == FIRST:
             try:

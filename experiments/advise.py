@@ -210,17 +210,26 @@ def advise(
     if reason := at.contradiction():
         raise ConfigError(reason)
     app = isinstance(model, str | Path) and Path(model).is_dir()
+    widened = 0
     if model is None:
         arrays = _flat(parameters)
     elif isinstance(model, str | Path):
-        arrays = _checked(first_model(Path(model), at.clients)) if app else load(model)
+        arrays, widened = (_checked(first_model(Path(model), at.clients)), 0) if app else _load(Path(model))
     else:
         arrays = _checked(model)
+    at = replace(at, flat=all(a.ndim < 2 for a in arrays.values()))
     size = int(parameters or sum(a.size for a in arrays.values()))
     found = [_candidate(line, at, arrays, size, where) for line in LINES if line.concerns(at)]
     advice = _ranked(found, size, at, where)
-    told = f"The model of {size:,} values is the first that the app sent; its ServerApp was run up to there."
-    return replace(advice, notes=(*advice.notes, told)) if app else advice
+    notes = list(advice.notes)
+    if app:
+        notes.append(f"The model of {size:,} values is the first that the app sent; its ServerApp was run up to there.")
+    if widened:
+        notes.append(
+            f"{widened} tensors of bfloat16 are counted as float32, in which all lines send models; plain FedAvg over "
+            "fc.record sends half of that."
+        )
+    return replace(advice, notes=tuple(notes))
 
 
 def _ranked(found: Sequence[Candidate], size: int, at: Situation, link: Link) -> Advice:
@@ -381,18 +390,24 @@ def load(path: str | Path) -> Arrays:
     MissingExtra
         When it needs torch, and torch is not installed.
     """
-    path = Path(path)
+    return _load(Path(path))[0]
+
+
+def _load(path: Path) -> tuple[Arrays, int]:
+    """Return the arrays of a file, and how many of them were bfloat16, which numpy does not have: these are float32."""
     if not path.exists():
         raise ConfigError(f"there is no file or folder {path}")
     kind = path.suffix.lower()
     try:
         if kind in (".pt", ".pth"):
-            return _checked(_torch_file(path))
+            found, widened = _torch_file(path)
+            return _checked(found), widened
         if kind == ".npz":
             with np.load(path, allow_pickle=False) as file:
-                return _checked({name: file[name] for name in file.files})
+                return _checked({name: file[name] for name in file.files}), 0
         if kind == ".safetensors":
-            return _checked(_safetensors(path))
+            found, widened = _safetensors(path)
+            return _checked(found), widened
     except ConfigError:
         raise
     # All that a damaged file makes torch, zipfile, json and numpy raise.
@@ -401,7 +416,7 @@ def load(path: str | Path) -> Arrays:
     raise ConfigError(f"{path.name} is not a state dict that is read here: expected .pt, .pth, .npz or .safetensors")
 
 
-def _torch_file(path: Path) -> Mapping[str, Any]:
+def _torch_file(path: Path) -> tuple[Mapping[str, Any], int]:
     with optional("a .pt file"):
         import torch
     try:
@@ -415,8 +430,8 @@ def _torch_file(path: Path) -> Mapping[str, Any]:
             found = found[key]
     if not isinstance(found, Mapping) or not all(isinstance(each, torch.Tensor) for each in found.values()):
         raise ConfigError(f"{path} is not a state dict; save model.state_dict()")
-    # numpy has no bfloat16.
-    return {n: (t.float() if t.dtype == torch.bfloat16 else t).detach().numpy() for n, t in found.items()}
+    wide = {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in found.items()}
+    return {n: t.detach().numpy() for n, t in wide.items()}, sum(wide[n] is not t for n, t in found.items())
 
 
 _SAFE_DTYPES: Final = {
@@ -425,13 +440,13 @@ _SAFE_DTYPES: Final = {
 }  # fmt: skip
 
 
-def _safetensors(path: Path) -> Arrays:
+def _safetensors(path: Path) -> tuple[Arrays, int]:
     """Read the file by its header: eight bytes of length, JSON with places of arrays, then the arrays."""
     data = np.memmap(path, np.uint8, "r")
     length = int.from_bytes(data[:8].tobytes(), "little")
     if not 2 <= length <= min(data.size - 8, 100_000_000):
         raise ValueError("no header")
-    body, found = data[8 + length :], {}
+    body, found, widened = data[8 + length :], {}, 0
     for name, at in json.loads(data[8 : 8 + length].tobytes()).items():
         if name == "__metadata__":
             continue
@@ -441,10 +456,11 @@ def _safetensors(path: Path) -> Arrays:
         raw = body[begin:end].tobytes()
         if at["dtype"] == "BF16":
             values = (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
+            widened += 1
         else:
             values = np.frombuffer(raw, _SAFE_DTYPES[at["dtype"]])
         found[name] = values.reshape(at["shape"])
-    return found
+    return found, widened
 
 
 def _checked(model: Mapping[str, Any]) -> Arrays:

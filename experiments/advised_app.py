@@ -79,9 +79,15 @@ def _run(folder: Path, clients: int) -> Mapping[str, NDArray[Any]]:
             return super().push_messages(batch)
 
     try:
-        flower = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["tool"]["flwr"]["app"]
+        project = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError("it holds no pyproject.toml") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"its pyproject.toml cannot be read: {error}") from error
+    try:
+        flower = project["tool"]["flwr"]["app"]
         module, _, path = flower["components"]["serverapp"].partition(":")
-    except (OSError, KeyError, ValueError) as error:
+    except KeyError as error:
         raise ConfigError("its pyproject.toml names no [tool.flwr.app.components] serverapp") from error
     sys.path.insert(0, str(folder))
     try:

@@ -51,6 +51,8 @@ class Situation:
     vanish: bool = False
     server: bool = True
     median: bool = False
+    flat: bool = False
+    """Whether all tensors of the model have one dimension."""
 
     @property
     def participants(self) -> int:
@@ -134,7 +136,8 @@ class Line:
         quiet = ", ".join(filter(None, (sampled, "fraction_evaluate=0.0")))
         # A private strategy accounts for its samples, and draws them itself.
         drawn = "" if at.fraction == 1.0 else f', sampling=fc.Sampling("poisson", rate={at.fraction:g})'
-        words = {"clients": at.clients, "sampled": sampled, "quiet": quiet, "drawn": drawn}
+        whole = ", dense_below=0" if at.flat else ""
+        words = {"clients": at.clients, "sampled": sampled, "quiet": quiet, "drawn": drawn, "whole": whole}
         return self.text.format(**vars(amounts(at)), **words)
 
 
@@ -146,6 +149,7 @@ class Amounts:
     shards: int
     threshold: int
     symbols: int
+    flat: bool = False
 
 
 def amounts(at: Situation) -> Amounts:
@@ -153,7 +157,7 @@ def amounts(at: Situation) -> Amounts:
     relays = at.participants
     # A fifth may read together without learning anything, and another fifth may vanish.
     fifth = max(1, relays // 5)
-    return Amounts(at.clients, min(160, max(1, 2 * relays // 3)), fifth, relays - 2 * fifth)
+    return Amounts(at.clients, min(160, max(1, 2 * relays // 3)), fifth, relays - 2 * fifth, at.flat)
 
 
 def purpose_of(at: Situation) -> str:
@@ -179,6 +183,11 @@ def measured_loss(line: Line, at: Situation) -> float | None:
 
 RARE: Final = {"observe_every": 1000}
 """Gossip: the server sees models after every thousandth round, and after the last one."""
+
+
+def _gossip(of: Amounts) -> dict[str, int]:
+    # By default tensors of one dimension travel whole: all of such a model would.
+    return {**RARE, **({"dense_below": 0} if of.flat else {})}
 
 
 def pair(up: Callable[[], Any], down: Callable[[], Any] | None = None) -> Callable[[Any, Amounts], Any]:
@@ -303,25 +312,26 @@ LINES: Final = (
     Line(
         "CHOCO",
         'fc.GossipRelay(CHOCO(lr=0.05, gamma=1.0, compressor={{"id": "scaledsign"}}), "ring", transport="peers", '
-        "observe_every=1000)",
+        "observe_every=1000{whole})",
         lambda inner, of: fc.GossipRelay(
             {"name": "choco", "lr": 0.05, "gamma": 1.0, "compressor": {"id": "scaledsign"}},
             "ring",
             transport="peers",
-            **RARE,
+            **_gossip(of),
         ),
         purpose="gossip",
-        note="For undirected graphs; take SparsePush on directed ones. Tensors of one dimension travel whole.",
+        note="For undirected graphs; take SparsePush on directed ones. Without dense_below=0 tensors of one dimension "
+        "travel whole.",
     ),
     Line(
         "SparsePush",
         'fc.GossipRelay(SparsePush(density=0.01, lr=0.05), "exponential", skew_rounds="auto", transport="peers", '
-        "observe_every=1000)",
+        "observe_every=1000{whole})",
         lambda inner, of: fc.GossipRelay(
-            {"name": "sparse-push", "density": 0.01, "lr": 0.05}, "exponential", transport="peers", **RARE
+            {"name": "sparse-push", "density": 0.01, "lr": 0.05}, "exponential", transport="peers", **_gossip(of)
         ),
         purpose="gossip",
-        note="For directed, changing or lossy graphs. Tensors of one dimension travel whole.",
+        note="For directed, changing or lossy graphs. Without dense_below=0 tensors of one dimension travel whole.",
     ),
 )
 """All lines, in the order of the page."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.util
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
@@ -79,6 +80,9 @@ EXTRAS: Final[Mapping[str, str]] = {
 def optional(purpose: str) -> Iterator[None]:
     """Around imports of optional libraries: a missing one becomes one line that says which extra installs it.
 
+    Python's root logger keeps the handlers it has: one of these libraries, Opacus, adds its own, and every line of an
+    app would be logged twice.
+
     Parameters
     ----------
     purpose : str
@@ -94,6 +98,7 @@ def optional(purpose: str) -> Iterator[None]:
     >>> with optional("decoding"):
     ...     import math
     """
+    handlers = list(logging.root.handlers)
     try:
         yield
     except ModuleNotFoundError as error:
@@ -101,6 +106,8 @@ def optional(purpose: str) -> Iterator[None]:
         if library not in EXTRAS:
             raise
         raise _missing(purpose, library) from error
+    finally:
+        logging.root.handlers[:] = handlers
 
 
 def require_installed(purpose: str, library: str) -> None:

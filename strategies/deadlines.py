@@ -46,7 +46,7 @@ class Deadline(Stateful):
     STATE: ClassVar[Mapping[str, Any]] = {"_times": dict[int, list[float]]}
 
     def __init__(self, quantile: float = 0.8, slack: float = 1.5, history: int = 8) -> None:
-        self.quantile = params.density(quantile)
+        self.quantile = params.number("quantile", quantile, rule="a number in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
         self.slack = params.number("slack", slack, rule="a finite number >= 1", ok=lambda v: 1.0 <= v < float("inf"))
         self.history = params.integer("history", history, low=1)
         self._times: dict[int, list[float]] = {}

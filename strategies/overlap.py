@@ -244,6 +244,8 @@ class Overlapping(ExchangeStrategy, Stateful):
         # A step is made on another model than the one that clients trained from: of no float the mean is a step.
         self.inner.cast = True
         self.timeout = params.positive("timeout", timeout)
+        if not isinstance(deadline, Deadline | None):
+            raise ConfigError(f"deadline is a Deadline, not {deadline!r}; write deadline=fc.Deadline(0.8)")
         self.deadline = deadline
         self.flights: list[Flight] = []
         self.given_up: list[Overdue] = []

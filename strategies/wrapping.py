@@ -66,8 +66,8 @@ def require_uncompressed(inner: object) -> None:
     """
     if isinstance(inner, Strategy) and any(getattr(type(found), "by_hooks", False) for found in held(inner)):
         raise ConfigError(
-            f"{type(inner).__name__} already compresses, and frames are not compressed again; put one Compressed "
-            "around the strategy, with chain(...) for several steps and downlink= for the other direction"
+            f"{type(inner).__name__} already compresses, and frames are not compressed again; put one of the "
+            "two around the strategy, with chain(...) for several steps and downlink= for the other direction"
         )
 
 

@@ -468,6 +468,11 @@ PARTS: tuple[Row, ...] = (
 
 STRATEGIES: tuple[Row, ...] = (
     row(
+        "write app = fc.client(app, fc.forward_gradients(...))",
+        lambda: ended(fc.ForwardGradients(quiet(), 8, lr=0.5), rounds=1),
+        slopes,
+    ),
+    row(
         "only the trained ones", lambda: slopes(frozen=True), lambda: slopes(frozen=True, names=("weight",)), long=True
     ),
     row(

@@ -63,7 +63,7 @@ PAIR = (
     ),
     row("import {}', and a ServerApp", lambda: fc.Compressed(legacy.FedAvg()), lambda: trains(fc.Compressed(quiet()))),
     row(
-        "put one Compressed around the strategy, with chain(...) for several steps",
+        "put one of the two around the strategy, with chain(...) for several steps",
         lambda: fc.Compressed(fc.Compressed(quiet(), fc.TopK(0.1)), fc.TopK(0.1)),
         lambda: trains(fc.Compressed(quiet(), fc.chain(fc.Clip(1e6), fc.TopK(0.1)), downlink=fc.TopK(0.5))),
     ),
@@ -181,6 +181,11 @@ PAIR = (
         "which a buffer does not support; use PipelinedStrategy",
         lambda: fc.Buffered(fc.SharedSupport(fc.ScaleCom(0.1), **ALL), concurrency=3, buffer=2),
         lambda: trains(fc.PipelinedStrategy(fc.SharedSupport(fc.ScaleCom(0.1), **ALL), 1)),
+    ),
+    row(
+        "write deadline=fc.Deadline(0.8)",
+        lambda: fc.PipelinedStrategy(quiet(), width=1, deadline=0.8),
+        lambda: trains(fc.PipelinedStrategy(quiet(), width=1, deadline=fc.Deadline(0.8))),
     ),
     row(
         "and rounds in flight do not see it; run it without",

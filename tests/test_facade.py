@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import re
 import subprocess
 import sys
@@ -207,6 +208,14 @@ def test_other_import_errors_pass() -> None:
     assert not isinstance(caught.value, MissingExtra)
     with pytest.raises(ConfigError), optional("this"):
         raise ConfigError("as it was")
+
+
+def test_a_library_adds_no_handler_to_the_root_logger() -> None:
+    """Opacus calls ``logging.basicConfig`` when it is imported, and an app would log every line twice."""
+    before = list(logging.root.handlers)
+    with optional("this"):
+        logging.root.addHandler(logging.NullHandler())
+    assert logging.root.handlers == before
 
 
 def test_every_extra_that_an_error_names_exists() -> None:

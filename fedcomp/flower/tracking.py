@@ -33,7 +33,8 @@ def track(strategy: Strategy, grid: Grid, *trackers: Tracker, evaluate_fn: Evalu
     ``uplink_wire_bytes``; the clients ``asked``, ``answered``, ``used``, ``lost`` and ``refused``; the figures of the
     strategy's report; aggregated metrics of training (``train.loss``) and of the clients' evaluation
     (``clients.loss``); what ``evaluate_fn`` returns (``loss``); and ``privacy.epsilon`` of a private run. All values
-    are finite floats; other figures are left out. Round 0 has a record when ``evaluate_fn`` returns metrics for it.
+    are finite floats; a figure that is NaN or infinite is left out, and a warning names it. Round 0 has a record when
+    ``evaluate_fn`` returns metrics for it.
 
     Parameters
     ----------
@@ -149,7 +150,9 @@ def _record(
         found |= {"privacy.epsilon": private.privacy.epsilon(), "privacy.releases": private.privacy.releases}
     found |= server or {}
     numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
-    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
+    if infinite := sorted(name for name, value in numbers.items() if not math.isfinite(value)):
+        log.warning("round %d: not finite, so not in the trackers' record: %s", server_round, ", ".join(infinite))
+    return {name: float(value) for name, value in numbers.items() if name not in infinite}
 
 
 def _counted(ledger: TrafficLedger, server_round: int, report: Report | None) -> dict[str, int]:

@@ -197,7 +197,10 @@ class Forward(System, id="forward"):
             raise AnswerError("the ask does not say by which step slopes become an update")
         measures: Measures | None = me.data
         if measures is None:
-            raise AnswerError("this client's app cannot measure slopes: it lacks forward_gradients()")
+            raise AnswerError(
+                "this client's app cannot measure slopes: it lacks forward_gradients(); write "
+                "app = fc.client(app, fc.forward_gradients(...))"
+            )
         slopes = measures(me, self.codec.tangents(me.layout, me.key))
         cut = int(np.count_nonzero(np.abs(slopes) > self.clip)) if self.clip else 0
         said = Measured(int(np.isnan(slopes).sum()), cut)

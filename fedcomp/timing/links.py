@@ -75,7 +75,7 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)", re.IGNORECASE)
 
 def _rate(text: str, whole: str) -> float:
     match = _RATE.fullmatch(text.strip())
-    if match is None:
+    if match is None or not float(match[1]):
         raise ConfigError(
             f"{text!r} in link {whole!r} is not a bandwidth; write e.g. '10mbit', '250kbit' or '1.5g', "
             f"or name a preset{nearest(whole, PRESETS)}"

@@ -208,6 +208,15 @@ class PrivateStrategy(NoClientEvaluation, Private, Strategy, Stateful):
         if not self.close(report.round):
             return False
         self.reports[report.round] = report
+        if kept := [t.name for t in layout.exact]:
+            note = (
+                f"{len(kept)} tensor(s), first {kept[0]!r}, keep their first values: private rounds send no "
+                "statistics, integers and booleans. Models with group or layer normalisation have none"
+            )
+            # It follows from the model alone. Where who takes part is secret a round's own notes are not logged.
+            if self.withholds:
+                self._once.warn(note)
+            report.notes.append(note)
         # Dense models are equally long by themselves; frames alone need a filler.
         if self.pad and framed and (longest := codec.longest(layout)) is not None:
             report.padded_bytes = longest + FILLED

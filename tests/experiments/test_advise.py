@@ -305,6 +305,28 @@ def test_three_kinds_of_files_are_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found["b"], bias)
 
 
+@pytest.mark.slow
+def test_bfloat16_is_said_to_be_counted_as_float32(tmp_path: Path) -> None:
+    weight = torch.zeros(40, 30)
+    for name, state in {"a.pt": {"w": weight.bfloat16(), "b": torch.ones(3)}, "b.pt": {"w": weight}}.items():
+        torch.save(state, tmp_path / name)
+    found = [str(advise(tmp_path / name, rounds=4, privacy="record")) for name in ("a.pt", "b.pt")]
+    assert ["1 tensors of bfloat16 are counted as float32" in text for text in found] == [True, False]
+
+
+@pytest.mark.slow
+def test_gossip_of_a_model_of_vectors_is_compressed() -> None:
+    """Tensors of one dimension travel whole by default: the line that is given says otherwise."""
+    flat = {"w": np.zeros(6000, np.float32)}
+    vector, matrix = (
+        advise(each, rounds=4, clients=4, server=False) for each in (flat, {"w": flat["w"].reshape(60, 100)})
+    )
+    for one, other in zip(vector.candidates, matrix.candidates, strict=True):
+        assert one.name == other.name
+        assert one.up == pytest.approx(other.up, rel=0.1)
+        assert ("dense_below=0" in one.code, "dense_below" in other.code) == (one.name != "FedAvg", False)
+
+
 @pytest.mark.parametrize(
     ("name", "data"),
     [
@@ -392,9 +414,12 @@ def test_an_app_that_sends_no_model_is_an_error_that_says_why(server: str, why: 
 
 @pytest.mark.slow
 def test_a_folder_without_an_app_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
-    with pytest.raises(fc.ConfigError, match=r"names no .*serverapp"):
+    with pytest.raises(fc.ConfigError, match=r"it holds no pyproject\.toml"):
         advise(tmp_path)
+    for text, why in (("[project]\nname = 'x'\n", r"names no .*serverapp"), ("x = [", r"cannot be read: .*Invalid")):
+        (tmp_path / "pyproject.toml").write_text(text)
+        with pytest.raises(fc.ConfigError, match=why):
+            advise(tmp_path)
 
 
 @pytest.mark.slow

@@ -58,6 +58,13 @@ def test_every_loop_gives_a_record_of_each_round(kind: type[FedAvg], around: Any
         assert all(isinstance(value, float) and math.isfinite(value) for value in record.values())
 
 
+def test_a_figure_that_is_not_finite_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "flwr.fedcomp"):
+        records, _ = tracked(fedavg(fraction_evaluate=0.0), rounds=1)
+    assert [("loss" in record, "diverged" in record) for record in records] == [(True, False)] * 2
+    assert [text for text in caplog.messages if "round 1: not finite" in text and text.endswith(": diverged")]
+
+
 def test_the_loop_of_this_project_hands_on_what_clients_and_report_say() -> None:
     records, _ = tracked(fc.Compressed(fedavg(), fc.TopK(0.1)))
     last = records[-1]

@@ -128,7 +128,7 @@ def test_apps_without_keys_answer_directly_and_are_reported() -> None:
     assert len(strategy.reports[2].coded.direct) == 3
     nobody = relay(Compressed(fedavg(), Identity()), symbols=2)
     assert bits(run(nobody, NODES, app=others)[0]) == bits(run(Compressed(fedavg(), Identity()), NODES)[0])
-    assert "an ordinary one" in nobody.reports[1].notes[0]
+    assert "an ordinary one; write app = fc.client(app)" in nobody.reports[1].notes[0]
     # Of a sum they have no part.
     strategy = coded_sum(symbols=2)
     run(strategy, NODES, app=lambda msg, ctx: (others if ctx.node_config["partition-id"] == 5 else ours)(msg, ctx))

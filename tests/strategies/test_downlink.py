@@ -253,6 +253,7 @@ def test_a_node_that_makes_another_model_is_refused_once_and_sent_the_servers(ma
     assert [len(each) for each in refused] == [1, 0, 0]
     (reason,) = refused[0].values()
     assert "fedcomp.resync" in reason
+    assert ("fc.compression(first_model=...)" in reason) == (make is None)
     assert down[0] == 0
     assert DENSE <= down[1] < 2 * DENSE, "the whole model to this node, steps to the others"
     assert down[2] < DENSE

@@ -255,4 +255,6 @@ def test_buffers_keep_the_servers_values_and_get_no_noise(codec, mods) -> None:
         assert result.arrays[name].numpy().any()
     assert set(strategy.privacy.participations.values()) == {2}
     assert len(strategy.privacy.participations) == 3
+    assert [len(strategy.reports[number].notes) for number in (1, 2)] == [1, 1]
+    assert "4 tensor(s), first 'bn.running_mean', keep their first values" in strategy.reports[1].notes[0]
     assert list(result.arrays) == list(initial)

@@ -26,7 +26,7 @@ from toy import client_app, model, stack, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Codec, Identity, RandomK, SignSGD, TopK
-from fedcomp.errors import NoUsableReply
+from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import Delivery, Fault, RandomFaults, ScriptedFaults, late
 from fedcomp.flower.grid import InProcessGrid
@@ -282,6 +282,11 @@ def test_delay_compensation_corrects_the_mean_update_by_what_the_model_has_moved
     end = run(pipe(compensation=strength), 8).arrays["w"].numpy()
     np.testing.assert_allclose(end, weights[-1], atol=5e-6)
     assert np.abs(end - recursion(8, 2, 0, turns(2))[-1]).max() > 1e-3
+
+
+def test_a_deadline_names_the_setting_that_is_wrong() -> None:
+    with pytest.raises(ConfigError, match=r"quantile=80 is not valid: quantile must be a number in \(0, 1\]"):
+        Deadline(80)
 
 
 def test_an_adaptive_deadline_leaves_the_slow_out_and_asks_them_again() -> None:

@@ -52,6 +52,12 @@ def test_parse_link_refuses(text: str) -> None:
         parse_link(text)
 
 
+@pytest.mark.parametrize("text", ["0mbit", "1mbit/0"])
+def test_a_rate_of_zero_is_refused_as_it_was_written(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"'0(mbit)?' in link .* is not a bandwidth"):
+        parse_link(text)
+
+
 def test_parse_error_names_the_nearest_preset() -> None:
     with pytest.raises(ConfigError, match="did you mean 'lte'"):
         parse_link("ltee")

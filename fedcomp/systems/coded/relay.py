@@ -146,7 +146,7 @@ class CodedRelay(Coded, id="coded-relay"):
         # Who has no key takes part uncoded.
         plain = [ask for node, ask in asks.items() if node not in now.keys]
         if not nodes:
-            now.note("no client takes coded rounds: the round is an ordinary one")
+            now.note("no client takes coded rounds: the round is an ordinary one; write app = fc.client(app)")
             return _end(inner, (yield Wait(plain, self.share_timeout)))
         try:
             symbols, shards = self._chosen(len(nodes))
