@@ -154,9 +154,23 @@ def test_what_the_wire_cannot_hold_is_cut_off_or_waits() -> None:
     tiny = np.full(8, 1e-200)
     assert length(TopK(0.5), tiny) == 0
     assert length(TopK(0.5, values="float64", index="fixed"), tiny) == 1 + 32
-    for codec in (ScaledSign(), NormSign(), Dithering(3)):
+    for codec in (ScaledSign(), ScaledSign(block=2), NormSign(), Dithering(3)):
         assert np.isfinite(through(codec, v)).all()
         assert not through(codec, tiny).any()
+
+
+@pytest.mark.parametrize("scale", [1e-20, 3.0])
+@pytest.mark.parametrize("codec", ALL, ids=repr)
+def test_no_scale_makes_a_number_infinite(codec: Codec, scale: float) -> None:
+    """What is too large when it is divided, or multiplied again, is the largest number there is: readers take it."""
+    v = np.full(70, -1e38, np.float32)
+    v[::2] = 3.4e38
+    try:
+        found = through(Compressor(codec).scaled(scale), v)
+    except NonFiniteUpdate:
+        assert isinstance(codec, QSGD | EDEN | Domain)  # whose norms are beyond float32
+        return
+    assert np.isfinite(found).all()
 
 
 @pytest.mark.parametrize("codec", ALL, ids=repr)
