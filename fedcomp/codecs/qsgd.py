@@ -32,8 +32,8 @@ class QSGD(PositionalCodec):
     levels : int
         s, the number of positive levels; a coordinate costs about log2(2 s + 1) bits.
     bucket : int
-        Coordinates that share one Euclidean norm, at least 2: a norm for each is longer than the values, which receivers
-        refuse. Large buckets save bytes and cost variance.
+        Coordinates that share one Euclidean norm, at least 2: receivers refuse frames with a norm for each, which are
+        longer than the values. Large buckets save bytes and cost variance.
 
     Examples
     --------
