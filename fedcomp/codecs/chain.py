@@ -114,6 +114,8 @@ class Chain(Wrapper):
         self.remembers = self.codec.remembers
         self.votes = self.codec.votes
         self.gain = self.codec.gain
+        # A transform may hand on an update with what is known of it, as a clip does that cuts nothing.
+        self.exposes = self.codec.exposes
         self.never_enlarges = self.codec.never_enlarges and all(t.never_enlarges for t in self.transforms)
 
     def get_config(self) -> dict[str, Any]:

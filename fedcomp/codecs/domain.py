@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params
-from fedcomp.codecs.base import Codec, State, all_finite, require_finite
+from fedcomp.codecs.base import Codec, State, norm, require_finite
 from fedcomp.codecs.fixedpoint import FixedPoint
 from fedcomp.codecs.orthonormal import Orthonormal, bases
 from fedcomp.codecs.registry import codecs
@@ -20,6 +20,8 @@ from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.rules import Made
 from fedcomp.wire import Bundle, Frame
+
+_LONGEST: Final = 2.0**126
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -99,14 +101,16 @@ class Domain(Wrapper):
         Raises
         ------
         NonFiniteUpdate
-            Also when a transformed coordinate, which may be as large as the norm, overflows float32.
+            Also when a transformed coordinate, or one that is transformed back, may overflow float32: from a norm of
+            2^126 on.
         """
         # Before the transform, which would carry a NaN into every tensor.
         require_finite(update)
         turned = Update(update.vector.copy(), update.layout)
         with np.errstate(over="ignore", invalid="ignore"):
             self.enter(turned)
-        if not all_finite(turned.vector):
+        # Not finite either; and on the way back sums may be twice as large as the norm.
+        if not norm(turned.vector) <= _LONGEST:
             raise NonFiniteUpdate(
                 "the update overflows float32 when it is transformed; nothing was sent and no state was changed. Lower "
                 "the learning rate or clip gradients before communicating"

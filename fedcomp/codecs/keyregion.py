@@ -217,9 +217,12 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
             # The root is half the way in logarithms; the ones keep a round that found nothing finite.
             gains[region] = np.clip(gains[region] * math.sqrt((k + 1) / (found.size + 1)), *_GAINS)
             chosen.append(found if found.size <= 2 * k else found[select_topk(values[found], k)])
-        # The largest of all is among the candidates or the exactly chosen, or nothing is.
         pool = np.concatenate([*chosen, candidates])
-        largest = pool[np.argmax(np.abs(values[pool]))] if pool.size else select_topk(values, 1)[0]
+        if candidates.size or lowest == np.inf:
+            largest = pool[np.argmax(np.abs(values[pool]))]
+        else:
+            # Below every threshold it may be in a region that chose nothing, beside one that chose exactly.
+            largest = select_topk(values, 1)[0]
         # Regions interleave, and the largest element is mostly chosen already: this sorts and drops the duplicate.
         return np.union1d(np.concatenate(chosen), largest)
 

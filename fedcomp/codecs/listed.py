@@ -87,8 +87,8 @@ class ListedCodec(PositionalCodec):
         return self.value_form.code(chosen)
 
     def wire_dtype(self, dtype: str) -> str:
-        """Return the dtype when values travel as they are, else float32."""
-        return dtype if self.values == "float64" else "float32"
+        """Return the dtype when values travel as they are, else float32; a codec that is not wide is given float32."""
+        return dtype if self.wide and self.values == "float64" else "float32"
 
     def expect(self, stretch: Stretch) -> Expected:
         """Return the stretch's shape, the most values it may carry, and how their support may be written."""

@@ -7,6 +7,7 @@ kernels of convolutions (read). What has one dimension, and what factors would n
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -181,7 +182,7 @@ class LowRank(Factored):
 
     Notes
     -----
-    Columns of M Q shorter than 1e-12 count as zero.
+    Columns of M Q that are shorter than 1e-12 times its largest value count as zero.
 
     Examples
     --------
@@ -213,7 +214,9 @@ class LowRank(Factored):
         sketch = product(matrix, drawn.astype(np.float32))
         if not all_finite(sketch.reshape(-1)):
             return sketch.reshape(-1)
-        basis = orthonormal(sketch, key.at(purpose="low-rank/redrawn")).astype(np.float32)
+        # What counts as zero is a length of its own, but updates may be of any: a power of two changes no digit.
+        _, exponent = math.frexp(float(np.abs(sketch).max(initial=0.0)))
+        basis = orthonormal(np.ldexp(sketch, -exponent), key.at(purpose="low-rank/redrawn")).astype(np.float32)
         return np.concatenate([basis.reshape(-1), product(matrix.T, basis).reshape(-1)])
 
     def factors(self, values: Vector, stretch: Stretch) -> tuple[Part, Part]:

@@ -32,7 +32,8 @@ class QSGD(PositionalCodec):
     levels : int
         s, the number of positive levels; a coordinate costs about log2(2 s + 1) bits.
     bucket : int
-        Coordinates that share one Euclidean norm. Large buckets save bytes and cost variance.
+        Coordinates that share one Euclidean norm, at least 2: receivers refuse frames with a norm for each, which are
+        longer than the values. Large buckets save bytes and cost variance.
 
     Examples
     --------
@@ -44,7 +45,7 @@ class QSGD(PositionalCodec):
     unbiased = True
 
     levels: Annotated[int, Int(1, 32767)] = 127
-    bucket: Annotated[int, Int(1, 1 << 24)] = 512
+    bucket: Annotated[int, Int(2, 1 << 24)] = 512
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the dense tensor of signed levels and one float32 norm per bucket."""

@@ -130,7 +130,7 @@ class Compressor:
         data, indices, values = self._encode(v[:split], key)
         # As decode does it, rounding included: the sender's estimate must get the values that the receivers get.
         if self.scale != 1.0:
-            values = values * v.dtype.type(self.scale)
+            values = _within(values, self.scale)
         tail = v[split:]
         return (data + put_real(tail) if tail.size else data), Delta(v.size, indices, values, tail)
 
@@ -152,7 +152,7 @@ class Compressor:
         tail = take_real(data[end:], n - split, dtype)
         indices, values = self._decode(data[:end], split, dtype, key)
         if self.scale != 1.0:
-            values = values * dtype.type(self.scale)
+            values = _within(values, self.scale)
         return Delta(n, indices, values, tail)
 
     def most(self, n: int, split: int, dtype: Any) -> int:
@@ -198,7 +198,7 @@ class Compressor:
         if not v.size:
             return b"", None, v
         if self.scale != 1.0:
-            v = v / v.dtype.type(self.scale)
+            v = _within(v, self.scale, np.divide)
         layout, stretch, section = self._form(v.size, v.dtype)
         codec = self.codec
         # A codec in a frame of its own does not say what a reader gets: its bytes are read back.
@@ -237,6 +237,14 @@ class Compressor:
         except WireError as error:
             raise MessageError(f"not a section of {codec!r} for {n} elements: {error}") from error
         return tensor.indices, tensor.values.decode().astype(dtype)
+
+
+def _within(values: Real, scale: float, operation: np.ufunc = np.multiply) -> Real:
+    """Return values times a scale, or divided by it, in their dtype; what is too large becomes the largest number."""
+    largest = np.finfo(values.dtype).max
+    with np.errstate(over="ignore"):
+        scaled = operation(values, values.dtype.type(scale))
+    return np.clip(scaled, -largest, largest, out=scaled)
 
 
 def _public(key: Key) -> Key:

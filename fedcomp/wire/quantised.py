@@ -281,7 +281,9 @@ class SignScale(Values):
         if block and x.size:
             # The last block is shorter; divided by `block`, its mean would be too small.
             members[-1] = x.size - (sums.size - 1) * block
-        return cls(np.signbit(x) & (x != 0), (sums / members).astype(np.float32), block)
+        # Of numbers beyond float32 the mean is its largest, as a receiver refuses infinity.
+        means = np.minimum(sums / members, _FLOAT32_MAX)
+        return cls(np.signbit(x) & (x != 0), means.astype(np.float32), block)
 
     @property
     def k(self) -> int:

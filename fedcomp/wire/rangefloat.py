@@ -215,13 +215,15 @@ def _cut(ends: NDArray[np.float32], mantissa: int, up: bool) -> tuple[int, int]:
 def _fit(ends: NDArray[np.float32], bits: int, mantissa: int, up: bool) -> tuple[int, int, int]:
     """Return the lowest magnitude, and the numbers of positive and of negative ones, for the largest of both signs.
 
-    The sign with the larger magnitude gets more codes, as both end at their own largest magnitude.
+    The sign with the larger magnitude gets more codes, as both end at their own largest magnitude. Rounded ``up`` or
+    down at random, the other one keeps a code if it occurs: without, its mean would be 0.
     """
     top, bottom = _cut(ends, mantissa, up)
     total = (1 << bits) - 1
+    kept = int(up and bool(ends.all()))
     # Where both signs have codes; but the further side alone has all of them where the other one lies below its range.
-    lowest = max(-(-(top + bottom + 2 - total) // 2), max(top, bottom) + 1 - total, 1)
-    return lowest, max(0, top - lowest + 1), max(0, bottom - lowest + 1)
+    lowest = max(-(-(top + bottom + 2 - total) // 2), max(top, bottom) + 1 - (total - kept), 1)
+    return lowest, max(kept, top - lowest + 1), max(kept, bottom - lowest + 1)
 
 
 def _encode(

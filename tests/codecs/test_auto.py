@@ -464,6 +464,26 @@ def test_frames_do_not_depend_on_how_denormal_numbers_are_taken() -> None:
         torch.set_flush_denormal(False)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "bits"), [((20_000, 1), 0.05), ((20_000, 2), 0.1)])
+def test_of_few_long_columns_every_draw_fits_the_budget_and_the_declared_error(
+    shape: tuple[int, int], bits: float
+) -> None:
+    """A draw holds no column, or many more values than the part says: equal magnitudes cost the most."""
+    layout, codec = Layout.of({"w": np.zeros(shape, np.float32)}, lambda *_: None), Auto(bits)
+    given = Update(np.ones(layout.size, np.float32), layout)
+    errors = []
+    for number in range(40):
+        key = KEY.at(round=number)
+        frame, _ = codec.encode(given, {}, key)
+        assert len(frame) <= codec.longest(layout)
+        decoded = codec.decode(codec.verify(frame, layout, key), layout)
+        errors.append(float(np.square(decoded.astype(np.float64) - given.vector).mean()))
+    variance = codec.variance(layout)
+    assert variance is not None
+    assert np.mean(errors) <= variance
+
+
 def test_a_row_of_which_no_column_is_drawn_arrives_as_zero_and_unbiased() -> None:
     """Biases of one and three values beside a matrix: in half of the frames no column of them travels."""
     layout = Layout(

@@ -270,6 +270,21 @@ def test_wrong_configurations_are_refused() -> None:
         get_codec({"id": "domain", "transform": {"id": "wavelet"}, "codec": {"id": "identity"}})
 
 
+@pytest.mark.parametrize("transform", [DCT(2), DCT(64), Rotation()], ids=repr)
+def test_what_would_overflow_on_the_way_back_is_refused(transform: Orthonormal) -> None:
+    """A spike of 3e38 fits, and so do its cosines; their sums on the way back do not."""
+    codec, layout = Domain(transform, TopK(density=1.0)), Layout.flat(64)
+    for size in (3e38, 8e37):
+        given = np.zeros(64, np.float32)
+        given[30] = size
+        try:
+            frame, _ = codec.encode(Update(given, layout), {}, Key(0))
+        except NonFiniteUpdate:
+            assert size == 3e38
+        else:
+            assert np.isfinite(codec.decode(frame, layout)).all()
+
+
 def test_what_overflows_in_the_domain_is_refused_and_no_state_is_changed() -> None:
     layout = Layout.flat(1 << 10)
     codec = Domain(DCT(1024), ErrorFeedback(TopK(0.1)))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedcomp import wire
-from fedcomp.codecs import ErrorFeedback, Factors, get_codec
+from fedcomp.codecs import Clip, ErrorFeedback, Factors, chain, get_codec
 from fedcomp.codecs.factors import wanted_by
 from fedcomp.errors import ConfigError
 from fedcomp.factors.outer import OuterProducts
@@ -343,6 +343,7 @@ def test_what_inputs_show_has_to_be_acknowledged() -> None:
             Factors(**options)
         codec = Factors(**options, **KNOWN)
         assert codec.exposes
+        assert chain(Clip(1e9), codec).exposes == codec.exposes
         assert get_codec(codec.to_config()) == codec
     assert not Factors().exposes
 

@@ -190,6 +190,18 @@ def test_the_smallest_densities_send_the_largest_element() -> None:
             assert indices.size <= 3
 
 
+def test_the_largest_is_sent_where_its_region_chose_nothing_and_the_other_began() -> None:
+    """A threshold of spread magnitudes lies above equal ones; the region that begins chooses exactly beside it."""
+    spread, equal = np.zeros(4 * BLOCK, np.float32), np.full(4 * BLOCK, 1e-3, np.float32)
+    spread[:BLOCK] = 2.0 ** -(np.arange(BLOCK) % 9.0)
+    equal[:BLOCK] = 1.0
+    _, state, _ = sent(KeyRegion(), spread)
+    indices, _, _ = sent(KeyRegion(), equal, state)
+    assert indices[0] == 0
+    assert (indices[1:] >= BLOCK).all()
+    assert indices.size > 1
+
+
 def test_the_last_place_of_a_logarithm_decides_nothing() -> None:
     """64 equal shares have the entropy 1, whatever they are in binary: 1 + 2e-16 can mean a coordinate more."""
     for share in (0.1, 0.3, 1 / 3, 7.0, 1e9 / 7):

@@ -212,6 +212,15 @@ def test_low_rank_never_adds_error_and_is_exact_up_to_its_rank(rank: int) -> Non
     assert np.abs(codec.decode(frame, more.layout) - more.vector).max() > 0.1
 
 
+@pytest.mark.parametrize("exponent", [-100, -41, 60])
+def test_low_rank_finds_the_same_basis_at_every_length_of_an_update(exponent: int) -> None:
+    """What counts as zero depends on the update: a power of two before encoding is one after it, bit for bit."""
+    codec, given = LowRank(2, min_rate=1.0), drawn(MIXED)
+    scaled = Update(np.ldexp(given.vector, exponent), MIXED)
+    found = [codec.decode(codec.encode(each, {}, KEY)[0], MIXED) for each in (given, scaled)]
+    np.testing.assert_array_equal(np.ldexp(found[0], exponent), found[1])
+
+
 def test_low_rank_delivers_what_it_declares_in_as_many_bytes() -> None:
     """Written down once more, by LAPACK: P P'M with P a basis of M Q, and whole what has no rank to save."""
     codec, given = LowRank(3, min_rate=1.0), drawn(MIXED)

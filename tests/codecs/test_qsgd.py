@@ -11,7 +11,7 @@ from codec_examples import update
 
 from fedcomp import wire
 from fedcomp.codecs import QSGD, Dithering
-from fedcomp.errors import NonFiniteUpdate
+from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 
@@ -36,7 +36,7 @@ def test_variance_equals_the_exact_formula() -> None:
     assert abs(np.mean(errors) - exact) <= 5 * np.std(errors) / np.sqrt(4000)
 
 
-@pytest.mark.parametrize(("levels", "bucket"), [(127, 512), (1, 512), (4, 64), (1, 1)])
+@pytest.mark.parametrize(("levels", "bucket"), [(127, 512), (1, 512), (4, 64), (1, 2)])
 def test_declared_bound(levels: int, bucket: int) -> None:
     """min(B/(4 s²), sqrt(B)/s), with B no larger than the vector."""
     codec = QSGD(levels, bucket)
@@ -80,6 +80,17 @@ def test_other_parameters_are_refused() -> None:
     for other in (QSGD(8, bucket=100), QSGD(7, bucket=50)):
         with pytest.raises(wire.SchemaMismatch, match="levels in buckets"):
             other.decode(frame, layout)
+
+
+@pytest.mark.parametrize("levels", [1, 127, 32767])
+def test_the_smallest_bucket_makes_frames_that_receivers_take(levels: int) -> None:
+    layout = Layout.flat(5000)
+    given = Update(np.random.default_rng(0).normal(size=5000).astype(np.float32), layout)
+    codec = QSGD(levels, bucket=2)
+    frame, _ = codec.encode(given, {}, KEY)
+    assert codec.decode(frame, layout).size == 5000
+    with pytest.raises(ConfigError, match="bucket=1 "):
+        QSGD(levels, bucket=1)
 
 
 @pytest.mark.slow

@@ -123,6 +123,18 @@ def test_c7_stochastic_rounding_is_unbiased_on_all_of_the_range() -> None:
     assert bool(np.all(nearest == nearest[0]))
 
 
+@pytest.mark.parametrize("bits", [2, 3, 8])
+@pytest.mark.parametrize("turned", [1.0, -1.0])
+def test_c7_stochastic_rounding_keeps_the_mean_of_a_sign_that_lies_below_the_range(bits: int, turned: float) -> None:
+    """All codes go to the sign that reaches further, but for one."""
+    x, draws = np.float32([1.0, 0.7, -0.004]) * np.float32(turned), 4000
+    many = np.tile(x, draws)
+    got = RangeFloat.quantise(many, bits, bits - 2, Key(bits, "stochastic").uniform(many.size)).decode()
+    found = got.astype(np.float64).reshape(draws, x.size)
+    assert bool(np.all(np.abs(found.mean(axis=0) - x) <= 4 * found.std(axis=0) / np.sqrt(draws) + 1e-12))
+    assert found.std(axis=0)[2] > 0.0
+
+
 def heavy(size: int) -> np.ndarray:
     """Student's t with three degrees of freedom."""
     return np.random.default_rng(3).standard_t(3, size).astype(np.float32)
