@@ -256,7 +256,7 @@ PRIVATE_PARTS = (
 LEDGERS = (
     row("would satisfy it. Use at ", lambda: ledger(delta=0.2), lambda: ledger(delta=1e-2)),
     row(
-        "participants, the population was declared as {}. Declare the number of all",
+        "participants, {}. Declare the number of all",
         lambda: rounds_of(ledger(population=1), 1),
         lambda: rounds_of(ledger(population=2), 1),
     ),
