@@ -93,6 +93,14 @@ def test_a_row_is_what_a_user_would_type_with_the_options_of_the_experiment() ->
     )
 
 
+def test_a_row_takes_all_digits_of_an_option() -> None:
+    experiment = table_of(
+        rows={"sparse": "topk codec.density={codec.density}"}, tune={}, options={"codec.density": 0.1}
+    )
+    (spec,) = specs_of(experiment, experiment.configure(assignments=["codec.density=0.0123456789"]))
+    assert spec.settings["codec.density"] == 0.0123456789
+
+
 def test_rows_and_what_all_have_may_depend_on_the_options() -> None:
     experiment = table_of(
         rows=lambda config: {"dense": "fedavg", **({"sparse": "topk"} if config.settings["both"] else {})},
