@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fedcomp.coding.bench import parts
 from fedcomp.errors import ConfigError
-from fedcomp.experiments import book, run
+from fedcomp.experiments import book, report, run
 from fedcomp.experiments.book import (
     RESULTS,
     Beside,
@@ -255,6 +257,15 @@ def test_full_runs_of_benchmarks_are_added_once(tmp_path: Path) -> None:
     page = pages(KNOWN, tmp_path)["benchmarks.md"]
     assert "| ratio | 3 | 2 |" in page
     assert "(def)" in page
+
+
+@pytest.mark.parametrize("environment", [report.environment, parts.environment])
+def test_the_book_says_on_what_each_benchmark_was_measured(environment: Any, tmp_path: Path) -> None:
+    line = {"benchmark": "one", "quick": False, "commit": "abc", "finished": "2026-01-02T00:00", "failed": []}
+    line |= {"values": {"ratio": 2.0}, "environment": environment()}
+    (tmp_path / "bench.jsonl").write_text(json.dumps(line) + "\n", "utf-8")
+    keep_benchmarks(tmp_path / "bench.jsonl", tmp_path)
+    assert f"{platform.system()} {platform.machine()}, " in pages(KNOWN, tmp_path)["benchmarks.md"]
 
 
 def test_a_book_is_written_in_a_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
