@@ -38,6 +38,7 @@ class CountingGrid(InProcessGrid):
         self._app = trial_client(self._training)
         self.client = self.server = 0
         self._before = self._highest = 0
+        self._counted: set[int] = set()
 
     def start(self) -> None:
         """Count from now on. What was allocated before, and is kept, is not seen."""
@@ -75,12 +76,15 @@ class CountingGrid(InProcessGrid):
 
     def served(self) -> None:
         """Note what the server's code has allocated at its peak since the last delivery."""
-        # The states of all clients lie in this process, too.
-        stored = sum(len(node.stored()) for node in self._nodes.values())
+        # The states of clients lie in this process, too; what was kept before the count began is not in it.
+        stored = sum(len(self.node(partition).stored()) for partition in self._counted)
         self.server = max(self.server, tracemalloc.get_traced_memory()[1] - stored)
 
     def _answered(self, message: Message, context: Context) -> Message:
-        held = payload_bytes(message) + len(self.node(int(context.node_config["partition-id"])).stored())
+        partition = int(context.node_config["partition-id"])
+        held = payload_bytes(message) + len(self.node(partition).stored())
+        if tracemalloc.is_tracing():
+            self._counted.add(partition)
         tracemalloc.reset_peak()
         self._before, self._highest = tracemalloc.get_traced_memory()
         reply = self._app(message, context)

@@ -26,7 +26,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, StateError
 from fedcomp.experiments.catalog import CATALOG, get_experiment
 from fedcomp.experiments.commands import INTERRUPTED, OK, command_line, invoke
 from fedcomp.experiments.definition import definition
@@ -35,6 +35,7 @@ from fedcomp.experiments.findings import Table
 from fedcomp.experiments.published import MARKS, PUBLISHED, Published
 from fedcomp.experiments.report import count, duration, number
 from fedcomp.experiments.sheets import Sheet, claims_sheet, found_sheet, privacy_sheet, result_sheet
+from fedcomp.experiments.store import RunFolder
 from fedcomp.files import write
 from fedcomp.measuring import HISTORY
 
@@ -84,23 +85,44 @@ def write_book(request: BookRequest, results: Path = RESULTS) -> int:
             continue
         spent += minutes
         if code != INTERRUPTED:
-            code = _made(name, request.out)
+            code = _made(known[name], request.out)
             store(finished(request.out, known), results)
     keep_benchmarks(HISTORY, results)
     write_pages(known, results)
     return INTERRUPTED if code == INTERRUPTED else OK
 
 
-def _made(name: str, out: Path) -> int:
+def _made(experiment: Experiment, out: Path) -> int:
     """Run one experiment in a process of its own, or go on with the last one that was interrupted."""
-    begun = [path.parent for path in out.glob(f"*-{name}/config.json") if not (path.parent / "summary.json").exists()]
-    resume = ["--resume", max(begun).name] if begun else []
+    begun = _begun(experiment, out)
+    resume = [] if begun is None else ["--resume", begun]
     try:
         return subprocess.run(
-            [sys.executable, "-m", "fedcomp.experiments.run", name, "--out", str(out), *resume], check=False
+            [sys.executable, "-m", "fedcomp.experiments.run", experiment.name, "--out", str(out), *resume], check=False
         ).returncode
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _begun(experiment: Experiment, out: Path) -> str | None:
+    """Return the newest unfinished run at default settings, of today's definition: another one would end as a run that
+    the book does not take."""
+    for path in sorted(out.glob("*/config.json"), reverse=True):
+        if (path.parent / "summary.json").exists():
+            continue
+        try:
+            folder = RunFolder.find(out, path.parent.name)
+        except StateError:
+            continue  # of a version that wrote other files
+        same = folder.config.experiment == experiment.name and folder.definition == definition(experiment)
+        if same and _usual(experiment, folder.config.to_json()) and not experiment.changed(folder.config):
+            return folder.name
+    return None
+
+
+def _usual(experiment: Experiment, asked: Mapping[str, Any]) -> bool:
+    """Whether a run is of the size, the engine and the seed of a call without options."""
+    return not asked["quick"] and not asked["seed"] and asked["engine"] == experiment.engines[0]
 
 
 def finished(out: Path, known: Mapping[str, Experiment]) -> dict[str, dict[str, Any]]:
@@ -108,23 +130,29 @@ def finished(out: Path, known: Mapping[str, Experiment]) -> dict[str, dict[str, 
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(out.glob("*/summary.json")):
         summary = json.loads(path.read_text("utf-8"))
-        asked = summary["config"]
-        default = not asked["quick"] and not summary["changed"] and asked["engine"] == "inprocess"
-        if summary["experiment"] in known.keys() - UNKEPT and default and "definition" in summary:
-            found[summary["experiment"]] = summary
+        name = summary["experiment"]
+        if name not in known.keys() - UNKEPT or "definition" not in summary or summary["changed"]:
+            continue
+        if _usual(known[name], summary["config"]):
+            found[name] = summary
     return found
 
 
 def store(summaries: Mapping[str, Mapping[str, Any]], results: Path) -> None:
-    """Keep runs that are newer than those in the book, in ``results/runs``."""
+    """Keep runs that are newer than those in the book, in ``results/stored``."""
     (results / "stored").mkdir(parents=True, exist_ok=True)
     for name, summary in summaries.items():
         path = results / "stored" / f"{name}.json"
-        if path.exists() and json.loads(path.read_text("utf-8"))["environment"] == summary["environment"]:
+        # Times in UTC, and written so that their order is that of the texts.
+        if path.exists() and _finished(json.loads(path.read_text("utf-8"))) >= _finished(summary):
             continue
         kept = {key: value for key, value in summary.items() if key not in ("run", "notes", "question")}
         kept["findings"] = {**summary["findings"], "figures": []}
         write(path, (json.dumps(kept, ensure_ascii=False) + "\n").encode(), mode=0o666)
+
+
+def _finished(summary: Mapping[str, Any]) -> str:
+    return str(summary["environment"]["finished"])
 
 
 def stored(results: Path) -> dict[str, dict[str, Any]]:

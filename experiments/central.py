@@ -42,6 +42,8 @@ from fedcomp.program import Answer, Given, Mean, Now, Step
 from fedcomp.program import System as Program
 from fedcomp.rng import Key
 from fedcomp.strategies.adaptive import has_moments
+from fedcomp.strategies.coded.gradients import GradientCoded
+from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.conditional import Conditional
 from fedcomp.strategies.forward import ForwardGradients
@@ -402,13 +404,16 @@ class Plan:
         ------
         ConfigError
             When the spec asks for what only messages can do: nodes that are quiet or measure, cohorts, a compressed
-            downlink, an inner strategy that is neither FedAvg nor one with moments.
+            downlink, an inner strategy that is neither FedAvg nor one with moments; and for a private system, for which
+            there is :func:`simulate_private`, and a coded one: a plain mean would be all that is left of them.
         """
         system = get_system(spec.system)
         settings = system.resolve(spec.settings)
         strategy = system.build(settings, spec.seed)
         if system.needs or isinstance(strategy, Conditional | ForwardGradients):
             run_it_on_an_engine(f"nobody is asked what {system.title} asks")
+        if system.private or isinstance(strategy, CodedFedAvg | GradientCoded):
+            run_it_on_an_engine(f"{system.title} would be a plain mean")
         for key, only in _WITHOUT_MESSAGES.items():
             if settings.get(key, only) != only:
                 run_it_on_an_engine(f"{key} is {only!r}, not {settings[key]!r}")

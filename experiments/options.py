@@ -160,4 +160,8 @@ def show_value(value: Value) -> str:
     """Return ``value`` as a user would type it after ``--set key=``."""
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    # All of its digits where six are another number.
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)

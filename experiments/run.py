@@ -283,7 +283,7 @@ def _prepare(setup: RunnerSetup, request: Request) -> tuple[Experiment, RunFolde
         with _logged(logging.NullHandler()):
             for spec in specs:
                 setup.check(spec)
-        return experiment, RunFolder.create(request.out, config, specs)
+        return experiment, RunFolder.create(request.out, config, specs, definition(experiment))
     folder = RunFolder.find(request.out, request.resume)
     stored = folder.config
     if request.name not in (None, stored.experiment):
@@ -340,7 +340,8 @@ def _execute(
         findings = replace(findings, claims=[replace(claim, gate=False) for claim in findings.claims])
     sessions = folder.sessions()
     facts = {
-        "definition": definition(experiment),
+        # That of the run's beginning: parts of it may be older than today's. Earlier versions did not note it.
+        "definition": folder.definition or definition(experiment),
         "run": str(folder.path),
         "began": sessions[0][0],
         "seconds": sum(seconds for _, seconds in sessions),

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -344,18 +345,18 @@ class RunResult:
         path = folder / RESULT_FILE
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
-            arrays = load_arrays(folder / ARRAYS_FILE)
-        except (OSError, ValueError, KeyError) as error:
+            return cls(
+                spec=RunSpec.from_run_config(document["spec"]),
+                rounds=[RoundRecord.from_json(record) for record in document["rounds"]],
+                arrays=load_arrays(folder / ARRAYS_FILE),
+                ledger=TrafficLedger.from_json(document["ledger"]),
+                seconds=document["seconds"],
+                simulated_seconds=document["simulated_seconds"],
+                notes=document["notes"],
+            )
+        # All that damaged files make json, zipfile and numpy raise, and documents that hold something else.
+        except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
             raise StateError(f"no complete result in {folder}: {error}; was the run interrupted?") from error
-        return cls(
-            spec=RunSpec.from_run_config(document["spec"]),
-            rounds=[RoundRecord.from_json(record) for record in document["rounds"]],
-            arrays=arrays,
-            ledger=TrafficLedger.from_json(document["ledger"]),
-            seconds=document["seconds"],
-            simulated_seconds=document["simulated_seconds"],
-            notes=document["notes"],
-        )
 
 
 def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:

@@ -57,10 +57,13 @@ class RunFolder:
     config : Config
     specs : sequence of RunSpec
         One per row, in the order of the table.
+    definition : str
+        That of the experiment when the run was started: what is resumed later holds parts that were made by it.
     """
 
-    def __init__(self, path: Path, config: Config, specs: Sequence[RunSpec]) -> None:
+    def __init__(self, path: Path, config: Config, specs: Sequence[RunSpec], definition: str = "") -> None:
         self.path = path
+        self.definition = definition
         self.config = config
         self.specs = list(specs)
         self._rounds, self._cells, self._sessions = (
@@ -71,9 +74,9 @@ class RunFolder:
         self._slugs = {spec.label: f"{i:02d}-{slug(spec.label)}" for i, spec in enumerate(self.specs)}
 
     @classmethod
-    def create(cls, root: Path, config: Config, specs: Sequence[RunSpec]) -> Self:
+    def create(cls, root: Path, config: Config, specs: Sequence[RunSpec], definition: str = "") -> Self:
         """Make a new folder below ``root`` and write ``config.json`` into it."""
-        folder = cls(_new_directory(root, config.experiment), config, specs)
+        folder = cls(_new_directory(root, config.experiment), config, specs, definition)
         folder.keep(config, specs)
         return folder
 
@@ -81,6 +84,7 @@ class RunFolder:
         """Write what is asked into ``config.json``; rows keep their labels and places."""
         self.config, self.specs = config, list(specs)
         document = {"format": FORMAT, "config": config.to_json(), "specs": [spec.to_run_config() for spec in specs]}
+        document["definition"] = self.definition
         write_text(self.path / "config.json", to_json_text(document) + "\n")
 
     @classmethod
@@ -99,7 +103,7 @@ class RunFolder:
                     f"{file} has format {document['format']}, this version reads {FORMAT}; start a new run"
                 )
             specs = [RunSpec.from_run_config(spec) for spec in document["specs"]]
-            return cls(path, Config.from_json(document["config"]), specs)
+            return cls(path, Config.from_json(document["config"]), specs, document.get("definition", ""))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(f"{file} cannot be read ({' '.join(str(error).split())}); start a new run") from error
 

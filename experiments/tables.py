@@ -360,7 +360,8 @@ def without_messages(spec: RunSpec, training: Training) -> dict[str, Any]:
         "score": mean([point[1] for point in line][-training.last :]),
         "accuracy": line[-1][1] if line else math.nan,
         "loss": out.final.loss,
-        "uplink": out.uplink,
+        # What diverged did not send the rest of its rounds: fewer bytes are no merit of it.
+        "uplink": math.nan if out.diverged else out.uplink,
         "diverged": out.diverged,
         **nothing,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,12 +143,17 @@ def _claims(summary: Mapping[str, Any]) -> Cells:
 
 def _measured(summary: Mapping[str, Any]) -> Cells:
     """Return every cell of every table that was measured, by table, row and column."""
-    return {
-        f"{table['title']}: {row[0]}, {column}": [(cell if isinstance(cell, str) else number(cell), cell)]
-        for table in summary["findings"]["tables"]
-        for row in table["rows"]
-        for column, cell in zip(table["columns"][1:], row[1:], strict=True)
-    }
+    found: dict[str, list[tuple[str, Any]]] = {}
+    for table in summary["findings"]["tables"]:
+        rows = Counter[Any]()
+        for row in table["rows"]:
+            # Where several columns together name a row, many begin alike: these are counted.
+            rows[row[0]] += 1
+            name = f"{row[0]} ({rows[row[0]]})" if rows[row[0]] > 1 else row[0]
+            for column, cell in zip(table["columns"][1:], row[1:], strict=True):
+                text = cell if isinstance(cell, str) else number(cell)
+                found[f"{table['title']}: {name}, {column}"] = [(text, cell)]
+    return found
 
 
 def _side_by_side(title: str, head: str, figures: Sequence[str], a: Cells, b: Cells, *, all_rows: bool = True) -> Sheet:

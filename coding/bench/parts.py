@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -297,6 +298,9 @@ def environment() -> dict[str, Any]:
         "cpu": llvmlite.binding.get_host_cpu_name(),
         "features": features,
         "isal": [one.version for one in isal.libraries()],
+        # The book of results says of every benchmark on what it was measured.
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": str(os.cpu_count()),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "numba": numba.__version__,

@@ -161,6 +161,16 @@ def test_the_server_of_the_pair_needs_a_reply_more_for_a_client_more(line: str) 
 
 
 @pytest.mark.slow
+def test_a_server_needs_as_much_for_two_of_eight_clients_as_for_two_of_two() -> None:
+    """What the clients that sit out keep is no memory of the server, and takes nothing off it."""
+    model = {"w": np.zeros((100, 100), np.float32)}
+    link = parse_link("1mbit")
+    two, eight = (advising._trial(BY_NAME["C"], Situation(n, 2 / n, 4), model, link)[-1] for n in (2, 8))
+    assert eight == pytest.approx(two, rel=0.1)
+    assert eight > model["w"].nbytes
+
+
+@pytest.mark.slow
 def test_the_server_of_a_median_needs_a_model_more_for_a_client_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six participants are tried at most; what more of them need follows from three and six."""
     monkeypatch.setattr(advising, "NODES", 6)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fedcomp.coding.bench import parts
 from fedcomp.errors import ConfigError
-from fedcomp.experiments import run
+from fedcomp.experiments import book, report, run
 from fedcomp.experiments.book import (
     RESULTS,
     Beside,
@@ -27,6 +30,7 @@ from fedcomp.experiments.book import (
 from fedcomp.experiments.catalog import CATALOG, get_experiment
 from fedcomp.experiments.definition import definition, digest_of, sources_of
 from fedcomp.experiments.published import PUBLISHED, Published
+from fedcomp.experiments.store import RunFolder
 
 ROOT = Path(__file__).parents[2]
 KNOWN = {name: get_experiment(name) for name in ("scalecom", "modular_sum")}
@@ -41,7 +45,7 @@ def system(*evidence: str) -> Published:
 
 
 def summary(**changed: Any) -> dict[str, Any]:
-    asked = {"quick": False, "engine": "inprocess", "settings": {}} | changed.pop("config", {})
+    asked = {"quick": False, "engine": "inprocess", "seed": 0, "settings": {}} | changed.pop("config", {})
     return {
         "experiment": "scalecom",
         "config": asked,
@@ -146,13 +150,54 @@ def test_only_finished_runs_at_default_settings_are_kept_and_the_newest(tmp_path
     keep(out, "4-scalecom", summary(answer="other engine", config={"engine": "ray"}))
     keep(out, "5-scalecom", summary(answer="other settings", changed=["lr=1"]))
     keep(out, "6-gone", summary(experiment="gone"))
-    (out / "7-scalecom").mkdir()
+    keep(out, "7-scalecom", summary(answer="other seed", config={"seed": 1}))
+    (out / "8-scalecom").mkdir()
     store(finished(out, KNOWN), results)
     kept = stored(results)
     assert [each["answer"] for each in kept.values()] == ["new"]
     assert kept["scalecom"]["findings"]["figures"] == []
     assert not {"run", "notes"} & set(kept["scalecom"])
     assert missing(KNOWN, results) == ["modular_sum"]
+
+
+def test_an_experiment_on_another_engine_is_kept_as_that_runs_by_default(tmp_path: Path) -> None:
+    known = {"slow_link": get_experiment("slow_link")}
+    assert known["slow_link"].engines == ("superlink",)
+    keep(tmp_path, "1", summary(experiment="slow_link", config={"engine": "superlink"}))
+    assert set(finished(tmp_path, known)) == {"slow_link"}
+
+
+def test_an_older_run_does_not_take_the_place_of_a_newer_one(tmp_path: Path) -> None:
+    for day, answer in (("2026-02-02", "new"), ("2026-01-01", "old")):
+        made = {**summary()["environment"], "finished": f"{day} 00:00:00 UTC"}
+        store({"scalecom": summary(answer=answer, environment=made)}, tmp_path)
+    assert stored(tmp_path)["scalecom"]["answer"] == "new"
+
+
+def test_only_an_unfinished_run_of_today_at_default_settings_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[str]] = []
+    ended = SimpleNamespace(returncode=0)
+    monkeypatch.setattr(book.subprocess, "run", lambda words, **_: calls.append(words) or ended)
+    experiment = KNOWN["scalecom"]
+    today, out = definition(experiment), tmp_path / "runs"
+
+    def begin(of: str, **asked: Any) -> RunFolder:
+        return RunFolder.create(out, experiment.configure(**asked), [], of)
+
+    right = begin(today)
+    others = [begin("0"), *(begin(today, **each) for each in ({"quick": True}, {"seed": 1}, {"rounds": 3}))]
+    for i, folder in enumerate(others):
+        # Begun later.
+        folder.path.rename(out / f"9{i}-scalecom")
+    (out / "95-scalecom").mkdir()
+    (out / "95-scalecom" / "config.json").write_text("{", "utf-8")
+    book._made(experiment, out)
+    assert calls[-1][-2:] == ["--resume", right.name]
+    (right.path / "summary.json").write_text("{}", "utf-8")
+    book._made(experiment, out)
+    assert "--resume" not in calls[-1]
 
 
 def test_a_stale_run_is_named_and_made_again(tmp_path: Path) -> None:
@@ -212,6 +257,15 @@ def test_full_runs_of_benchmarks_are_added_once(tmp_path: Path) -> None:
     page = pages(KNOWN, tmp_path)["benchmarks.md"]
     assert "| ratio | 3 | 2 |" in page
     assert "(def)" in page
+
+
+@pytest.mark.parametrize("environment", [report.environment, parts.environment])
+def test_the_book_says_on_what_each_benchmark_was_measured(environment: Any, tmp_path: Path) -> None:
+    line = {"benchmark": "one", "quick": False, "commit": "abc", "finished": "2026-01-02T00:00", "failed": []}
+    line |= {"values": {"ratio": 2.0}, "environment": environment()}
+    (tmp_path / "bench.jsonl").write_text(json.dumps(line) + "\n", "utf-8")
+    keep_benchmarks(tmp_path / "bench.jsonl", tmp_path)
+    assert f"{platform.system()} {platform.machine()}, " in pages(KNOWN, tmp_path)["benchmarks.md"]
 
 
 def test_a_book_is_written_in_a_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

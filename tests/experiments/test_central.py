@@ -18,6 +18,7 @@ from fedcomp.experiments.central import Cost, Plan, Sending, measured, overlap, 
 from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.studies.sparsifiers import Oracle
+from fedcomp.experiments.systems import SYSTEMS
 from fedcomp.layout import Layout, Update
 from fedcomp.program import System
 from fedcomp.rng import Key
@@ -244,11 +245,16 @@ def test_codecs_of_exchanges_that_are_not_made_here_name_an_engine() -> None:
         program_of(get_codec({"id": "gradiveq"}))
 
 
-@pytest.mark.parametrize("system", ["gradiveq", "dpsgd", "coded-linear", "conditional"])
+@pytest.mark.parametrize(
+    "system",
+    ["gradiveq", "dpsgd", "coded-linear", "conditional", "relay-mds", "sumcode", "gradient-code"]
+    + [name for name, each in SYSTEMS.items() if each.private],
+)
 def test_systems_that_are_not_written_here_name_an_engine(system: str) -> None:
-    """A decentralised run was averaged as FedAvg's before; FittedBasis named schemes that nobody can ask for."""
+    """Decentralised, private and coded runs were averaged as FedAvg's before, without noise and with its bytes;
+    FittedBasis named schemes that nobody can ask for."""
     with pytest.raises(ConfigError, match=r"without messages .*; run it on an engine$"):
-        Plan.of(RunSpec(system, rounds=1, clients=3))
+        Plan.of(RunSpec(system, rounds=1, clients=5))
 
 
 @pytest.mark.slow

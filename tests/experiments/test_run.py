@@ -294,6 +294,16 @@ def test_an_interrupted_run_resumes_to_the_same_rows(call: Caller) -> None:
 
 
 @pytest.mark.slow
+def test_a_resumed_run_is_of_the_definition_it_began_with(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first rows were made by that, and a book that took it for one of today would call them today's."""
+    monkeypatch.setattr("fedcomp.experiments.run.definition", lambda experiment: "then")
+    assert call("tiny", engine=FakeEngine({("sparse", 2): KeyboardInterrupt()})) == 130
+    monkeypatch.setattr("fedcomp.experiments.run.definition", lambda experiment: "today")
+    assert call("--resume", "last", "--json") == 0
+    assert json.loads(call.stdout)["definition"] == "then"
+
+
+@pytest.mark.slow
 def test_resume_refuses_another_configuration(call: Caller) -> None:
     engine = FakeEngine({("dense", 2): KeyboardInterrupt()})
     assert call("tiny", "--set", "train.lr=0.5", engine=engine) == 130

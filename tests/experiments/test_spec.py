@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.experiments.spec import (
+    ARRAYS_FILE,
     RESULT_FILE,
     RoundRecord,
     RunResult,
@@ -143,6 +144,11 @@ def test_a_result_survives_its_folder(tmp_path):
     json.loads((tmp_path / RESULT_FILE).read_text(), parse_constant=pytest.fail)  # strict JSON: no NaN
 
 
-def test_an_incomplete_folder_is_not_a_result(tmp_path):
+@pytest.mark.parametrize("arrays", [None, b"", b"PK\x03\x04 and no more"])
+@pytest.mark.parametrize("document", [None, "{", "{}", "[]", '{"spec": {}, "rounds": []}'])
+def test_an_incomplete_folder_is_not_a_result(tmp_path, document, arrays):
+    for name, content in ((RESULT_FILE, document and document.encode()), (ARRAYS_FILE, arrays)):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
     with pytest.raises(StateError, match="no complete result"):
         RunResult.load(tmp_path)

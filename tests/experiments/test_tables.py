@@ -93,6 +93,14 @@ def test_a_row_is_what_a_user_would_type_with_the_options_of_the_experiment() ->
     )
 
 
+def test_a_row_takes_all_digits_of_an_option() -> None:
+    experiment = table_of(
+        rows={"sparse": "topk codec.density={codec.density}"}, tune={}, options={"codec.density": 0.1}
+    )
+    (spec,) = specs_of(experiment, experiment.configure(assignments=["codec.density=0.0123456789"]))
+    assert spec.settings["codec.density"] == 0.0123456789
+
+
 def test_rows_and_what_all_have_may_depend_on_the_options() -> None:
     experiment = table_of(
         rows=lambda config: {"dense": "fedavg", **({"sparse": "topk"} if config.settings["both"] else {})},
@@ -325,3 +333,19 @@ def test_rows_train_alike_with_messages_and_without_and_so_does_a_rival_of_no_na
     assert sent.of("rival", "uplink bytes") == sent.of("sparse", "uplink bytes")
     assert math.isnan(sent.number("rival", "downlink bytes")), "only messages have one"
     assert sent.number("sparse", "downlink bytes") > sent.number("sparse", "uplink bytes")
+
+
+def test_a_training_that_ended_early_is_not_said_to_have_sent_fewer_bytes() -> None:
+    rows = {"dense": "fedavg lr=0.1", "wild": "fedavg lr=1e7"}
+    given = table_of(
+        rows=rows,
+        tune={},
+        options={"seeds": 1, "task.hidden": "4,4"},
+        each="max_steps=1",
+        train=without_messages,
+        claims="wild | times fewer up | >= 1.5 | goal: of nobody",
+    )
+    out, found = found_by(Experiment(**vars(given) | {"rounds": 12, "clients": 2}))
+    assert 1 < found.groups["wild"][0].diverged < 12
+    assert math.isnan(found.number("wild", "uplink bytes"))
+    assert out.claims[0].ok is False

@@ -69,6 +69,17 @@ def test_a_run_does_not_differ_from_itself(tmp_path: Path) -> None:
     assert found.sheets[0].caption.startswith("The same in both: ")
 
 
+def test_rows_that_begin_alike_are_compared_one_by_one(tmp_path: Path) -> None:
+    for name, loss in (("a", 0.5), ("b", 0.7)):
+        table = {"title": "Losses", "columns": ["row", "seed", "loss"], "rows": [["top-k", 0, loss], ["top-k", 1, 0.1]]}
+        document = {"config": {"settings": {}}, "environment": {}, "rows": [], "claims": []}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "summary.json").write_text(json.dumps({**document, "findings": {"tables": [table]}}))
+    (figures,) = [sheet for sheet in compare(tmp_path, "a", "b").sheets if sheet.rows]
+    assert figures.rows == [["Losses: top-k, loss", "0.5", "0.7"]]
+
+
 @pytest.mark.slow
 def test_what_only_one_run_has_stands_beside_a_dash(tmp_path: Path) -> None:
     first, second = run(tmp_path, "tiny"), run(tmp_path, "measured")
