@@ -280,7 +280,8 @@ def test_the_mean_of_dithered_levels_is_the_vector(kind: str) -> None:
     }
     vector = np.array(vectors[kind], np.float32)
     rows = 8 if vector.size == 64 else 1
-    terms = Terms(((rows, vector.size // rows),), budget=24 + vector.size // 8)
+    # As many as levels of the longest step may take: with fewer signs are sent.
+    terms = Terms(((rows, vector.size // rows),), budget=34 + vector.size // 8)
     sigmas, variance = means(vector, terms, 2000, part=False)
     assert sigmas < 5.0
     assert variance == pytest.approx(1.0, abs=0.02 if vector.size > 7 else 0.1)
