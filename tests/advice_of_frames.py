@@ -8,6 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from advice import KEY, LAYOUT, VALUES, Row, points_the_same_way, row
+from frame_mutants import seal
 from torch import nn
 
 from fedcomp import wire
@@ -22,7 +23,6 @@ from fedcomp.factors.outer import Reduction
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 from fedcomp.tasks.arrays import to_arrays
-from fedcomp.wire.fuzz import seal
 
 THREE = np.float32([1.0, -2.0, 3.0])
 PLACES = np.array([1, 4, 6])

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 from codec_examples import EMPTY, EXAMPLES, LAYOUTS, WIDE, measured, structured, update
+from frame_mutants import seal
 from naive_frames import inmost
 
 import fedcomp.codecs
@@ -33,7 +34,6 @@ from fedcomp.layout import Layout, Update
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
-from fedcomp.wire.fuzz import seal
 
 KEY = Key(11, "codec", round=2, partition=3)
 NAMES = {name: getattr(fedcomp.codecs, name) for name in vars(fedcomp.codecs) if not name.startswith("_")} | {

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 from every_vote import every_vote
+from frame_mutants import seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +31,6 @@ from fedcomp.privacy.votes import (
     topk_stochastic_sign,
 )
 from fedcomp.rng import Key
-from fedcomp.wire.fuzz import seal
 
 KEY = Key(31, "uplink", round=3, partition=5)
 NAMED = ("raw", "fixed", "bitmap", "rice", "elias-fano", "complement:rice", "complement:bitmap")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from frame_mutants import seal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fedcomp import wire
-from fedcomp.wire.fuzz import seal
 
 
 def some(rng: np.random.Generator) -> wire.Tensor:

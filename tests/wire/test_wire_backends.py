@@ -20,8 +20,9 @@ BOMB = 50_000_000
 
 def framed(backend: int, stored: bytes, raw: int, n: int) -> bytes:
     """Return a sealed frame of one dense uint8 tensor whose value section is ``stored``."""
+    from frame_mutants import seal
+
     from fedcomp.wire.bits import put_varint
-    from fedcomp.wire.fuzz import seal
 
     table = b"\x00\x07\x01" + put_varint(n) + b"\x00" + put_varint(n) + b"\x00\x00\x00\x00" + bytes((backend,))
     table += put_varint(0) + put_varint(len(stored)) + put_varint(0) + put_varint(raw)

@@ -6,11 +6,11 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from frame_mutants import seal
 
 from fedcomp import wire
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.wire.bits import put_varint
-from fedcomp.wire.fuzz import seal
 
 ONE = wire.encode([wire.sparse((100,), np.array([5, 50]), np.float32([1, 2]), index="rice")])
 TABLE = 17

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from frame_mutants import FuzzResult, Specimen, fuzz, mutants, specimens, values_of
 
 from fedcomp import wire
 from fedcomp.rng import Key
 from fedcomp.wire.bits import put_varint
 from fedcomp.wire.frame import Frame
-from fedcomp.wire.fuzz import FuzzResult, Specimen, fuzz, mutants, specimens, values_of
 from fedcomp.wire.index import Indices
 from fedcomp.wire.limits import Expected
 from fedcomp.wire.section import SECTION_INDEX, Section
