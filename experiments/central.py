@@ -2,24 +2,22 @@
 
 For grids too large to send as Flower messages, and for methods that cannot be sent at all because they need to see
 every client's update at once. Every client trains as :mod:`fedcomp.clients.app` does, and the system itself runs on the
-driver in memory (:class:`fedcomp.local.Local`, :func:`simulate`); or, of a private system, who is drawn, what is
-admitted, the ledger, the noise and the step are the strategy's own, through the methods that the drop-in pair calls
-(:func:`simulate_private`). A system that runs both ways ends in the same model bit for bit, with the same bytes of
-frames and the same statement (``tests/experiments/test_central.py``, ``test_private_central.py`` and the claims of
-``sparsifiers`` and ``topagg``). What is left out is what does not change the model: messages, acknowledgements, lost
-replies.
+driver in memory (:class:`fedcomp.local.Local`, :func:`simulate`); a private strategy is the rule of its rounds. A
+system that runs both ways ends in the same model bit for bit, with the same bytes of frames and the same statement
+(``tests/experiments/test_central.py``, ``test_private_central.py`` and the claims of ``sparsifiers`` and ``topagg``).
+What is left out is what does not change the model: messages, acknowledgements, lost replies.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
@@ -36,24 +34,27 @@ from fedcomp.experiments.systems import get_system
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.logs import quiet
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
-from fedcomp.layout import DensityPolicy, EndsDense, Layout, Update, Vector
+from fedcomp.layout import DensityPolicy, Layout, Update, Vector
 from fedcomp.local import Local, Train
-from fedcomp.program import Answer, Given, Mean, Now, Step
+from fedcomp.privacy.local import privatised
+from fedcomp.program import Answer, Given, Mean, Now, Rule, Step
 from fedcomp.program import System as Program
 from fedcomp.rng import Key
-from fedcomp.strategies.adaptive import has_moments
 from fedcomp.strategies.coded.gradients import GradientCoded
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.conditional import Conditional
 from fedcomp.strategies.forward import ForwardGradients
-from fedcomp.strategies.means import aggregate_once
-from fedcomp.strategies.parts import INNER_PREFIX, TASK_PREFIX, below, make_inner, policy
+from fedcomp.strategies.means import aggregate_once, is_mean
+from fedcomp.strategies.nodes import asked_for
+from fedcomp.strategies.parts import INNER_PREFIX, TASK_PREFIX, below, make_inner
 from fedcomp.strategies.private.strategy import PrivateStrategy
+from fedcomp.strategies.server import Server
 from fedcomp.strategies.system import TRAINING
 from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
+from fedcomp.systems.private.rule import Private
 from fedcomp.systems.shared_support import SharedSupport
 from fedcomp.tasks import get_task
 from fedcomp.wire import FILLED
@@ -68,23 +69,20 @@ def run_it_on_an_engine(why: str) -> NoReturn:
     raise ConfigError(f"without messages {why}; run it on an engine")
 
 
-def program_of(codec: Codec, **options: Any) -> Program:
-    """Return the system in which ``codec`` is used; ``options`` are those of a system of several exchanges.
+def program_of(codec: Codec) -> Program:
+    """Return the system in which ``codec`` is used.
 
     Raises
     ------
     ConfigError
-        For a codec of what is captured while a client trains, which nobody does here, and for one whose exchanges are
-        not those of a system here.
+        For a codec whose exchanges are not those of a system here.
     """
     if isinstance(codec, PowerSGD):
-        return SharedBasis(codec, **options)
+        return SharedBasis(codec)
     if isinstance(codec, ScaleCom):
-        return SharedSupport(codec, **options)
+        return SharedSupport(codec)
     if isinstance(codec, LGC):
-        return LearnedGradients(codec, **options)
-    if codec.exposes:
-        run_it_on_an_engine(f"nothing is captured that {codec!r} could send")
+        return LearnedGradients(codec)
     if codec.phases != 1:
         run_it_on_an_engine(f"the {codec.phases} exchanges of {codec!r} are not made")
     return Pair(codec)
@@ -111,6 +109,8 @@ class Cost:
         there is no shared support or nobody looked.
     seconds : float
         Processor time of encoding, decoding and adding up; that of the downlink's frames is not in it.
+    frames : list of int
+        Bytes of the frames of every answer, without what fills them up to one length.
     """
 
     uplink: int
@@ -119,6 +119,7 @@ class Cost:
     kept: list[int]
     overlap: float = math.nan
     seconds: float = 0.0
+    frames: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -132,12 +133,12 @@ class Seen:
     step: Step
 
 
-class Rounds(Mean):
+class Rounds:
     """Rounds of a system in this process, one by one, and what each of them costs.
 
     Parameters
     ----------
-    system, layout, model, train, weight, nodes, seed
+    system, layout, model, train, weight, nodes, seed, rule
         As of :class:`fedcomp.local.Local`.
 
     Attributes
@@ -154,8 +155,10 @@ class Rounds(Mean):
         weight: Callable[[int], float],
         nodes: int,
         seed: int,
+        rule: Rule | None = None,
     ) -> None:
         self._train = train
+        self._rule: Rule = Mean() if rule is None else rule
         self.local = Local(system, layout, model, self._trained, weight, nodes, seed, rule=self)
         self._kept: list[int] = []
         self._made: dict[int, Vector] = {}
@@ -168,30 +171,51 @@ class Rounds(Mean):
         self._training += time.thread_time() - began
         return made
 
-    def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
-        """Return the mean, and note how many values came of each client."""
-        # A frame carries the dense rest as well, which no codec compresses.
-        opened = [(each, codec.open(each.frame, now.layout)) for each in given]
-        self._kept = [sum(t.values.k for t in bundle.tensors) - now.layout.dense_size for _, bundle in opened]
-        return super().total(now, codec, [each._replace(frame=bundle) for each, bundle in opened], raw=raw)
+    @property
+    def adds(self) -> bool:
+        """See :class:`fedcomp.program.Rule`."""
+        return self._rule.adds
 
-    def step(self, number: int) -> tuple[Step, Cost]:
-        """Make a round; return what it came to and what it cost.
+    def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
+        """Return what the rule makes of contributions, and note how many values came of each client."""
+        # A frame carries the dense rest as well, which no codec compresses.
+        opened = [codec.open(each.frame, now.layout) for each in given]
+        self._kept = [sum(t.values.k for t in bundle.tensors) - now.layout.dense_size for bundle in opened]
+        return self._rule.total(now, codec, given, raw=raw)
+
+    def drawn(self, number: int) -> list[int] | None:
+        """Return the nodes of a round, which a private rule draws, and opens the round; None when it may make none."""
+        local, rule = self.local, self._rule
+        nodes = list(range(local.nodes))
+        if not isinstance(rule, Private):
+            return nodes
+        support = local.system.codecs[0].common_support(local.layout, Key(local.seed, "uplink", number))
+        released = local.layout if support is None else Layout.flat(int(support.size))
+        chosen, over = rule.draw(lambda: nodes, released, number)
+        if over:
+            return None
+        rule.open(number, chosen)
+        return chosen
+
+    def step(self, number: int, nodes: Sequence[int] | None = None) -> tuple[Step, Cost]:
+        """Make a round among ``nodes``, by default all; return what it came to and what it cost.
 
         Raises
         ------
         NonFiniteUpdate
-            When an update, or what all came to, holds NaN or infinity; the model stays as it was.
+            When an update, or what all came to, holds NaN or infinity; the model stays as it was. A private rule leaves
+            such an update out.
         """
         local, began, self._training = self.local, time.thread_time(), 0.0
         system, layout, model = local.system, local.layout, local.model
         up, down = local.bytes_up, local.bytes_down
         memories = {node: local.client(node).memory for node in range(local.nodes)}
-        step = local.step(number)
+        step = local.step(number, nodes)
         seconds = time.thread_time() - began - self._training
-        if local.refused[number] or step is None or not np.isfinite(local.model).all():
+        refused = [] if isinstance(self._rule, Private) else local.refused[number]
+        if refused or step is None or not np.isfinite(local.model).all():
             local.model = model
-            raise NonFiniteUpdate(f"round {number}: {(local.refused[number] or ['the aggregate is not finite'])[0]}")
+            raise NonFiniteUpdate(f"round {number}: {(refused or ['the aggregate is not finite'])[0]}")
         if step.frame is None:
             mean = Update(step.change if step.model is None else step.model, layout)  # type: ignore[arg-type]
             downlink = local.nodes * _answer(system.codec, mean, Key(local.seed, "uplink", number))  # type: ignore[attr-defined]
@@ -201,7 +225,8 @@ class Rounds(Mean):
             downlink = local.bytes_down - down + local.nodes * len(step.frame)
         self._last = memories, model, step
         union = int(np.count_nonzero(mean.vector[: layout.compressed_size]))
-        return step, Cost(local.bytes_up - up, downlink, union, self._kept, seconds=seconds)
+        frames = [sum(map(len, answer.frames.values())) for answer in local.answers]
+        return step, Cost(local.bytes_up - up, downlink, union, self._kept, seconds=seconds, frames=frames)
 
     def seen(self, number: int) -> Seen:
         """Return round ``number``, the last one, for who looks into it."""
@@ -372,7 +397,7 @@ class Plan:
     every : int
         Rounds between evaluations and looks; 0 evaluates the last round only. The last round is always one.
     server : mapping
-        The settings ``inner`` and ``inner.*`` of the server's strategy: empty for FedAvg, or one with moments.
+        The settings ``inner`` and ``inner.*`` of the server's strategy: empty for FedAvg, or another weighted mean.
     everywhere : bool
         Leave a strategy's moments to themselves on all coordinates, as Flower does and the drop-in pair does not; see
         :mod:`fedcomp.strategies.adaptive`.
@@ -382,6 +407,8 @@ class Plan:
         The last so many rounds are all evaluated, whatever ``every`` says.
     held_out : bool
         Report the loss on the held-out test split instead of that on all training examples.
+    private : callable, optional
+        Makes the private strategy whose rule the rounds are made by, with a ledger of its own.
     """
 
     task: Task
@@ -395,6 +422,7 @@ class Plan:
     policy: DensityPolicy | None = None
     last: int = 1
     held_out: bool = False
+    private: Callable[[], PrivateStrategy] | None = None
 
     @classmethod
     def of(cls, spec: RunSpec) -> tuple[Plan, Program]:
@@ -404,15 +432,16 @@ class Plan:
         ------
         ConfigError
             When the spec asks for what only messages can do: nodes that are quiet or measure, cohorts, a compressed
-            downlink, an inner strategy that is neither FedAvg nor one with moments; and for a private system, for which
-            there is :func:`simulate_private`, and a coded one: a plain mean would be all that is left of them.
+            downlink, an inner strategy that is no weighted mean; and for a coded system, and a private one that is not
+            in the drop-in pair: a plain mean would be all that is left of them.
         """
         system = get_system(spec.system)
         settings = system.resolve(spec.settings)
         strategy = system.build(settings, spec.seed)
         if system.needs or isinstance(strategy, Conditional | ForwardGradients):
             run_it_on_an_engine(f"nobody is asked what {system.title} asks")
-        if system.private or isinstance(strategy, CodedFedAvg | GradientCoded):
+        private = isinstance(strategy, Compressed) and isinstance(strategy.inner, PrivateStrategy)
+        if (system.private and not private) or isinstance(strategy, CodedFedAvg | GradientCoded):
             run_it_on_an_engine(f"{system.title} would be a plain mean")
         for key, only in _WITHOUT_MESSAGES.items():
             if settings.get(key, only) != only:
@@ -420,17 +449,24 @@ class Plan:
         server = {key: value for key, value in settings.items() if key.startswith(INNER_PREFIX)}
         if settings["inner"] != "fedavg" or server:
             server = {"inner": settings["inner"], **server}
-        codec = getattr(strategy, "codec", Identity())
-        every = int(settings["evaluate_every"])
-        task = get_task(spec.task, **below(settings, TASK_PREFIX))
-        dense = strategy.policy if isinstance(strategy, Compressed) else policy(settings)
-        named = ("warmup_rounds", "training_rounds", "server_lr", "common")
-        options = {name: settings[name] for name in named if name in settings}
-        if isinstance(codec, LGC):
-            # Its tensors travel dense by their place in the model, not by their size.
-            dense = EndsDense()
-        plan = cls(task, spec.clients, spec.rounds, spec.seed, _training(settings), every, server, policy=dense)
-        return plan, program_of(codec, **options)
+        # FedAvg alone is the one row whose strategy drives no program: clients send their models.
+        program = strategy.system if isinstance(strategy, Server) else Pair(Identity())
+        for codec in program.codecs:
+            if codec.exposes:
+                run_it_on_an_engine(f"nothing is captured that {codec!r} could send")
+        plan = cls(
+            get_task(spec.task, **below(settings, TASK_PREFIX)),
+            spec.clients,
+            spec.rounds,
+            spec.seed,
+            # Zero is what training does anyway; the messages leave it out, too.
+            {key: settings[key] for key in TRAINING if settings[key]},
+            int(settings["evaluate_every"]),
+            server,
+            policy=getattr(strategy, "policy", None),
+            private=(lambda: system.build(settings, spec.seed).inner) if private else None,  # type: ignore[attr-defined]
+        )
+        return plan, program
 
 
 @dataclass(frozen=True)
@@ -472,6 +508,8 @@ class Outcome:
         The round whose updates were not finite: training ended there, and the last loss is infinite.
     steps : list of float
         Per round, the share of the server's step, squared, on coordinates of which nothing arrived.
+    statement : Statement, optional
+        Of a private run: what may be said about it. A budget or a cap may have ended it before its last round.
     """
 
     arrays: dict[str, NDArray[Any]]
@@ -479,6 +517,7 @@ class Outcome:
     exchanges: list[Cost]
     diverged: int | None = None
     steps: list[float] = field(default_factory=list)
+    statement: Statement | None = None
 
     @property
     def stale(self) -> float:
@@ -492,7 +531,7 @@ class Outcome:
 
     @property
     def uplink(self) -> int:
-        """Bytes of all frames from all clients."""
+        """Bytes of all frames from all clients, as they are sent."""
         return sum(e.uplink for e in self.exchanges)
 
     @property
@@ -528,7 +567,13 @@ def simulate(plan: Plan, system: Program, *, look: Callable[[Seen], None] | None
     clients = Clients(plan.task, plan.clients, plan.seed, plan.training, dense=plan.policy, lossless=lossless)
     weights = [len(split) for split in clients.data]
     start = clients.vector
-    rounds = Rounds(system, clients.layout, start, clients.train, weights.__getitem__, plan.clients, plan.seed)
+    rule, longest = None if plan.private is None else plan.private(), None
+    if rule is not None:
+        rule.declare(plan.clients)
+        # Messages fill frames up to one length, but those that were noised before they were encoded.
+        if rule.pad and privatised(system.codecs[0]) is None:
+            longest = system.codecs[0].longest(clients.layout)
+    rounds = Rounds(system, clients.layout, start, clients.train, weights.__getitem__, plan.clients, plan.seed, rule)
     server, local, out = _Server(plan, clients.layout), rounds.local, Outcome({}, [], [])
 
     def point(number: int, loss: float, accuracy: float) -> None:
@@ -537,11 +582,15 @@ def simulate(plan: Plan, system: Program, *, look: Callable[[Seen], None] | None
     point(0, *clients.evaluate(start, held_out=plan.held_out))
     for number in range(1, plan.rounds + 1):
         due = number > plan.rounds - max(1, plan.last) or (plan.every > 0 and number % plan.every == 0)
-        before = local.model
+        before, drawn = local.model, rounds.drawn(number)
+        if drawn is None:
+            if out.final.round < number - 1:
+                point(number - 1, *clients.evaluate(before, held_out=plan.held_out))
+            break
         try:
             # A diverging training overflows, which is found here and reported as a result.
             with np.errstate(over="ignore", invalid="ignore"):
-                step, cost = rounds.step(number)
+                step, cost = rounds.step(number, drawn)
                 local.model = server.step(number, before, local.model, sparse=step.support and not plan.everywhere)
             if not np.isfinite(local.model).all():
                 raise NonFiniteUpdate("the aggregate is not finite")
@@ -554,11 +603,15 @@ def simulate(plan: Plan, system: Program, *, look: Callable[[Seen], None] | None
             look(rounds.seen(number))
         if due and isinstance(system, SharedSupport):
             cost = replace(cost, overlap=overlap(system, rounds.seen(number), weights))
+        if longest is not None:
+            cost = replace(cost, uplink=len(cost.frames) * (longest + FILLED))
         out.exchanges.append(cost)
         if due:
             point(number, *clients.evaluate(local.model, held_out=plan.held_out))
-    else:
+    if out.diverged is None:
         out.steps = server.stale
+    if rule is not None:
+        out.statement = rule.statement()
     out.arrays = clients.arrays(local.model)
     return out
 
@@ -576,10 +629,13 @@ def measured(plan: Plan, system: Program) -> dict[str, Any]:
         zero, and of 1 - q/k of the shared support; ``build_up``: the largest, over rounds, of those coordinates over
         the most values one client sent, at most 1 on a shared support; ``stale``: mean share of the server's step,
         squared, on coordinates of which nothing arrived; ``diverged``: the round in which updates were not finite, or
-        None; ``points``: round, loss and uplink bytes so far of every evaluation.
+        None; ``points``: round, loss and uplink bytes so far of every evaluation; ``rounds`` made; ``frames``, how many
+        there were, and ``bare`` and ``largest``, the bytes of all and of the longest before they are filled up to one
+        length; ``epsilon``, infinite without a promise, and the ``statement``.
     """
     with quiet():
         out = simulate(plan, system)
+    sizes = [size for cost in out.exchanges for size in cost.frames]
     return {
         "loss": out.final.loss,
         "accuracy": out.final.accuracy,
@@ -589,11 +645,17 @@ def measured(plan: Plan, system: Program) -> dict[str, Any]:
         },
         "build_up": max((e.union / max(1, *e.kept) for e in out.exchanges), default=math.nan),
         "points": [(float(p.round), p.loss, float(p.uplink)) for p in out.points],
+        "rounds": len(out.exchanges),
+        "frames": len(sizes),
+        "bare": sum(sizes),
+        "largest": max(sizes, default=0),
+        "epsilon": math.inf if out.statement is None else out.statement.epsilon,
+        "statement": {} if out.statement is None else out.statement.to_json(),
     }
 
 
 class _Server:
-    """What the server makes of the mean model: FedAvg takes it as it is, a strategy with moments makes its own step.
+    """What the server makes of the mean model: FedAvg takes it as it is, another weighted mean makes its own step.
 
     Raises
     ------
@@ -605,21 +667,18 @@ class _Server:
         self.layout = layout
         self.inner = make_inner({"fraction_evaluate": 0.0, **plan.server}) if plan.server else None
         self.stale: list[float] = []
-        if self.inner is not None and not has_moments(self.inner):
-            run_it_on_an_engine(
-                f"inner is 'fedavg' without settings of its own or one with moments, not {type(self.inner).__name__}"
-            )
+        if self.inner is not None and not is_mean(self.inner):
+            run_it_on_an_engine(f"inner is a weighted mean, not {type(self.inner).__name__}")
 
     def step(self, number: int, model: Vector, mean: Vector, *, sparse: bool) -> Vector:
         """Return the model after round ``number``; of a ``sparse`` mean moments move where something arrived."""
         if self.inner is None:
             return mean
-        named = {name: array.copy() for name, array in self.layout.unflatten(model).items()}
-        self.inner.current_arrays = named  # type: ignore[attr-defined]
+        named = self.layout.unflatten(model)
         arrived = ("arrays", to_record(self.layout.unflatten(mean)))
-        # Flower's messages exist only within a run.
-        with InProcessGrid(ClientApp(), 1):
-            asked = Message(RecordDict(), 1, "train")
+        # Asked for a message that nobody is sent: so it learns the model that it steps from.
+        with InProcessGrid(ClientApp(), 1) as grid, asked_for(self.inner, 1):
+            (asked,) = self.inner.configure_train(number, to_record(named), ConfigRecord(), grid)
             arrays, _ = aggregate_once(self.inner, number, arrived, asked, (), sparse=sparse)
         assert arrays is not None
         after = self.layout.flatten(to_arrays(restore_dtypes(arrays, named, [])))
@@ -628,149 +687,6 @@ class _Server:
         # Where no update arrived, the mean is the model before.
         self.stale.append(float(step[mean == model].sum() / step.sum()) if step.any() else 0.0)
         return after
-
-
-@dataclass
-class PrivateOutcome:
-    """What a simulated private run came to.
-
-    Attributes
-    ----------
-    arrays : dict of str to ndarray
-        The final model.
-    loss, accuracy : float
-        Of the final model: on all training examples, infinite where it diverged, and on the test split.
-    frames : list of int
-        Bytes of every frame without its padding.
-    padded : int or None
-        Bytes of every frame as it is sent, where all are padded to one length.
-    rounds : int
-        Rounds made; fewer than asked where a budget or a cap ended the run.
-    statement : Statement
-    """
-
-    arrays: dict[str, NDArray[Any]]
-    loss: float
-    accuracy: float
-    frames: list[int]
-    padded: int | None
-    rounds: int
-    statement: Statement
-
-    @property
-    def uplink(self) -> int:
-        """Bytes of all frames as they are sent."""
-        return sum(self.frames) if self.padded is None else len(self.frames) * self.padded
-
-
-def simulate_private(spec: RunSpec) -> PrivateOutcome:
-    """Run ``spec``, whose system is a private row in the drop-in pair, without messages.
-
-    Raises
-    ------
-    ConfigError
-        When the system is not private, has no codec, or asks for what only messages can do: a compressed downlink,
-        a codec with memory, buffers outside the vector.
-    """
-    system = get_system(spec.system)
-    settings = system.resolve(spec.settings)
-    pair = system.build(settings, spec.seed)
-    if not isinstance(pair, Compressed) or not isinstance(pair.inner, PrivateStrategy):
-        raise ConfigError(f"{spec.system!r} with these settings is not a private system in the drop-in pair")
-    if settings["downlink"]:
-        run_it_on_an_engine(f"downlink is '', not {settings['downlink']!r}")
-    if settings.get("adapters", False):
-        run_it_on_an_engine("the halves of adapters are not drawn at both ends")
-    strategy, codec = pair.inner, pair.codec
-    if codec.remembers:
-        run_it_on_an_engine(f"private clients have no memory, as {codec!r} needs")
-    strategy.declare(spec.clients)
-    # A closure, since the layout exists only once the clients below are made.
-    strategy.within(lambda arrays, number: layout)
-    task = get_task(spec.task, **below(settings, TASK_PREFIX))
-    clients = Clients(task, spec.clients, spec.seed, _training(settings), dense=pair.policy, lossless=codec.lossless)
-    layout, vector = clients.layout, clients.vector
-    frames: list[int] = []
-    longest = codec.longest(layout) if strategy.pad else None
-    made = 0
-    # Nobody answers on this grid, and nobody is asked: it knows who there is.
-    with InProcessGrid(_unheard, spec.clients, seed=spec.seed) as grid:
-        partition = {grid.node_id_of(p): p for p in grid.partitions}
-        for number in range(1, spec.rounds + 1):
-            if strategy.over(number):
-                break
-            record = to_record(layout.unflatten(vector))
-            asked = strategy.configure_train(number, record, ConfigRecord({}), grid)
-            drawn = [message.metadata.dst_node_id for message in asked]
-            trained = ((node, clients.update(partition[node], number, vector)) for node in drawn)
-            keys = {node: Key(spec.seed, "uplink", number, partition[node]) for node in drawn}
-            result, _ = strategy.aggregate_updates(number, _decoded(trained, keys, codec, vector, frames), layout)
-            # Not merely because nobody was drawn: such a round releases its noise, and is paid for, like any other.
-            if result is None and not drawn:
-                break
-            made = number
-            if result is not None:
-                vector = layout.flatten(to_arrays(result))
-    loss, accuracy = clients.evaluate(vector)
-    return PrivateOutcome(
-        clients.arrays(vector),
-        loss if math.isfinite(loss) else math.inf,
-        accuracy,
-        frames,
-        None if longest is None else longest + FILLED,
-        made,
-        strategy.statement(),
-    )
-
-
-def _decoded(
-    trained: Iterator[tuple[int, Update]], keys: Mapping[int, Key], codec: Codec, before: Vector, frames: list[int]
-) -> Iterator[tuple[int, Vector]]:
-    """Yield by node what the server decodes of each update, one at a time; the frames' lengths go into ``frames``."""
-    for node, update in trained:
-        try:
-            # Codecs with a memory were refused: every message starts from the initial state.
-            frame, _ = codec.encode(update, codec.init(update.layout), keys[node])
-        except NonFiniteUpdate:
-            continue  # with messages the client answers with an error
-        frames.append(len(frame))
-        decoded = codec.decode(codec.verify(frame, update.layout, keys[node]), update.layout)
-        yield node, decoded - before if codec.lossless else decoded
-
-
-def run(spec: RunSpec) -> dict[str, Any]:
-    """Run ``spec`` without messages and return figures as plain data, for a sweep.
-
-    Returns
-    -------
-    dict
-        ``loss`` (infinite when it diverged) and ``accuracy`` of the final model; ``uplink`` and ``bare``: bytes of all
-        frames, as sent and without padding; ``frames`` and ``largest``: how many there were, and the bytes of the
-        longest without padding; ``rounds`` made; ``epsilon``, infinite without a promise, and the ``statement``.
-    """
-    with quiet():
-        if get_system(spec.system).private:
-            found = simulate_private(spec)
-            statement = found.statement.to_json()
-            epsilon = found.statement.epsilon
-            sizes, uplink, loss, accuracy, rounds = found.frames, found.uplink, found.loss, found.accuracy, found.rounds
-        else:
-            out = simulate(*Plan.of(spec))
-            statement, epsilon = {}, math.inf
-            # Only the sum over the clients is known here: each is given an equal share, rounded up.
-            sizes = [-(-cost.uplink // spec.clients) for cost in out.exchanges for _ in range(spec.clients)]
-            uplink, loss, accuracy, rounds = out.uplink, out.final.loss, out.final.accuracy, len(out.exchanges)
-    return {
-        "loss": loss,
-        "accuracy": accuracy,
-        "uplink": uplink,
-        "bare": sum(sizes) if statement else uplink,
-        "frames": len(sizes),
-        "largest": max(sizes, default=0),
-        "rounds": rounds,
-        "epsilon": epsilon,
-        "statement": statement,
-    }
 
 
 @dataclass(frozen=True)
@@ -795,13 +711,9 @@ def beside(results: Mapping[str, RunResult], caption: str) -> tuple[Table, dict[
     rows: list[list[Any]] = []
     found: dict[str, Beside] = {}
     for label, result in results.items():
-        said, sent = 0.0, result.uplink_payload_bytes
-        out: Outcome | PrivateOutcome
-        if "privacy" in result.notes:
-            out = simulate_private(result.spec)
+        out, sent, said = simulate(*Plan.of(result.spec)), result.uplink_payload_bytes, 0.0
+        if out.statement is not None:
             said = abs(out.statement.epsilon - float(result.notes["privacy"]["epsilon"]))
-        else:
-            out = simulate(*Plan.of(result.spec))
         found[label] = Beside(different_bytes(result.arrays, out.arrays), abs(sent - out.uplink), said)
         rows.append([label, result.spec.rounds, sent, out.uplink, result.uplink_wire_bytes, found[label].model])
     columns = (
@@ -813,15 +725,6 @@ def beside(results: Mapping[str, RunResult], caption: str) -> tuple[Table, dict[
         "model bytes that differ",
     )
     return Table("The same runs with messages and without", columns, rows, caption), found
-
-
-def _training(settings: Mapping[str, Any]) -> dict[str, Any]:
-    # Zero is what training does anyway; the messages leave it out, too.
-    return {key: settings[key] for key in TRAINING if settings[key]}
-
-
-def _unheard(message: Message, context: Context) -> Message:
-    raise AssertionError("no message is sent in a simulation without messages")
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -30,7 +30,7 @@ from fedcomp.experiments import convex, engines, plots
 from fedcomp.experiments.advised_app import first_model
 from fedcomp.experiments.bench.__main__ import main as bench_main
 from fedcomp.experiments.catalog import get_experiment
-from fedcomp.experiments.central import run as run_centrally
+from fedcomp.experiments.central import Plan, simulate
 from fedcomp.experiments.chaos import NODE_FAULTS, schedule
 from fedcomp.experiments.decentralised import Energy
 from fedcomp.experiments.disks import SmallDisk
@@ -204,20 +204,19 @@ ON_AN_ENGINE = (
     spec("topk", downlink="qsgd"),
     spec("topk", inner="fedmedian"),
     spec("identity", **{"task.hidden": "256,256", "task.model": "cnn", "task.batch_norm": True}),
-    spec("gradiveq", rounds=2),
     spec("factors", **{"codec.mode": "dad", "codec.i_know_inputs_are_visible": True}),
     spec("conditional"),
     RunSpec("dpsgd", rounds=2, clients=3, settings={"task.hidden": ""}),
     spec("topagg", **{**PRIVATE, "k": 40, "downlink": "qsgd"}),
-    spec("dp-fedavg", **{**PRIVATE, "clip": 1.0, "codec": "topk", "codec.density": 0.1, "feedback": True}),
+    spec("dp-fedavg", **{**PRIVATE, "clip": 1.0}),
 )
 
 
 def refused_without_messages() -> None:
     for asked in ON_AN_ENGINE[1:]:
         with pytest.raises(ConfigError, match=r"without messages .*; run it on an engine$"):
-            run_centrally(asked)
-    run_centrally(ON_AN_ENGINE[0])
+            simulate(*Plan.of(asked))
+    simulate(*Plan.of(ON_AN_ENGINE[0]))
 
 
 def optimal(name: str, **options: Any) -> bool:

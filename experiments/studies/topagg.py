@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, Final
 
@@ -152,11 +152,13 @@ Asked = Mapping[str, tuple[str, Mapping[str, Any]]]
 
 def train(label: str, seed: int, *, config: Config, asked: Asked) -> dict[str, Any]:
     """Train without messages."""
-    from fedcomp.experiments.central import run
+    from fedcomp.experiments.central import Plan, measured
 
     system, settings = asked[label]
     own = {**{key: config.settings[key] for key in _TRAINING}, **settings}
-    return run(RunSpec(system, label, "digits", rounds=config.rounds, clients=config.clients, seed=seed, settings=own))
+    spec = RunSpec(system, label, "digits", rounds=config.rounds, clients=config.clients, seed=seed, settings=own)
+    plan, program = Plan.of(spec)
+    return measured(replace(plan, every=0), program)
 
 
 def _trained(found: Found, asked: Asked, seeds: Sequence[int], title: str = "") -> dict[str, Records]:

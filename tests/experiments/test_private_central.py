@@ -10,7 +10,7 @@ import pytest
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
-from fedcomp.experiments.central import run, simulate_private
+from fedcomp.experiments.central import Outcome, Plan, measured, simulate
 from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.layout import Layout, Update
@@ -43,6 +43,10 @@ def spec(system: str, rounds: int = 2, **settings) -> RunSpec:
     )
 
 
+def run(asked: RunSpec) -> Outcome:
+    return simulate(*Plan.of(asked))
+
+
 VOTES = spec("topagg", k=120)
 PRIVATE = {
     "votes, mean": spec("topagg", k=40),
@@ -50,6 +54,9 @@ PRIVATE = {
     "dense": spec("dp-fedavg", codec="identity", clip=0.5),
     "another inner": spec("topagg", k=40, inner="fedavgm", **{"inner.server_learning_rate": 0.5}),
     "top-k": spec("dp-fedavg", codec="topk", clip=0.5, **{"codec.density": 0.1}),
+    "memory": spec("dp-fedavg", codec="topk", feedback=True, clip=0.5, **{"codec.density": 0.1}),
+    "a support that all share": spec("random-mask", clip=0.5),
+    "noise at the clients": spec("local-dp", clip=0.5),
     "top-k of a model with small tensors": spec(
         "dp-fedavg", codec="topk", clip=0.5, **{"codec.density": 0.1, "task.hidden": "32"}
     ),
@@ -63,17 +70,19 @@ PRIVATE = {
 def test_messages_change_nothing(name: str) -> None:
     """The model bit for bit, the bytes of all frames, the rounds made and every figure of the statement."""
     asked = PRIVATE[name]
-    out = simulate_private(asked)
+    out = run(asked)
     result = engines.run(asked)
     assert different_bytes(result.arrays, out.arrays) == 0
     assert result.uplink_payload_bytes == out.uplink
-    assert result.accuracy == pytest.approx(out.accuracy)
+    assert result.accuracy == pytest.approx(out.final.accuracy)
+    assert out.statement is not None
     said, theirs = out.statement.to_json(), dict(result.notes["privacy"])
     for statement in (said, theirs):
         del statement["run"]
     assert said == theirs
-    assert out.rounds == result.rounds[-1].round or name == "capped"
-    assert (out.rounds < asked.rounds) == (name in ("capped", "budget"))
+    assert len(out.exchanges) == result.rounds[-1].round or name == "capped"
+    assert (len(out.exchanges) < asked.rounds) == (name in ("capped", "budget"))
+    assert out.final.round == len(out.exchanges)
     assert math.isfinite(out.statement.epsilon)
 
 
@@ -81,16 +90,27 @@ def test_a_round_that_draws_nobody_ends_nothing() -> None:
     """It releases its noise, as with messages; before, the simulation ended there."""
     asked = spec("topagg", k=40, sampling="poisson", rate=0.1, rounds=4)
     # Of seed 5 the rounds draw 1, 1, 0 and 1 clients.
-    out, result = simulate_private(asked), engines.run(asked)
-    assert out.rounds == result.rounds[-1].round == 4
+    out, result = run(asked), engines.run(asked)
+    assert len(out.exchanges) == result.rounds[-1].round == 4
+    assert [len(each.frames) for each in out.exchanges] == [1, 1, 0, 1]
     assert different_bytes(result.arrays, out.arrays) == 0
+    assert out.statement is not None
     assert out.statement.releases == 4
 
 
+def test_every_run_of_a_plan_has_a_ledger_of_its_own() -> None:
+    plan, system = Plan.of(VOTES)
+    first, again = simulate(plan, system), simulate(plan, system)
+    assert different_bytes(first.arrays, again.arrays) == 0
+    assert first.statement is not None
+    assert again.statement is not None
+    assert first.statement.releases == again.statement.releases == 2
+
+
 def test_a_run_is_plain_data_and_its_frames_are_padded() -> None:
-    found = run(VOTES)
-    assert json.loads(json.dumps(found)) == found
-    assert found["epsilon"] == simulate_private(VOTES).statement.epsilon == found["statement"]["epsilon"]
+    found = measured(*Plan.of(VOTES))
+    assert json.loads(json.dumps(found["statement"])) == found["statement"]
+    assert found["epsilon"] == found["statement"]["epsilon"] < math.inf
     assert (found["frames"], found["rounds"]) == (2 * CLIENTS, 2)
     header = len(TopkSign(k=120).encode(Update(np.zeros(650, np.float32), Layout.flat(650)), {}, Key(0))[0])
     assert found["largest"] <= 1.05 * entropy_bits(650, 120) / 8 + header
@@ -103,7 +123,7 @@ def test_a_run_is_plain_data_and_its_frames_are_padded() -> None:
 def test_a_row_without_a_promise_is_trained_too_and_has_no_epsilon() -> None:
     settings = {key: SETTINGS[key] for key in ("task.hidden", "lr", "batch_size", "max_steps")}
     asked = RunSpec("identity", "dense", "digits", "inprocess", rounds=2, clients=CLIENTS, seed=5, settings=settings)
-    found, result = run(asked), engines.run(asked)
+    found, result = measured(*Plan.of(asked)), engines.run(asked)
     assert found["uplink"] == found["bare"] == result.uplink_payload_bytes
     assert found["accuracy"] == result.accuracy
     assert (found["epsilon"], found["statement"]) == (math.inf, {})
@@ -113,16 +133,15 @@ def test_a_row_without_a_promise_is_trained_too_and_has_no_epsilon() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (spec("dp-fedavg", clip=1.0), "not a private system in the drop-in pair"),
+        (spec("dp-fedavg", clip=1.0), "DP-FedAvg would be a plain mean"),
         (spec("topagg", k=40, downlink="qsgd"), "downlink"),
-        (spec("dp-fedavg", codec="qsgd", clip=1.0, adapters=True), "adapters are not drawn"),
-        (spec("dp-fedavg", codec="topk", feedback=True, clip=1.0, **{"codec.density": 0.1}), "memory"),
+        (spec("dp-fedavg", codec="qsgd", clip=1.0, adapters=True), "adapters is False"),
         (spec("topagg", k=40, **{"task.batch_norm": True, "task.model": "cnn", "task.hidden": "256,256"}), "buffers"),
     ],
 )
 def test_what_needs_messages_is_refused(asked: RunSpec, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        simulate_private(asked)
+        run(asked)
 
 
 @pytest.mark.parametrize(
