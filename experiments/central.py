@@ -144,6 +144,11 @@ class Rounds:
     Attributes
     ----------
     local : Local
+
+    Raises
+    ------
+    ConfigError
+        For a codec of what is captured while a client trains, which nobody does here.
     """
 
     def __init__(
@@ -157,6 +162,9 @@ class Rounds:
         seed: int,
         rule: Rule | None = None,
     ) -> None:
+        for codec in system.codecs:
+            if codec.exposes:
+                run_it_on_an_engine(f"nothing is captured that {codec!r} could send")
         self._train = train
         self._rule: Rule = Mean() if rule is None else rule
         self.local = Local(system, layout, model, self._trained, weight, nodes, seed, rule=self)
@@ -328,7 +336,7 @@ class Clients:
         dense: DensityPolicy | None = None,
         lossless: bool = False,
     ) -> None:
-        self.task, self.seed, self.training, self.lossless = task, seed, training, lossless
+        self.task, self.seed, self.training = task, seed, training
         self.model = task.model(seed)
         # Views of the one model's own memory: a client's training starts by copying the shared model into them.
         self.views = {name: tensor.detach().numpy() for name, tensor in self.model.state_dict().items()}
@@ -347,11 +355,6 @@ class Clients:
         """Put a vector into the model."""
         for t in self.layout.tensors:
             self.views[t.name].reshape(-1)[...] = vector[t.slice]
-
-    def update(self, client: int, number: int, vector: Vector) -> Update:
-        """Return what ``client`` makes of the shared model in round ``number``: a difference, or the model itself."""
-        trained = self.train(number, client, vector)
-        return Update(trained if self.lossless else trained - vector, self.layout)
 
     def train(self, number: int, client: int, vector: Vector) -> Vector:
         """Return the model that ``client`` makes of the shared one in round ``number``."""
@@ -451,9 +454,6 @@ class Plan:
             server = {"inner": settings["inner"], **server}
         # FedAvg alone is the one row whose strategy drives no program: clients send their models.
         program = strategy.system if isinstance(strategy, Server) else Pair(Identity())
-        for codec in program.codecs:
-            if codec.exposes:
-                run_it_on_an_engine(f"nothing is captured that {codec!r} could send")
         plan = cls(
             get_task(spec.task, **below(settings, TASK_PREFIX)),
             spec.clients,
@@ -563,8 +563,7 @@ def simulate(plan: Plan, system: Program, *, look: Callable[[Seen], None] | None
     ConfigError
         When the model has buffers that travel outside the vector (statistics, counters): run it on an engine.
     """
-    lossless = isinstance(system, Pair) and system.codec.lossless
-    clients = Clients(plan.task, plan.clients, plan.seed, plan.training, dense=plan.policy, lossless=lossless)
+    clients = Clients(plan.task, plan.clients, plan.seed, plan.training, dense=plan.policy, lossless=system.whole)
     weights = [len(split) for split in clients.data]
     start = clients.vector
     rule, longest = None if plan.private is None else plan.private(), None

@@ -89,10 +89,8 @@ def live(spec: RunSpec, world: World, *, chunk: int = 0) -> Life:
 
 def relive(spec: RunSpec, life: Life) -> RunResult:
     """Run ``spec``, a system without coding, with the clients that trained in ``life`` and the updates in its sums."""
-    from fedcomp.clients.app import app as client_app
-    from fedcomp.experiments.serve import serve
+    from fedcomp.experiments.engines import inprocess
     from fedcomp.flower.faults import ScriptedFaults
-    from fedcomp.flower.grid import InProcessGrid
 
     script: dict[tuple[int, int], Fault | Kind] = {}
     for r, included in life.included.items():
@@ -103,8 +101,7 @@ def relive(spec: RunSpec, life: Life) -> RunResult:
             elif client not in included:
                 # Trained, but not in the sum: only the reply is lost.
                 script[r, client] = "lost_reply"
-    with InProcessGrid(client_app, spec.clients, seed=spec.seed, fault=ScriptedFaults(script)) as engine:
-        return serve(spec, engine)
+    return inprocess.run(spec, fault=ScriptedFaults(script))
 
 
 def share(folder: Path, situation: Situation, trained: Trained) -> dict[int, float]:

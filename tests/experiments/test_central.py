@@ -141,7 +141,7 @@ def test_what_only_messages_can_do_is_refused() -> None:
             simulate(*Plan.of(RunSpec("topk", rounds=1, clients=3, settings=SMALL | settings)))
     shown = {"codec.mode": "dad", "codec.i_know_inputs_are_visible": True}
     with pytest.raises(ConfigError, match="captured"):
-        Plan.of(RunSpec("factors", rounds=1, clients=3, settings=SMALL | shown))
+        simulate(*Plan.of(RunSpec("factors", rounds=1, clients=3, settings=SMALL | shown)))
     with pytest.raises(ConfigError, match="buffers"):
         simulate(Plan(get_task("digits", model="cnn", batch_norm=True), 2, 1), Pair(Identity()))
 
