@@ -30,6 +30,12 @@ Real = NDArray[Any]
 
 _NEWTON_STEPS: Final = 100
 
+_TOLERANCE: Final = 1e-14
+"""Norm of the mean gradient at the optimum, relative to the largest norm of a single one."""
+
+_FITTED: Final = (1e-1, 1e-9)
+"""Errors between which a line is fitted."""
+
 
 @dataclass(frozen=True)
 class Convex:
@@ -53,7 +59,7 @@ class Convex:
     smoothness: float
 
     @classmethod
-    def of(cls, task: Task, nodes: int, *, policy: GossipPolicy | None = None) -> Convex:
+    def of(cls, task: Task, nodes: int) -> Convex:
         """Return the problem of ``task`` split over ``nodes``.
 
         Raises
@@ -65,7 +71,7 @@ class Convex:
 
         # All examples in every gradient: a stochastic one would end at a noise floor far above what is measured here.
         objectives = tuple(LocalObjective(task, i, nodes, batch_size=0, dtype="float64") for i in range(nodes))
-        layout = Layout.of(objectives[0].start(), GossipPolicy(dense_below=0) if policy is None else policy)
+        layout = Layout.of(objectives[0].start(), GossipPolicy(dense_below=0))
         zero = np.zeros(layout.size)
         # At zero, where a logistic model is least certain and the loss is most curved.
         largest = max(float(np.linalg.eigvalsh(_hessian(f, zero, layout))[-1]) for f in objectives)
@@ -87,18 +93,13 @@ class Convex:
             return float(np.sqrt(np.mean(squares)) / np.linalg.norm(self.optimum))
 
 
-def optimum(objectives: Sequence[LocalObjective], layout: Layout, tolerance: float = 1e-14) -> Real:
+def optimum(objectives: Sequence[LocalObjective], layout: Layout) -> Real:
     """Return the minimiser of the mean of ``objectives`` by Newton's method, float64, shape ``(layout.size,)``.
-
-    Parameters
-    ----------
-    tolerance : float
-        Norm of the mean gradient at which it ends, relative to the largest norm of a single one.
 
     Raises
     ------
     ConfigError
-        When it is not reached.
+        When the norm of the mean gradient does not fall to :data:`_TOLERANCE`.
     """
     z = np.zeros(layout.size)
     for _ in range(_NEWTON_STEPS):
@@ -107,7 +108,7 @@ def optimum(objectives: Sequence[LocalObjective], layout: Layout, tolerance: flo
         scale = float(np.linalg.norm(gradients, axis=1).max())
         size = float(np.linalg.norm(gradient))
         # Relative to single gradients, which cancel at the optimum: rounding of their sum is of their size.
-        if size <= tolerance * scale:
+        if size <= _TOLERANCE * scale:
             return z
         curvature = np.sum([_hessian(f, z, layout) for f in objectives], axis=0) / len(objectives)
         try:
@@ -188,7 +189,6 @@ def error_curve(
     *,
     seed: int = 0,
     start: Real | None = None,
-    watch: bool = True,
 ) -> ErrorCurve:
     """Run an algorithm on a convex problem with the gradients of all examples, in float64.
 
@@ -196,8 +196,6 @@ def error_curve(
     ----------
     start : ndarray, shape (d,), optional
         Where all nodes begin; default zero.
-    watch : bool
-        Whether a run whose innovations grow is ended.
     """
     edges = len(topology.edges())
     runs: list[Simulation] = []
@@ -220,7 +218,7 @@ def error_curve(
                 iterations,
                 layout=problem.layout,
                 seed=seed,
-                settings=SimulationSettings(every=1, observe=look, before=runs.append, watch=watch),
+                settings=SimulationSettings(every=1, observe=look, before=runs.append),
             )
         invariants = algorithm.invariants(outcome.states.values())
     except (Diverged, NonFiniteUpdate) as error:
@@ -265,9 +263,10 @@ class ErrorCurve:
             return None
         return int(above[-1]) + 1 if len(above) else 0
 
-    def fit(self, high: float = 1e-1, low: float = 1e-9) -> tuple[float, float]:
-        """Return factor per iteration and R² of the straight line through the logarithm of the errors between ``high``
-        and ``low``."""
+    def fit(self) -> tuple[float, float]:
+        """Return factor per iteration and R² of the straight line through the logarithm of the errors between
+        :data:`_FITTED`."""
+        high, low = _FITTED
         below = np.flatnonzero(self.errors < high)
         done = np.flatnonzero(self.errors < low)
         return fit_line(self.errors[int(below[0]) if len(below) else 0 : int(done[0]) if len(done) else None])

@@ -64,10 +64,6 @@ class GossipTraining:
         Iterations between evaluations; 0 evaluates the end only.
     drop : float
         Share of instructions whose node does not answer: half of them it never got, of the others the answer is lost.
-    patience : int
-        See :class:`fedcomp.systems.gossip.Gossip`.
-    watch : bool
-        Whether a run whose innovations grow is ended (:class:`fedcomp.gossip.tuning.DivergenceWatch`).
     """
 
     task: Task
@@ -81,8 +77,6 @@ class GossipTraining:
     skew_rounds: int | Literal["auto"] = 0
     every: int = 0
     drop: float = 0.0
-    patience: int = 20
-    watch: bool = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.drop < 1.0:
@@ -175,8 +169,8 @@ def train(plan: GossipTraining) -> Record:
         every=plan.every,
         observe=look,
         before=runs.append,
-        patience=plan.patience,
-        watch=plan.watch,
+        # More than the default: losses in a row must not exclude a node.
+        patience=20,
     )
     last = {**dict.fromkeys(("accuracy", "worst", "average", "consensus"), math.nan), "loss": math.inf}
     invariants: Mapping[str, float] = {}

@@ -101,7 +101,7 @@ def _digits() -> tuple[list[tuple[Any, Any]], tuple[Any, Any], tuple[int, int, i
     return shards, (task.test.x, task.test.y), (shards[0][0].shape[1], HIDDEN, 10)
 
 
-def largest_stable(delay: int, rounds: int = 3000) -> float:
+def largest_stable(delay: int) -> float:
     """Return the largest step size times curvature of which gradient descent with this delay does not blow up.
 
     By bisection of a recursion on one parabola.
@@ -109,7 +109,7 @@ def largest_stable(delay: int, rounds: int = 3000) -> float:
 
     def stays(step: float) -> bool:
         values = [1.0] * (delay + 1)
-        for _ in range(rounds):
+        for _ in range(3000):
             values.append(values[-1] - step * values[-1 - delay])
         return abs(values[-1]) <= 1.0
 
