@@ -143,10 +143,6 @@ class FFT(Wrapper):
         """Transform, select, round; see :meth:`fedcomp.codecs.base.Codec.encode`. The round is the key's."""
         return self.codec.encode(update, state, key)
 
-    def sparse(self, layout: Layout) -> bool:
-        """False: what arrives is dense."""
-        return False
-
     def contraction(self, layout: Layout) -> float | None:
         """Return that of :class:`~fedcomp.codecs.TopK`: an orthonormal transform changes no error."""
         return self.codec.contraction(layout)

@@ -27,6 +27,10 @@ class Wrapper(Codec):
         """Return the inner codec's."""
         return self.codec.schema(layout)
 
+    def sparse(self, layout: Layout) -> bool:
+        """Return the inner codec's: what it does with its frames decides, not what they list."""
+        return self.codec.sparse(layout)
+
     def limits(self, layout: Layout) -> Limits:
         """Return the inner codec's."""
         return self.codec.limits(layout)

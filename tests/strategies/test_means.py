@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYog
 from toy import client_app, fedavg, model, stack, with_halves
 
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import QSGD, Identity, RandomK, ScaleCom, TopK
+from fedcomp.codecs import DCT, FFT, QSGD, Clip, Domain, ErrorFeedback, Identity, RandomK, ScaleCom, TopK, chain
 from fedcomp.flower._private import acting_as
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.records import to_record
@@ -290,4 +290,8 @@ def test_b6_codecs_say_whether_they_list_coordinates() -> None:
     layout = Layout.flat(5000)
     assert TopK(0.01).sparse(layout)
     assert not QSGD(7).sparse(layout)
+    # Whatever is around it: what arrives of a few cosines is dense.
+    for codec in (FFT(), Domain(DCT(), TopK(0.01))):
+        assert not any(each.sparse(layout) for each in (codec, ErrorFeedback(codec), chain(Clip(1.0), codec)))
+    assert ErrorFeedback(TopK(0.01)).sparse(layout)
     assert not TopK(0.01).sparse(Layout.flat(50, density=1.0)), "a model that travels dense has nothing to list"
