@@ -569,8 +569,11 @@ class _Received:
                 return True
             return tensor.shape[1] == rows + columns or (inputs and tensor.shape[1] == columns)
         if tensor.shape == (0,) and spec.size:
-            weight = self.found.get(_weight_name(spec.name))
-            return codec.mode != "rank" and weight is not None and len(weight.shape) == 2
+            # The sum of left sides has a value for each row: of a transposed convolution these are no outputs.
+            weight = self.layout.by_name.get(_weight_name(spec.name))
+            if codec.mode == "rank" or weight is None or not codec.is_matrix(weight):
+                return False
+            return len(self.found[weight.name].shape) == 2 and _sides(weight)[0] == spec.size
         return tensor.shape == (spec.size,)
 
     @property

@@ -322,6 +322,19 @@ def test_frames_of_other_shapes_are_refused_before_anything_is_added() -> None:
         codecs()["rank"].open(wire.encode([*rank.tensors[:bias], absent, *rank.tensors[bias + 1 :]]), layout)
 
 
+def test_a_bias_that_is_no_sum_of_left_sides_cannot_be_left_out() -> None:
+    """A transposed convolution has a bias for each output, and its weight a row for each input."""
+    layout = Layout.of({"up.weight": np.zeros((4, 6), np.float32), "up.bias": np.zeros(6, np.float32)})
+    codec = Factors(mode="dad", **KNOWN)
+    row, bias = Tensor(wire.Raw(np.ones(10, np.float32)), (1, 10)), Tensor(wire.Raw(np.ones(6, np.float32)), (6,))
+    absent = Tensor(wire.Raw(np.zeros(0, np.float32)), (0,))
+    assert codec.decode(wire.encode([row, bias]), layout).sum() == 4 * 6 + 6
+    out = Update(np.zeros(layout.size, np.float32), layout)
+    with pytest.raises(SchemaMismatch, match=r"up\.bias"):
+        codec.accumulate(wire.encode([row, absent]), 1.0, out)
+    assert not out.vector.any()
+
+
 def test_inputs_that_no_chain_connects_are_refused() -> None:
     model = network()
     update = gradient(model, 8)
