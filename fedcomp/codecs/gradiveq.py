@@ -2,7 +2,7 @@
 
 After Yu et al., NeurIPS 2018, arXiv 1811.03617; what was read of it, and what is derived, is in
 :mod:`fedcomp.codecs.subspace`. This is the mathematics of one client and one basis. How a basis is fitted as training
-goes on, and becomes common, is a matter of messages (``strategies/gradiveq.py``, ``clients/gradiveq.py``).
+goes on, and becomes common, is a matter of messages (:mod:`fedcomp.systems.gradiveq`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ instance one client, the common node, sends its latents; every client sends its 
 largest, and the server makes of both what the client has on the common node's support.
 
 This is the mathematics of one client and of one support. Who leads, how positions and weights travel, and how the
-autoencoder is trained, is a matter of messages (``strategies/lgc.py``, ``clients/lgc.py``).
+autoencoder is trained, is a matter of messages (:mod:`fedcomp.systems.lgc`).
 """
 
 from __future__ import annotations
@@ -271,6 +271,10 @@ class _Delivered(TopK):
     given: Vector = field(default_factory=lambda: np.zeros(0, np.float32))
     supports: Supports = ()
 
+    def most(self, stretch: Stretch) -> int:
+        """Return the size of ``stretch``: no density bounds what another node and this one chose together."""
+        return stretch.size
+
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
         parts = self.stretches(update.layout)
         tensors = [
@@ -495,7 +499,7 @@ class LGC(LeaderSelected):
         """Return ``state`` with what the frame delivered back in the memory."""
         if _DELIVERED not in state:
             return super().rollback(state, frame, layout)
-        return self.around(TopK(1.0, "layer")).rollback(self.lasting(state), state[_DELIVERED].tobytes(), layout)
+        return self.around(_Delivered(1.0, "layer")).rollback(self.lasting(state), state[_DELIVERED].tobytes(), layout)
 
     def _after(
         self,

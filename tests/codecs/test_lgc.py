@@ -14,7 +14,7 @@ from fedcomp.codecs.autoencoder import ConvDecoder, ConvEncoder, IdentityDecoder
 from fedcomp.codecs.lgc import LatentSupport, NodeEstimate, scale_of, side_of
 from fedcomp.codecs.scalecom import support_frame
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import Layout, TablePolicy, Update
 from fedcomp.rng import Key
 
 KEY = Key(3, "uplink", 5, 2)
@@ -241,6 +241,17 @@ def test_what_leaves_and_what_stays_add_up_at_a_server(ef: str, values: str) -> 
     elsewhere = np.setdiff1d(np.arange(CODED), np.union1d(where, np.flatnonzero(sent)))
     assert not found[elsewhere].any()
     np.testing.assert_allclose(found + after["memory"], update.vector, atol=1e-6)
+
+
+def test_no_density_of_a_tensor_bounds_what_two_nodes_choose_together() -> None:
+    """The policy's density is that of one choice; the common node's and the innovation hold more."""
+    layout = Layout.of({"a": np.zeros((30, 40)), "b": np.zeros((30, 40))}, TablePolicy({"a": 0.05, "b": 0.05}))
+    own = codec(instance="server", innovation=0.05)
+    update, other = (np.float32(Key(seed, "u").generator().normal(size=layout.size)) for seed in (1, 2))
+    state = own.begin(Update(update, layout), own.init(layout), KEY)
+    supports = own.choose_from(other, layout, KEY)
+    frame, after = own.send_innovation(state, supports, 9, layout, KEY)
+    np.testing.assert_allclose(own.rollback(after, frame, layout)["memory"], update, atol=1e-6)
 
 
 @pytest.mark.parametrize("instance", ["ring", "server"])
