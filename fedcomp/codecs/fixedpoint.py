@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs.base import Codec, State
+from fedcomp.codecs.positional import PositionalCodec
 from fedcomp.codecs.registry import codecs
 from fedcomp.codecs.wrapper import Wrapper
 from fedcomp.errors import ConfigError, LayoutError
@@ -326,3 +327,10 @@ def _require_summable(codec: Codec) -> None:
         )
     if getattr(codec, "unbiased", False):
         raise ConfigError(f"{codec!r} scales values by n/k, beyond any clip that suits the others; use unbiased=False")
+    inmost = codec
+    while isinstance(inmost, Wrapper):
+        inmost = inmost.codec
+    if isinstance(inmost, PositionalCodec) and inmost.fields(Key(0)):
+        raise ConfigError(
+            f"frames of {codec!r} name what they were drawn by, which a sum of integers does not; {usable}"
+        )

@@ -13,10 +13,13 @@ from fedcomp.codecs import (
     QSGD,
     Clip,
     Codec,
+    Domain,
     FixedPoint,
     Identity,
     RandomBlock,
     RandomK,
+    RandomProjection,
+    Rotation,
     ScaledSign,
     SignSGD,
     TopK,
@@ -186,6 +189,10 @@ REFUSED = {
     "sends whole models": (Identity(),),
     "has memory": (ErrorFeedback(RandomK(0.1)),),
     "scales values by n/k": (RandomK(0.1, unbiased=True),),
+    "name what they were drawn by": (
+        RandomProjection(4, scale="least", shared=True),
+        Domain(Rotation(), RandomProjection(4, scale="least", shared=True)),
+    ),
 }
 
 
