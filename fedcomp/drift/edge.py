@@ -414,7 +414,8 @@ class SensorEndpoint(Stateful):
     def observe(self, logits: ArrayLike, samples: ArrayLike, labels: ArrayLike | None = None) -> bool:
         """Take the inferences of one tick; return whether a window was sent to the edge.
 
-        One that could not be sent, since the edge was away, is sent with the next tick; ``link`` may be replaced.
+        One that could not be sent, since the edge was away, is sent with the next tick, unless a newer one takes its
+        place; ``link`` may be replaced.
 
         Parameters
         ----------
@@ -430,6 +431,10 @@ class SensorEndpoint(Stateful):
         known = None if labels is None else np.asarray(labels)
         upload = self.sensor.observe(self.statistic(np.asarray(logits), known), samples, labels)
         if upload is not None:
+            if self._unsent:
+                log.warning(
+                    "sensor %d has a newer window than the one that it could not send, which is lost", self.number
+                )
             self._unsent = SensorMessage.of(self.number, upload).to_bytes()
         if not self._unsent:
             return False

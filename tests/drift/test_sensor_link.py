@@ -228,6 +228,19 @@ def test_a_late_window_of_a_former_model_brings_no_whole_one() -> None:
     assert (endpoint.sensor.version, len(endpoint.sensor._figures)) == (2, 3)
 
 
+def test_a_window_that_a_newer_one_replaces_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    edge, endpoint, here = pair()
+    link, endpoint.link = endpoint.link, Gone()  # type: ignore[assignment]
+    assert [odd_tick(endpoint, 1.0), odd_tick(endpoint, 2.0)] == [False, False]
+    assert "is lost" in caplog.text
+    caplog.clear()
+    endpoint.link = link
+    endpoint.observe(np.zeros((3, 10)), np.zeros((3, 3), np.float32), np.zeros(3, np.int64))
+    edge.serve(here)
+    assert [float(upload.samples.max()) for upload in edge.windows().values()] == [2.0]
+    assert "is lost" not in caplog.text
+
+
 def test_a_step_that_came_damaged_is_answered_with_the_whole_model() -> None:
     """Steps from the version that the sensor runs have just failed; the same ones would fail again."""
     edge, endpoint, here = pair(TopK(density=0.1))
