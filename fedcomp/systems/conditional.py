@@ -205,7 +205,7 @@ class ConditionalRounds(Pair, id="conditional"):
         known = sorted({*now.nodes, *quiet, *heard} - ({*now.strangers} - {*quiet, *heard}))
         now.state["skipped"] = skipped | {str(n): 0 if n in heard else skipped.get(str(n), 0) + 1 for n in known}
         now.told["round"] = {"quiet": quiet, "queried": len(asked), "due": due, "unaware": sorted({*unaware})}
-        return now.mean_of(self.codec, given)
+        return self.summed(now, given)
 
     def _sort(self, now: Now, answers: Sequence[Answer], unaware: list[int]) -> tuple[list[int], list[int]]:
         """Return the quiet nodes and the others; record nodes that cannot decide and nodes whose settings changed."""
@@ -248,7 +248,7 @@ class ConditionalRounds(Pair, id="conditional"):
             return {**memory, DECIDES: decision.to_array()}, Answer(me.node, say=Status(quiet=True))
         update = me.update(whole=self.whole, collect=wanted_by(self.codec))
         scheduler.tried(before, watch.loss(me, update))
-        frame, kept = self.codec.encode(update, _codecs(memory), me.key)
+        frame, kept = self.encoded(update, _codecs(memory), me)
         say = Status(anew=True) if decision.anew else None
         return {**kept, DECIDES: decision.to_array()}, Answer(me.node, say=say, frames={self.SENT: frame})
 

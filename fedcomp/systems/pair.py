@@ -60,15 +60,17 @@ class Pair(System, id="pair"):
         return answer._replace(frames={"values": frame})
 
     def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
-        update = me.update(whole=self.whole, collect=wanted_by(self.codec))
+        frame, memory = self.encoded(me.update(whole=self.whole, collect=wanted_by(self.codec)), memory, me)
+        return memory, Answer(me.node, frames={"values": frame})
+
+    def encoded(self, update: Update, memory: State, me: Me) -> tuple[Frame, State]:
+        """Return the frame of an update, and the codec's memory after it."""
         codec = at_model(self.codec, lambda: me.layout.unflatten(me.start))
         if not me.padded:
             # Where lengths must not tell of the update they do not tell of the time it took, either.
             codec = at_link(codec, me.layout.compressed_size, me.uplink, me.spent)
         frame, memory = codec.encode(update, memory, me.key)
-        if me.padded:
-            frame = padded(frame, codec, me.layout, me.key)
-        return memory, Answer(me.node, frames={"values": frame})
+        return (padded(frame, codec, me.layout, me.key) if me.padded else frame), memory
 
     def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
         return self.codec.rollback(memory, frame, layout)

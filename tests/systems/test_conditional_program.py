@@ -14,7 +14,7 @@ from toy import client_app, fedavg, model, update
 
 from fedcomp.clients.client import HALVES
 from fedcomp.clients.conditional import conditional
-from fedcomp.codecs import Codec, ErrorFeedback, Identity, TopK
+from fedcomp.codecs import Auto, Codec, ErrorFeedback, Identity, TopK
 from fedcomp.drift.schedule import ScheduleSettings
 from fedcomp.drift.sensor import Upload
 from fedcomp.errors import FedcompError, StateError
@@ -28,6 +28,7 @@ from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.conditional import Conditional, Quietness
 from fedcomp.systems.conditional import DECIDES, ConditionalRounds, Decision, Offer, Status
+from fedcomp.systems.pair import Pair
 
 LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()}, NONE_DENSE)
 NODES = 4
@@ -299,3 +300,23 @@ def test_an_ask_without_an_offer_and_a_damaged_memory_are_refused() -> None:
         ConditionalRounds(SPARSE).client({}, Ask(0), me)
     with pytest.raises(StateError, match="damaged"):
         ConditionalRounds(SPARSE).client({DECIDES: np.zeros(3, np.uint8)}, Ask(0, say=Offer()), me)
+
+
+class Falling(Watched):
+    """A node that has something to send in every round."""
+
+    def loss(self, me: Me, update: Update | None = None) -> float:
+        return 2.0**-me.number
+
+
+@pytest.mark.parametrize("watch", [None, Falling()], ids=["unaware", "aware"])
+def test_what_a_node_sends_over_a_slow_link_is_what_the_pair_sends(watch: Falling | None) -> None:
+    codec, layout = Auto(seconds=1.0), Layout.flat(20_000)
+    made = Key(0, "update").generator().normal(size=layout.size).astype(np.float32)
+    me = Me(0, 3, 0, layout, lambda: made, lambda *_: Update(made, layout), watch, uplink=lambda: 1000.0)
+    frames = [
+        system.client(system.start(layout), Ask(0, say=Offer(must=True)), me)[1].frames["values"]
+        for system in (Pair(codec), ConditionalRounds(codec))
+    ]
+    assert frames[0] == frames[1]
+    assert len(frames[0]) < 1200 < len(codec.encode(Update(made, layout), {}, me.key)[0])

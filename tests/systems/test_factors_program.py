@@ -13,6 +13,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from over_messages import product
+from registry import Unsettled
 from torch import nn
 from toy import fedavg
 
@@ -31,7 +32,9 @@ from fedcomp.program import Answer, Ask, Me, Now, Single
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.systems import get_system
+from fedcomp.systems.conditional import ConditionalRounds
 from fedcomp.systems.factors import DOWN, FactorSharing, FetchPart, FramePart, joined, layers, split
+from fedcomp.systems.pair import Pair
 
 SIZES = (5, 12, 9)
 KNOWN = {"i_know_inputs_are_visible": True}
@@ -95,7 +98,7 @@ def app(shape: str, step: Step) -> ClientApp:
     return client(inner, compression(i_know_inputs_are_visible=True))
 
 
-def local(system: FactorSharing, shape: str = "narrow", step: Step = backprop, **options: Any) -> Local:
+def local(system: FactorSharing | Pair, shape: str = "narrow", step: Step = backprop, **options: Any) -> Local:
     arrays = {name: value.numpy() for name, value in network(shape).state_dict().items()}
     layout = Layout.of(arrays, NONE_DENSE)
     codec = system.codec
@@ -162,6 +165,16 @@ def compare(system: FactorSharing, step: Step = backprop, shape: str = "narrow",
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_rounds_are_those_over_messages(name: str) -> None:
     compare(SYSTEMS[name])
+
+
+@pytest.mark.parametrize("aware", [False, True])
+def test_conditional_rounds_back_propagate_as_the_pair_does(aware: bool) -> None:
+    data = {node: Unsettled() for node in range(len(SIZES))} if aware else {}
+    both = [local(kind(made("edad")), data=data) for kind in (Pair, ConditionalRounds)]
+    for number in (1, 2):
+        steps = [here.step(number) for here in both]
+        assert all(step is not None and step.consumed == (0, 1, 2) for step in steps)
+        assert both[0].model.tobytes() == both[1].model.tobytes()
 
 
 @pytest.mark.long
