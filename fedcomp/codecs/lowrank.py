@@ -61,6 +61,15 @@ class Ranks:
         return (m, p, r) if r * (m + p) * self.min_rate < m * p else None
 
 
+def levelled(factor: Part) -> Part:
+    """Return a factor times the power of two that takes its largest magnitude to between 1/2 and 1.
+
+    What counts as zero in :func:`orthonormal` is a length of its own, but updates may be of any; the basis is the same.
+    """
+    _, exponent = math.frexp(float(np.abs(factor).max(initial=0.0)))
+    return np.ldexp(factor, -exponent)
+
+
 @dataclass(frozen=True, slots=True)
 class Basis:
     """Orthonormal columns for every factored matrix of a model, on one side of it.
@@ -91,8 +100,8 @@ class Basis:
     def of(cls, factor: Sequence[Part] | None, side: int, ranks: Ranks, layout: Layout, key: Key) -> Basis:
         """Return the basis of a factor on ``side``, the same at all ends that hold the same factor.
 
-        Columns that are zero, or multiples of others, are drawn from ``key``; without a factor all are. What is
-        orthonormal in float64 is rounded to float32.
+        Columns that are zero, below 1e-12 times the factor's largest value, or multiples of others, are drawn from
+        ``key``; without a factor all are. What is orthonormal in float64 is rounded to float32.
         """
         parts = []
         for stretch in stretches(layout, "layer"):
@@ -102,7 +111,7 @@ class Basis:
                 continue
             rows = matrix[side]
             given = np.zeros((rows, matrix[2]), np.float32) if factor is None else factor[stretch.index]
-            parts.append(orthonormal(given, key.at(layer=stretch.index)).astype(np.float32))
+            parts.append(orthonormal(levelled(given), key.at(layer=stretch.index)).astype(np.float32))
         return cls(side, tuple(parts))
 
     def frame(self) -> Frame:
@@ -214,9 +223,7 @@ class LowRank(Factored):
         sketch = product(matrix, drawn.astype(np.float32))
         if not all_finite(sketch.reshape(-1)):
             return sketch.reshape(-1)
-        # What counts as zero is a length of its own, but updates may be of any: a power of two changes no digit.
-        _, exponent = math.frexp(float(np.abs(sketch).max(initial=0.0)))
-        basis = orthonormal(np.ldexp(sketch, -exponent), key.at(purpose="low-rank/redrawn")).astype(np.float32)
+        basis = orthonormal(levelled(sketch), key.at(purpose="low-rank/redrawn")).astype(np.float32)
         return np.concatenate([basis.reshape(-1), product(matrix.T, basis).reshape(-1)])
 
     def factors(self, values: Vector, stretch: Stretch) -> tuple[Part, Part]:

@@ -580,3 +580,12 @@ def test_columns_that_repeat_are_drawn_again_at_both_ends_alike() -> None:
     bases = [orthonormal(given, KEY) for _ in range(2)]
     np.testing.assert_array_equal(*bases)
     np.testing.assert_allclose(bases[0].T @ bases[0], np.eye(3), atol=1e-12)
+
+
+@pytest.mark.parametrize("exponent", [-100, -50, 90])
+def test_a_basis_is_that_of_the_directions_however_small_or_large_they_are(exponent: int) -> None:
+    ranks = PowerSGD(2).ranks
+    factor = [np.float32(np.random.default_rng(i).standard_normal((rows, 2))) for i, rows in enumerate((40, 20))]
+    given = [*factor, *[np.zeros((0, 0), np.float32)] * 2]
+    scaled = [np.ldexp(part, exponent) for part in given]
+    assert Basis.of(scaled, LEFT, ranks, MIXED, KEY).id == Basis.of(given, LEFT, ranks, MIXED, KEY).id
