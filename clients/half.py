@@ -44,7 +44,9 @@ class ClientHalf:
     drop_in : bool
         Whether the mod may be listed in ``ClientApp(mods=[...])``, because it needs no order relative to other halves.
 
-    Examples -------- A mod that prints the reply before the coding mod codes it:
+    Examples
+    --------
+    A mod that prints the reply before the coding mod codes it:
 
     >>> def watch(msg, context, call_next):
     ...     reply = call_next(msg, context)

@@ -122,7 +122,9 @@ class Compressed(Server):
         wrappers and the codec may enlarge an update, when the downlink is not a contraction or keeps a memory of its
         own, or when nodes are to make the first model and there is no downlink.
 
-    Notes ----- An inner strategy that overrides ``start`` runs its own loop with this strategy's hooks. All other
+    Notes
+    -----
+    An inner strategy that overrides ``start`` runs its own loop with this strategy's hooks. All other
     attributes are delegated to the inner strategy, for reading, calling and setting.
 
     Examples

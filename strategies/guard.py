@@ -43,7 +43,9 @@ class Norms(Configured):
     ConfigError
         For values outside of these.
 
-    Notes ----- It does not detect half or more of a round's replies with similar extreme norms, a harmful update within
+    Notes
+    -----
+    It does not detect half or more of a round's replies with similar extreme norms, a harmful update within
     the factor, or slow growth, since each accepted norm enters the reference for later ones. Buffers sent as values
     (running statistics) are not part of the norm. In rounds with a single reply, an honest norm that grows by more than
     the factor in one round is refused.

@@ -439,7 +439,9 @@ class PipelinedStrategy(Overlapping):
     evaluate_every : int
         Clients evaluate after every this many rounds, with the pipeline drained first; 0: never.
 
-    Notes ----- Client evaluation stalls the pipeline, hence ``evaluate_every``; evaluation on the server is overlapped
+    Notes
+    -----
+    Client evaluation stalls the pipeline, hence ``evaluate_every``; evaluation on the server is overlapped
     and costs no time. A round's metrics are those of the exchange that it applied; :attr:`reports` are by the round
     that sent it, with the staleness of each update in ``report.overlap``. Private strategies are refused.
 
@@ -655,7 +657,9 @@ class Buffered(Overlapping):
         For values that do not fit, and a codec of votes, which cannot be scaled. At the first step for a system of
         several exchanges.
 
-    Notes ----- The idle ones among the clients that the inner strategy samples are asked; leave ``fraction_train`` at
+    Notes
+    -----
+    The idle ones among the clients that the inner strategy samples are asked; leave ``fraction_train`` at
     1. Clients do not evaluate, since each handles one message at a time. Messages in flight when the run ends are not
     awaited.
 

@@ -35,10 +35,12 @@ class AdaComp(PositionalCodec):
 
     Per tensor, with this round's update g and bins of L consecutive elements::
 
-        G = residue + g H = G + (factor - 1) * g                       # a look-ahead: one more step of the update send
-        j  when  |H_j| >= max |G| of its bin,  and G_j is not 0 s = mean over all bins of max |G|              # one
-        scale for the tensor, as float32 q_j = s * sign(G_j) of sent j residue = G - q                                #
-        sent elements keep their error against s
+        G = residue + g
+        H = G + (factor - 1) * g                       # a look-ahead: one more step of the update
+        send j  when  |H_j| >= max |G| of its bin,  and G_j is not 0
+        s = mean over all bins of max |G|              # one scale for the tensor, as float32
+        q_j = s * sign(G_j) of sent j
+        residue = G - q                                # sent elements keep their error against s
 
     The density cannot be set; it results from the data. Where the update agrees with the residue, several elements of a
     bin are sent; where it opposes the residue, perhaps none. In federated use g is the whole local update of the round.

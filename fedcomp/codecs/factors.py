@@ -132,7 +132,9 @@ class Factors(Codec):
         For parameters out of range, a chain without "edad" or "edad" without one, and a missing confirmation of what is
         shown.
 
-    Notes ----- A client's weight must be the number of examples that its factors come from. If a client takes several
+    Notes
+    -----
+    A client's weight must be the number of examples that its factors come from. If a client takes several
     steps of plain SGD, its factors are those of all steps, and the update is their sum (derived). After steps with
     momentum, weight decay or clipping this fails; the client notices and sends the update whole, or reduced.
 

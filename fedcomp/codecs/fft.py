@@ -114,7 +114,9 @@ class FFT(Wrapper):
         Pairs of a first round and the density from it on, in place of ``density``; see :class:`~fedcomp.codecs.TopK`
         and :func:`diminishing`.
 
-    Notes ----- For weights that vary smoothly along some order of their axes, a few coefficients hold nearly all of the
+    Notes
+    -----
+    For weights that vary smoothly along some order of their axes, a few coefficients hold nearly all of the
     energy. For white noise they hold less than the same number of largest elements.
 
     Examples

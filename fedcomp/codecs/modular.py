@@ -110,7 +110,9 @@ class ModularSum(FixedPoint):
     ConfigError
         When M has no room for the sum, or is beyond 2**32.
 
-    Notes ----- A frame takes ceil(log2 M) bits for each value, log2(summands) more than a frame without sums. In return
+    Notes
+    -----
+    A frame takes ceil(log2 M) bits for each value, log2(summands) more than a frame without sums. In return
     a relay sends one frame, however many it receives. Integers modulo M are not elements of GF(2^8), whose addition is
     XOR: what adds in the one does not add in the other.
 

@@ -78,7 +78,9 @@ class RandomProjection(SeededCodec):
     clip : float
         Largest magnitude of a product that is sent or accepted; 0 for no limit. The part cut off is lost.
 
-    Notes ----- Squared error over ‖x‖² of n coordinates: (n - 1) / m unbiased, (n - 1) / (m + n - 1) at least error;
+    Notes
+    -----
+    Squared error over ‖x‖² of n coordinates: (n - 1) / m unbiased, (n - 1) / (m + n - 1) at least error;
     both hold with equality in expectation for every vector (derived, measured).
 
     Examples

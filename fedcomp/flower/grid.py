@@ -99,7 +99,9 @@ class InProcessGrid(GridNodes, Grid):
     round : int or None
         Server round, set by the driver, for fault plans. If None, a message's own ``server-round`` is used.
 
-    Notes ----- Creating a grid sets Flower's process identity, which ``Message()`` needs; :meth:`close` (or leaving the
+    Notes
+    -----
+    Creating a grid sets Flower's process identity, which ``Message()`` needs; :meth:`close` (or leaving the
     ``with`` block) restores the former one. With several grids the one created last sets it, and they may be closed in
     any order. A message to an unknown node gets the id ``""`` in its slot and no reply. Two messages to one node in one
     batch run one after the other, each on the state that the previous one left; on Ray they would race. Not

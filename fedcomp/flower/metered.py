@@ -329,7 +329,9 @@ class MeteredGrid(GridWrapper):
     round : int or None
         Server round of the next messages; set by the driver. If None, a message's own ``server-round`` is used, or 0.
 
-    Notes ----- A message counts when it is pushed, whether or not its node is online; one to an unknown node does not.
+    Notes
+    -----
+    A message counts when it is pushed, whether or not its node is online; one to an unknown node does not.
     A reply counts when it is pulled, in the round of its request; a duplicate that arrived counts too, although it is
     not returned, while the same reply seen twice counts once. Errors made by a SuperLink never crossed a node's link
     and are not counted.

@@ -53,7 +53,9 @@ class Privatise(Transform):
     insecure_deterministic : bool
         Draw the noise from the key, which the server knows: for experiments that must repeat.
 
-    Notes ----- State: ``releases``, a 0-d int64, the number of messages sent. A rollback does not decrease it, because
+    Notes
+    -----
+    State: ``releases``, a 0-d int64, the number of messages sent. A rollback does not decrease it, because
     an unacknowledged message may still have been read.
 
     Examples
@@ -125,7 +127,9 @@ class LocalPolicy(Configured):
         Largest number of messages in the lifetime of the node's state, over all sessions, runs and codecs of the
         server.
 
-    Notes ----- The server may choose clip norm and codec: the guarantee of a message depends on its noise multiplier
+    Notes
+    -----
+    The server may choose clip norm and codec: the guarantee of a message depends on its noise multiplier
     only.
 
     Examples
