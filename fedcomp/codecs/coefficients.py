@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fedcomp import wire
 from fedcomp.codecs.base import all_finite
 from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
+from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_dense, require_values
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.kernels import add_scaled
@@ -64,6 +65,10 @@ class Coefficients(PositionalCodec):
     """Base of codecs whose frames hold coefficients: one tensor of them per stretch, other stretches whole."""
 
     scope = "layer"
+
+    def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
+        """Return one stretch per tensor; densities of single tensors are refused."""
+        return without_densities(layout, self.scope, self)
 
     @property
     def value_form(self) -> ValueForm:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from fedcomp import params, wire
 from fedcomp.codecs.base import Codec, State, norm, require_finite
 from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
+from fedcomp.codecs.listed import without_densities
 from fedcomp.errors import ConfigError
 from fedcomp.factors.backprop import ChainLayer, explained, lefts, parse_chain
 from fedcomp.factors.collect import Wanted
@@ -276,7 +277,11 @@ class Factors(Codec):
         return possible and 0 < slopes < rows and count * slopes <= _MOST_SIGNS * columns
 
     def schema(self, layout: Layout) -> Schema:
-        """Return every tensor whole: what no frame exceeds. :meth:`open` says which other forms there are."""
+        """Return every tensor whole: what no frame exceeds. :meth:`open` says which other forms there are.
+
+        Densities of single tensors are refused.
+        """
+        without_densities(layout, "layer", self)
         names = frozenset({self.rest_form.values.name})
         kinds = frozenset({DENSE, SPARSE})
         return tuple(Expected("", (t.size,), "float32", t.size, kinds, value_codecs=names) for t in layout.tensors)

@@ -22,6 +22,7 @@ from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.fixedpoint import IntegerGrid
 from fedcomp.codecs.forms import FORMS
 from fedcomp.codecs.identity import Identity
+from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.positional import Stretch, expected_dense
 from fedcomp.codecs.slices import Slices
 from fedcomp.codecs.subspace import KINDS, BasisFit, SliceBasis, Subspace, shared_grid
@@ -255,7 +256,8 @@ class GradiVeQ(InBasis[SliceBasis]):
         return ErrorFeedback(codec, beta=1.0 if self.memory else 0.0, norm_guard=self.norm_guard)
 
     def slices(self, layout: Layout) -> Slices:
-        """Return how updates of ``layout`` are cut."""
+        """Return how updates of ``layout`` are cut; densities of single tensors are refused."""
+        without_densities(layout, "layer", self)
         return Slices.of(layout, self.width, self.order)
 
     def read_basis(self, frame: Frame, layout: Layout) -> SliceBasis:

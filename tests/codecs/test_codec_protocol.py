@@ -28,9 +28,9 @@ from fedcomp.codecs import (
     known,
 )
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.errors import LayoutError, NonFiniteUpdate
+from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
 from fedcomp.kernels import tiers
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import Layout, TablePolicy, Update
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
@@ -394,6 +394,16 @@ def test_a_zero_update_is_a_valid_empty_frame(codec: Codec) -> None:
             if tensor.kind is wire.SPARSE and not isinstance(tensor.index, wire.Seeded):
                 assert tensor.values.k == 0, "zeros travel"
         assert codec.residual(state) is None or not codec.residual(state).any()
+
+
+def test_a_density_that_the_policy_sets_is_honoured_or_refused(codec: Codec) -> None:
+    """By what a receiver expects; where everything travels as it is there is none."""
+    layouts = [Layout.of({"w": np.zeros((30, 40))}, TablePolicy({"w": density})) for density in (0.1, 0.4)]
+    try:
+        few, more = (codec.schema(layout) for layout in layouts)
+    except ConfigError:
+        return
+    assert few != more or all(e.kinds == {wire.DENSE} and e.value_codecs == {"raw"} for e in few)
 
 
 def test_wrong_shape_is_refused() -> None:

@@ -14,7 +14,7 @@ from fedcomp.codecs.coefficients import id_bytes
 from fedcomp.codecs.gradiveq import SliceProjection, open_steps, steps_frame
 from fedcomp.codecs.subspace import SliceBasis, Subspace
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
-from fedcomp.layout import Layout, SmallDense, Update
+from fedcomp.layout import Layout, SmallDense, TablePolicy, Update
 from fedcomp.rng import Key
 from fedcomp.wire import BASIS_ID, COEFFICIENTS, SchemaMismatch, Tensor
 
@@ -280,3 +280,9 @@ def test_peaks_and_steps_travel_as_floats() -> None:
     for wrong, count in ((numbers, 3), (-numbers, 2), (np.float32([np.nan, 1]), 2)):
         with pytest.raises(wire.WireError):
             open_steps(steps_frame(wrong), count)
+
+
+def test_densities_of_single_tensors_are_refused() -> None:
+    layout = Layout.of({"w": np.zeros((64, 64))}, TablePolicy({"w": 0.1}))
+    with pytest.raises(ConfigError, match="decides itself how much it sends"):
+        GradiVeQ(width=64).slices(layout)
