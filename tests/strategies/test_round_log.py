@@ -14,7 +14,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedMedian
 from private_runs import forged
-from toy import by_partition, client_app, fedavg, model, sent_frame, stack, training, update
+from toy import ONE, by_partition, client_app, fedavg, model, sent_frame, stack, training, update
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
@@ -34,8 +34,6 @@ from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.round_log import RoundLog, require_learnt, require_usable
 from fedcomp.strategies.round_log import line as line_of
 from fedcomp.strategies.shared_support import SharedSupport
-
-ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
 
 class Shown:

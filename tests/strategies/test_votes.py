@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import (
     FedYogi,
 )
 from private_runs import forged
-from toy import by_partition, client_app, fedavg, model, put_sent_frame, stack, update
+from toy import ONE, by_partition, client_app, fedavg, model, put_sent_frame, stack, update
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
@@ -25,7 +25,6 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.layout import SmallDense
 from fedcomp.strategies.compressed import Compressed
 
-ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 STEP = np.float32(0.25)
 
 
