@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -14,7 +15,7 @@ from flwr.serverapp.strategy import FedAvg
 from fedcomp.clients.client import client
 from fedcomp.clients.half import ClientHalf
 from fedcomp.flower import asks
-from fedcomp.flower.payload import FRAME, NODE_RECORD
+from fedcomp.flower.payload import FRAME, NODE_RECORD, round_of
 from fedcomp.rng import Key
 from fedcomp.wire import Bf16
 
@@ -53,6 +54,40 @@ def with_halves(halves: Iterable) -> ClientApp:
     return client(ClientApp(), only=only)
 
 
+Step = Callable[[dict[str, Any], int, int], Mapping[str, Any]]
+"""``step(arrays, round, partition)`` returns the arrays that a client has trained."""
+
+
+def training(
+    step: Step, halves: Iterable | None = (), *, examples: Callable[[int], float] = lambda partition: 1
+) -> ClientApp:
+    """Return an app that trains by ``step``, on so many examples of a partition, and whose evaluations say nothing.
+
+    Without halves (``None``) it is one that nobody has wrapped.
+    """
+    app = ClientApp() if halves is None else with_halves(halves)
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        (name, record), partition = next(iter(msg.content.array_records.items())), context.node_config["partition-id"]
+        arrays = step({key: array.numpy() for key, array in record.items()}, round_of(msg), partition)
+        out = ArrayRecord({k: a if isinstance(a, Array) else Array(np.asarray(a)) for k, a in arrays.items()})
+        content = RecordDict({name: out, "metrics": MetricRecord({"num-examples": examples(partition)})})
+        content[NODE_RECORD] = ConfigRecord({"partition-id": partition})
+        return Message(content, reply_to=msg)
+
+    @app.evaluate()
+    def evaluate(msg: Message, context: Context) -> Message:
+        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1, "loss": 1.0})}), reply_to=msg)
+
+    return app
+
+
+def by_partition(choose: Callable[[int], ClientApp]) -> Callable[[Message, Context], Message]:
+    """Return what has each node run the app that is chosen for its partition."""
+    return lambda msg, context: choose(int(context.node_config["partition-id"]))(msg, context)
+
+
 def client_app(halves: Iterable = (), *, examples: int = 10) -> ClientApp:
     """Return an app that adds :func:`update` to the model, and keeps the exact sum of what it did in its state."""
     app = with_halves(halves)
@@ -88,10 +123,22 @@ def client_app(halves: Iterable = (), *, examples: int = 10) -> ClientApp:
     return app
 
 
+ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
+"""For a strategy that goes on with whoever is there."""
+
+
 def fedavg(**options) -> FedAvg:
     """Return plain FedAvg without the noise of its default minimum of two nodes."""
-    defaults = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 1.0}
-    return FedAvg(**{**defaults, **options})
+    return FedAvg(**{**ONE, "fraction_evaluate": 1.0, **options})
+
+
+def bias_of(*rounds: tuple[int, tuple[int, ...]]) -> np.ndarray:
+    """Return what these partitions of :func:`client_app`, in these rounds, make of a bias of zeros."""
+    total = np.zeros(SHAPES["bias"])
+    for round_, parts in rounds:
+        updates = [update(round_, p, SHAPES["bias"], 1) for p in parts]
+        total += np.average(updates, axis=0, weights=[p + 1 for p in parts])
+    return total
 
 
 def stack(record: ArrayRecord) -> np.ndarray:

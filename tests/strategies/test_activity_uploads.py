@@ -18,7 +18,6 @@ from fedcomp.clients.compressed import compression
 from fedcomp.clients.half import ClientHalf
 from fedcomp.codecs import Codec, Factors, TopK
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.forward.activity import activity_gradients
 from fedcomp.rng import Key
@@ -116,7 +115,7 @@ def run(
     kind: Callable[[], nn.Module], codec: Codec = DAD, rounds: int = 3, *halves: ClientHalf, **options
 ) -> tuple[Compressed, ArrayRecord]:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), codec, feedback=False)
-    grid = MeteredGrid(InProcessGrid(app(kind, *halves, **options), 3, seed=4), TrafficLedger())
+    grid = MeteredGrid(InProcessGrid(app(kind, *halves, **options), 3, seed=4))
     return strategy, strategy.start(grid, record_of(made(kind)), num_rounds=rounds, timeout=9).arrays
 
 

@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import Array, ArrayRecord
 from flwr.serverapp.strategy import FedAvg, FedMedian
+from toy import training
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Auto, ErrorFeedback, get_codec
@@ -34,23 +34,11 @@ def change(number: int, node: int) -> np.ndarray:
     return (scales * (rng.normal(size=(ROWS, COLUMNS)) + own.normal(size=(ROWS, COLUMNS)))).astype(np.float32)
 
 
-def app(examples: int = 10) -> ClientApp:
-    made = ClientApp(mods=[compression()])
-
-    @made.train()
-    def train(msg: Message, context: Context) -> Message:
-        arrays, config = msg.content["arrays"], msg.content["config"]
-        assert isinstance(arrays, ArrayRecord)
-        moved = arrays["w"].numpy() + change(int(config["server-round"]), int(context.node_config["partition-id"]))
-        content = {"arrays": ArrayRecord({"w": Array(moved)}), "metrics": MetricRecord({"num-examples": examples})}
-        return Message(RecordDict(content), reply_to=msg)
-
-    return made
-
-
-def run(strategy: Compressed, nodes: int, rounds: int = 1, **grid: object) -> None:
+def run(strategy: Compressed, nodes: int, rounds: int = 1, examples: int = 10, **grid: object) -> None:
     initial = ArrayRecord({"w": Array(np.zeros((ROWS, COLUMNS), np.float32))})
-    strategy.start(InProcessGrid(app(), nodes, **grid), initial, num_rounds=rounds, timeout=60)
+    step = lambda arrays, *place: {"w": arrays["w"] + change(*place)}  # noqa: E731
+    app = training(step, [compression()], examples=lambda partition: examples)
+    strategy.start(InProcessGrid(app, nodes, **grid), initial, num_rounds=rounds, timeout=60)
 
 
 def bits(strategy: Compressed, number: int = 1) -> list[float]:
@@ -211,6 +199,5 @@ def test_two_budgets_are_refused_and_settings_survive_a_message() -> None:
 
 def test_clients_without_examples_are_refused_and_end_no_run() -> None:
     """A mean of no weight has no noise, either."""
-    initial = ArrayRecord({"w": Array(np.zeros((ROWS, COLUMNS), np.float32))})
     with pytest.raises(NoUsableReply, match="weight"):
-        Compressed(FedAvg(**ONE), Auto()).start(InProcessGrid(app(0), 3), initial, num_rounds=1, timeout=60)
+        run(Compressed(FedAvg(**ONE), Auto()), 3, examples=0)

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from coded_runs import after_sharing, before_sharing, bits, run
-from flwr.app import Context, Message
 from flwr.serverapp.strategy import FedAdam, FedMedian
-from toy import SHAPES, client_app, fedavg, model, stack, update
+from toy import SHAPES, by_partition, client_app, fedavg, model, stack, update
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, FixedPoint, Identity, ModularSum, RandomK, TopK
@@ -116,11 +115,8 @@ def test_more_clients_may_post_large_shards_than_a_reply_has_other_records(monke
 def test_apps_without_keys_answer_directly_and_are_reported() -> None:
     """Half of the clients are of no release of this project: their replies are ordinary ones and count as such."""
     ours, others = client_app([compression()]), client_app()
-
-    def mixed(msg: Message, context: Context) -> Message:
-        return (ours if context.node_config["partition-id"] < 3 else others)(msg, context)
-
     strategy = relay(Compressed(fedavg(), Identity()), symbols=2)
+    mixed = by_partition(lambda partition: ours if partition < 3 else others)
     result, _ = run(strategy, NODES, app=mixed, rounds=2, fault=after_sharing([1]))
     plain, _ = run(Compressed(fedavg(), Identity()), NODES, rounds=2)
     assert bits(result) == bits(plain)
@@ -131,7 +127,7 @@ def test_apps_without_keys_answer_directly_and_are_reported() -> None:
     assert "an ordinary one; write app = fc.client(app)" in nobody.reports[1].notes[0]
     # Of a sum they have no part.
     strategy = coded_sum(symbols=2)
-    run(strategy, NODES, app=lambda msg, ctx: (others if ctx.node_config["partition-id"] == 5 else ours)(msg, ctx))
+    run(strategy, NODES, app=by_partition(lambda partition: others if partition == 5 else ours))
     assert included(strategy) == [0, 1, 2, 3, 4]
     (reason,) = strategy.reports[1].coded.excluded.values()
     assert "lacks the client half of CodedFedAvg; write app = fc.client(app)" in reason

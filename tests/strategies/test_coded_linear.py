@@ -47,7 +47,6 @@ from fedcomp.errors import ConfigError, FedcompError, NoUsableReply
 from fedcomp.flower import asks
 from fedcomp.flower.faults import Delivery, Fault, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import FRAME, NODE_RECORD
 from fedcomp.flower.records import to_arrays
@@ -57,6 +56,12 @@ from fedcomp.strategies.coded.linear import CodedLinearGD
 from fedcomp.systems.coded.linear import LinearModel, LinearRows
 from fedcomp.tasks import get_task
 from fedcomp.tasks.linear import linear_rows
+
+
+def failing(phase: str, *partitions: int, rounds: tuple[int, ...] = (), kind: str = "silent") -> Callable:
+    """Return the plan by which messages of a phase come to nothing at some devices, in these rounds or in all."""
+    meant = lambda d: d.message_type == phase and d.partition in partitions and (not rounds or d.round in rounds)  # noqa: E731
+    return lambda delivery: kind if meant(delivery) else "none"
 
 
 @pytest.mark.slow
@@ -80,12 +85,8 @@ def test_equals_uncoded_descent_with_random_losses_in_both_phases(code: str, los
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["silent", "lost_reply", "offline", "raise"])
 def test_a_device_lost_between_the_phases_is_made_up_for(kind: str) -> None:
-    def fault(delivery: Delivery) -> Fault:
-        gone = delivery.message_type == PHASE2 and delivery.partition in (0, 3)
-        return Fault(kind if gone else "none")
-
     strategy = CodedLinearGD(partitions=5, parities=5, code="gaussian", density=0.8, lr=0.5)
-    grid = metered(10, fault=fault)
+    grid = metered(10, fault=failing(PHASE2, 0, 3, kind=kind))
     result = run(strategy, grid, 4)
     assert moves(strategy) == [True] * 4
     for report in strategy.reports.sections("linear").values():
@@ -112,12 +113,8 @@ def test_a_message_that_gets_lost_is_repeated_when_nobody_can_make_up_for_it() -
 
 
 def test_what_does_not_decode_is_skipped_and_the_model_stays() -> None:
-    def fault(delivery: Delivery) -> str:
-        pair = delivery.partition in (2, 5)
-        return "silent" if delivery.message_type == PHASE1 and delivery.round == 2 and pair else "none"
-
     strategy = CodedLinearGD(partitions=3, parities=3, code="replication", lr=0.5)
-    result = run(strategy, metered(6, fault=fault), 3)
+    result = run(strategy, metered(6, fault=failing(PHASE1, 2, 5, rounds=(2,))), 3)
     assert moves(strategy) == [True, False, True]
     assert "rank 2, 3 partitions need rank 3" in strategy.reports[2].linear.skipped
     assert np.abs(vector(result.arrays) - uncoded(3, [True, False, True])).max() < 1e-10
@@ -125,11 +122,8 @@ def test_what_does_not_decode_is_skipped_and_the_model_stays() -> None:
 
 
 def test_approximate_says_what_is_missing() -> None:
-    def fault(delivery: Delivery) -> str:
-        return "silent" if delivery.message_type == PHASE1 and delivery.partition in (2, 5) else "none"
-
     strategy = CodedLinearGD(partitions=3, parities=3, code="replication", lr=0.5, approximate=True)
-    result = run(strategy, metered(6, fault=fault), 3)
+    result = run(strategy, metered(6, fault=failing(PHASE1, 2, 5)), 3)
     assert [report.missing for report in strategy.reports.sections("linear").values()] == [len(data(2).x)] * 3
     assert all("lacks 14 examples" in strategy.reports[number].notes[0] for number in (1, 2, 3))
     assert result.train_metrics_clientapp[1]["linear.missing"] == 14
@@ -142,13 +136,8 @@ def test_a_round_that_only_an_owner_of_nothing_answers_is_skipped(monkeypatch: p
     whole = linear_toy.data
     nothing = LinearRows(np.zeros((0, FEATURES)), np.zeros(0), "logistic")
     monkeypatch.setattr(linear_toy, "data", lambda p, loss="logistic": whole(p, loss) if p else nothing)
-
-    def fault(delivery: Delivery) -> str:
-        away = delivery.message_type == PHASE1 and delivery.round == 2 and delivery.partition not in (0, 2)
-        return "silent" if away else "none"
-
     strategy = CodedLinearGD(partitions=2, parities=2, code="replication", lr=0.5, approximate=True)
-    run(strategy, metered(4, fault=fault), 3)
+    run(strategy, metered(4, fault=failing(PHASE1, 1, 3, rounds=(2,))), 3)
     assert moves(strategy) == [True, False, True]
     assert "partitions [0] are determined, and have no examples" in strategy.reports[2].linear.skipped
 
@@ -400,21 +389,18 @@ def drop_words(reply: Message) -> None:
     reply.content.config_records[NODE_RECORD].pop("say")
 
 
-def damage(name: str) -> Callable[[Message], None]:
-    def change(reply: Message) -> None:
-        data = bytearray(frame(reply, name))
-        data[3] ^= 16
-        set_frame(reply, name, bytes(data))
-
-    return change
+def damaged(reply: Message) -> None:
+    data = bytearray(frame(reply, "product"))
+    data[3] ^= 16
+    set_frame(reply, "product", bytes(data))
 
 
-WRONG = {
-    "another shape": (with_vector("product", np.ones(3)), "expected"),
-    "NaN": (with_vector("product", np.full(99, np.nan)), "expected"),
-    "another type": (with_vector("product", np.ones(99), "float32"), "expected"),
-    "no words": (drop_words, "says NoneType, expected Done"),
-    "damaged": (damage("product"), "checksum"),
+WRONG: dict[str, tuple[Callable[[int], Callable[[Message], None]], str]] = {
+    "another shape": (lambda size: with_vector("product", np.ones(3)), "expected"),
+    "NaN": (lambda size: with_vector("product", np.r_[np.nan, np.ones(size - 1)]), "not all finite"),
+    "another type": (lambda size: with_vector("product", np.ones(size), "float32"), "expected"),
+    "no words": (lambda size: drop_words, "says NoneType, expected Done"),
+    "damaged": (lambda size: damaged, "checksum"),
 }
 
 
@@ -422,13 +408,8 @@ WRONG = {
 @pytest.mark.parametrize("phase", [1, 2])
 @pytest.mark.parametrize("kind", WRONG)
 def test_hostile_replies_are_left_out_with_a_reason(phase: int, kind: str) -> None:
-    name, size = ("product", ROWS) if phase == 1 else ("product", FEATURES + 1)
-    change, said = {
-        "another shape": (with_vector(name, np.ones(3)), "expected"),
-        "NaN": (with_vector(name, np.r_[np.nan, np.ones(size - 1)]), "not all finite"),
-        "another type": (with_vector(name, np.ones(size), "float32"), "expected"),
-        "damaged": (damage(name), "checksum"),
-    }.get(kind, WRONG[kind])
+    make, said = WRONG[kind]
+    change = make(ROWS if phase == 1 else FEATURES + 1)
     strategy = CodedLinearGD(partitions=4, parities=3, code="mds", lr=0.5)
     result = run(strategy, metered(7, app=tampered(PHASE1 if phase == 1 else PHASE2, 2, change)), 3)
     assert moves(strategy) == [True] * 3
@@ -591,7 +572,7 @@ class Weighed(MeteredGrid):
 @pytest.mark.parametrize("code", ["mds", "balanced"])
 def test_set_up_bytes_are_those_handed_over_through_the_hub(code: str) -> None:
     strategy = CodedLinearGD(partitions=6, parities=4, code=code)
-    grid = Weighed(InProcessGrid(client(), 10, seed=4), TrafficLedger())
+    grid = Weighed(InProcessGrid(client(), 10, seed=4))
     run(strategy, grid, 3)
     sizes = [29 + 8 * data(j).x.size for j in range(6)]
     transfers = strategy.plan.transfers

@@ -7,7 +7,6 @@ import tracemalloc
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import (
     FedAdagrad,
     FedAdam,
@@ -20,7 +19,8 @@ from flwr.serverapp.strategy import (
     Krum,
     MultiKrum,
 )
-from toy import client_app, fedavg, model, put_sent_frame, stack, update
+from private_runs import forged
+from toy import ONE, client_app, fedavg, model, put_sent_frame, stack, training, update
 
 from fedcomp import wire
 from fedcomp.clients import programs
@@ -35,8 +35,6 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.layout import SmallDense
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.systems.pair import Pair
-
-ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
 
 def run(strategy, app=None, *, nodes=4, rounds=3, counter=False, initial=None, **grid_options):
@@ -95,13 +93,7 @@ def test_identity_is_bit_equal_to_the_inner_strategy_alone(make) -> None:
 
 def test_negative_zero_survives_the_mean() -> None:
     """A sum that starts at +0.0 would turn -0.0 into 0.0; Flower's does not."""
-    app = ClientApp(mods=[compression()])
-
-    @app.train()
-    def train(msg: Message, context: Context) -> Message:
-        arrays = ArrayRecord({"w": Array(np.full(4, -0.0, np.float32))})
-        return Message(RecordDict({"arrays": arrays, "m": MetricRecord({"num-examples": 1})}), reply_to=msg)
-
+    app = training(lambda *_: {"w": np.full(4, -0.0, np.float32)}, [compression()])
     initial = ArrayRecord({"w": Array(np.ones(4, np.float32))})
     result, _ = run(Compressed(fedavg(fraction_evaluate=0.0), Identity()), app, initial=initial, rounds=1)
     assert np.signbit(result.arrays["w"].numpy()).all()
@@ -209,16 +201,8 @@ def test_one_client_and_zero_rounds() -> None:
 
 def peak_of_aggregation(strategy: Compressed, nodes: int, size: int = 200_000) -> int:
     """Return the peak bytes allocated inside aggregate_train, for a model of ``size`` elements."""
-    app = ClientApp(mods=[compression()])
-
-    @app.train()
-    def train(msg: Message, context: Context) -> Message:
-        partition = int(context.node_config["partition-id"])
-        arrays = {k: Array(v.numpy() + update(1, partition, v.shape)) for k, v in msg.content["arrays"].items()}
-        metrics = MetricRecord({"num-examples": 1})
-        return Message(RecordDict({"arrays": ArrayRecord(arrays), "m": metrics}), reply_to=msg)
-
-    grid = InProcessGrid(app, nodes)
+    step = lambda arrays, _, partition: {k: a + update(1, partition, a.shape) for k, a in arrays.items()}  # noqa: E731
+    grid = InProcessGrid(training(step, [compression()]), nodes)
     initial = ArrayRecord({"w": Array(np.zeros(size, np.float32))})
     replies = grid.send_and_receive(strategy.configure_train(1, initial, ConfigRecord(), grid), timeout=9)
     tracemalloc.start()
@@ -239,24 +223,18 @@ def test_memory_of_a_weighted_mean_does_not_grow_with_clients() -> None:
     assert dense > 36 * 4 * 200_000, "the measurement sees a strategy that needs every model"
 
 
-def altered(change, app=None):
-    """Return an app whose incoming announcement is changed on the way, as another release's server would."""
-    inner = app or client_app([compression()])
-
-    def call(msg: Message, context: Context) -> Message:
-        for config in msg.content.config_records.values():
-            change(config)
-        return inner(msg, context)
-
-    return call
-
-
 @pytest.mark.parametrize("version", [3, 5])
 def test_a_server_of_another_protocol_version_is_refused_by_name(version: int) -> None:
     """What else it asks for cannot be read: an app that answered might send what it must not."""
+
+    def app(msg: Message, context: Context) -> Message:
+        for config in msg.content.config_records.values():
+            config["fedcomp.protocol"] = version
+        return client_app([compression()])(msg, context)
+
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
     with pytest.raises(NoUsableReply, match=f"is {version}, expected version 4; run the same release"):
-        run(strategy, altered(lambda config: config.__setitem__("fedcomp.protocol", version)), rounds=1)
+        run(strategy, app, rounds=1)
 
 
 def test_a_policy_of_ones_own_travels_to_the_clients() -> None:
@@ -273,18 +251,10 @@ def test_a_policy_of_ones_own_travels_to_the_clients() -> None:
 
 def test_a_client_cannot_go_on_with_the_first_rounds_density() -> None:
     """After the warm-up as many values as in it are refused, although they would still open."""
-    honest = client_app([compression()])
-
-    def app(msg: Message, context: Context) -> Message:
-        reply = honest(msg, context)
-        if context.node_config["partition-id"] == 1:
-            many = [wire.sparse((1200,), np.arange(120), np.ones(120, np.float32)), wire.dense(np.ones(12, np.float32))]
-            put_sent_frame(reply.content, wire.encode(many))
-        return reply
-
-    grid = InProcessGrid(app, 3, seed=4)
+    many = [wire.sparse((1200,), np.arange(120), np.ones(120, np.float32)), wire.dense(np.ones(12, np.float32))]
+    liar = forged(client_app([compression()]), lambda content: put_sent_frame(content, wire.encode(many)), 1)
     strategy = Compressed(fedavg(fraction_evaluate=0.0), DGC(0.01, warmup=1), policy=SmallDense())
-    strategy.start(MeteredGrid(grid, TrafficLedger()), model(), num_rounds=3, timeout=9)
+    run(strategy, liar, nodes=3, seed=4)
     assert [r.compressed for r in strategy.reports.values()] == [3, 2, 2]
     reasons = [reason for r in strategy.reports.values() for reason in r.refused.values()]
     assert all("120 values, round" in reason and "allows 12" in reason for reason in reasons)

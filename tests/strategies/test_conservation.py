@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import program_runs
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.serverapp.strategy import FedAvg
 from plain_grid import PlainGrid
 from program_runs import owed
-from toy import client_app, fingerprint, model, stack
+from toy import ONE, client_app, fingerprint, model, stack, training
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import TopK
@@ -28,6 +27,7 @@ from fedcomp.flower.faults import Delivery, Fault, RandomFaults, ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.records import to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.flower.state import UNSETTLED
 from fedcomp.layout import Layout, SmallDense
@@ -35,8 +35,6 @@ from fedcomp.rng import Key
 from fedcomp.stateful import next_epoch, within_epoch
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.overlap import PipelinedStrategy
-
-ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
 
 class Sum(FedAvg):
@@ -147,12 +145,7 @@ def test_replicas_never_diverge_silently() -> None:
     for round_ in range(1, 41):
         messages = list(strategy.configure_train(round_, arrays, ConfigRecord(), metered))
         full += sum(1 for m in messages if len(m.content.array_records))
-        reference = ArrayRecord(
-            {
-                k: Array(v)
-                for k, v in strategy.layout.unflatten(strategy.down.broadcast.reference, {}).items()  # type: ignore[union-attr]
-            }
-        )
+        reference = to_record(strategy.layout.unflatten(strategy.down.broadcast.reference, {}))
         replies = metered.send_and_receive(messages, timeout=9)
         for reply in replies:
             if not reply.has_error():
@@ -202,23 +195,16 @@ def test_statistics_that_were_lost_are_not_applied_twice() -> None:
 
     Treated as a change with memory it would arrive as 1 - 4 * 0.75 = -2: a mean of -0.5, whose square root is NaN.
     """
-    app = ClientApp(mods=[compression()])
 
-    @app.train()
-    def train(msg: Message, context: Context) -> Message:
-        arrays = {k: v.numpy() for k, v in msg.content["arrays"].items()}
-        if context.node_config["partition-id"] == 0:
-            arrays["weight"] = arrays["weight"] + 1
-            arrays["bn.running_var"] = np.full(2048, 0.25, np.float32)
-        content = RecordDict({"arrays": ArrayRecord({k: Array(v) for k, v in arrays.items()})})
-        content["m"] = MetricRecord({"num-examples": 1})
-        return Message(content, reply_to=msg)
+    def step(arrays: dict[str, Any], number: int, partition: int) -> dict[str, Any]:
+        moved = {"weight": arrays["weight"] + 1, "bn.running_var": np.full(2048, 0.25, np.float32)}
+        return arrays if partition else moved
 
     initial = ArrayRecord(
         {"weight": Array(np.zeros(4096, np.float32)), "bn.running_var": Array(np.ones(2048, np.float32))}
     )
     faults = {(server_round, 0): "lost_reply" for server_round in (1, 2, 3)}
-    grid = InProcessGrid(app, 2, seed=1, fault=ScriptedFaults(faults))
+    grid = InProcessGrid(training(step, [compression()]), 2, seed=1, fault=ScriptedFaults(faults))
     strategy = Compressed(FedAvg(**ONE, fraction_evaluate=0.0), TopK(density=1.0))
     result = strategy.start(MeteredGrid(grid, TrafficLedger()), initial, num_rounds=4, timeout=9)
     np.testing.assert_array_equal(result.arrays["bn.running_var"].numpy(), np.full(2048, 0.625, np.float32))

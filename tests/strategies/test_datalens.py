@@ -16,7 +16,6 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from private_runs import forged
 
 from fedcomp import wire
-from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import asks, checkpoint
 from fedcomp.flower.faults import ScriptedFaults
@@ -34,7 +33,6 @@ from fedcomp.privacy.mechanism import GridGaussian, Mechanism, PrivateSum, Votes
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import encode_rows
 from fedcomp.rng import Key
-from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.datalens import DataLens
 
 K, ROUNDS = 4, 5
@@ -363,7 +361,6 @@ def test_noise_from_the_system_is_another_one_each_time_and_public_choices_are_n
 
     def app(message: Message, context: Context) -> Message:
         head = asks.find_ask(message.content)
-        assert head is not None
         sent.append(repr((head.seed, head.number, head.sequence)).encode())
         return honest(message, context)
 
@@ -403,11 +400,6 @@ def test_capped_sampling_ends_when_everybody_has_taken_part() -> None:
 def test_what_cannot_keep_a_promise_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         strategy(**options)
-
-
-def test_votes_on_images_are_no_update_that_a_codec_encodes() -> None:
-    with pytest.raises(ConfigError, match="no update for a codec to encode"):
-        Compressed(strategy(), TopK(density=0.1))
 
 
 def test_nothing_is_released_before_the_number_of_clients_is_known() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.serverapp.strategy import FedAvg
-from toy import client_app, fedavg, model, stack
+from toy import by_partition, client_app, fedavg, model, stack
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import EDEN, QSGD, Auto, Identity, LowRank, RandomK, TopK
@@ -68,8 +68,6 @@ class Still(FedAvg):
             return self.kept, metrics
         nudged = {k: v.numpy() for k, v in self.kept.items()}
         nudged["bias"][0] = server_round
-        from flwr.app import Array
-
         return ArrayRecord({k: Array(v) for k, v in nudged.items()}), None
 
 
@@ -90,45 +88,40 @@ def test_identity_uplink_over_a_lossy_downlink_keeps_what_the_downlink_dropped()
     np.testing.assert_allclose(stack(lossy.arrays), stack(dense.arrays), rtol=1e-5, atol=1e-2)
 
 
+def away(partition: int, *rounds: int):
+    """Return the plan by which a node is not there in some rounds."""
+    return lambda delivery: "offline" if delivery.partition == partition and delivery.round in rounds else None
+
+
 @pytest.mark.slow
-def test_levels_both_ways_leave_every_node_with_the_same_copy() -> None:
+@pytest.mark.parametrize(
+    ("codec", "downlink"),
+    [
+        (TopK(density=0.01), TopK(density=0.01)),
+        (Auto(1.0), Auto(1.0, feedback=True)),
+        (LowRank(3), LowRank(2)),
+    ],
+    ids=["top-k", "levels", "low rank"],
+)
+def test_a_node_that_was_away_gets_the_steps_it_missed_and_all_have_the_same_copy(codec, downlink) -> None:
     """The server refuses a node whose copy differs from its own in one bit."""
-
-    def plan(delivery):
-        return "offline" if delivery.partition == 2 and 2 <= delivery.round <= 3 else None
-
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), Auto(1.0), downlink=Auto(1.0, feedback=True))
-    result, ledger, grid = start(strategy, rounds=5, fault=plan)
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), codec, downlink=downlink)
+    result, ledger, grid = start(strategy, rounds=5, fault=away(2, 2, 3))
     assert [len(r.refused) for r in strategy.reports.values()] == [0, 1, 1, 0, 0]
-    assert ledger.total(round=4, direction="down", value="payload") < DENSE
+    down = ledger.total(round=4, direction="down", value="payload")
+    assert down < DENSE, "two missed steps are shorter than a model"
     states = [grid.context(n).state for n in grid.get_node_ids()]
     copies = [state.array_records["fedcomp.replica.model"] for state in states]
     assert {int(state.config_records["fedcomp.replica"]["version"]) for state in states} == {5}
     assert len({stack(copy).tobytes() for copy in copies}) == 1
     assert np.isfinite(stack(result.arrays)).all()
-
-
-@pytest.mark.slow
-def test_a_node_that_was_away_gets_the_steps_it_missed() -> None:
-    def plan(delivery):
-        return "offline" if delivery.partition == 2 and 2 <= delivery.round <= 3 else None
-
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.01), downlink=TopK(density=0.01))
-    _, ledger, grid = start(strategy, rounds=5, fault=plan)
-    assert [len(r.refused) for r in strategy.reports.values()] == [0, 1, 1, 0, 0]
-    down = ledger.total(round=4, direction="down", value="payload")
-    assert down < DENSE, "two missed steps are shorter than a model"
-    versions = {int(grid.context(n).state.config_records["fedcomp.replica"]["version"]) for n in grid.get_node_ids()}
-    assert versions == {5}
+    assert np.abs(stack(result.arrays)).max() > 100
 
 
 @pytest.mark.slow
 def test_a_node_that_was_away_too_long_gets_the_model() -> None:
-    def plan(delivery):
-        return "offline" if delivery.partition == 2 and 2 <= delivery.round <= 11 else None
-
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1), downlink=TopK(density=0.2))
-    _, ledger, _ = start(strategy, rounds=12, fault=plan)
+    _, ledger, _ = start(strategy, rounds=12, fault=away(2, *range(2, 12)))
     assert strategy.reports[12].compressed == 4
     assert ledger.total(round=12, direction="down", value="payload") > DENSE
 
@@ -136,10 +129,7 @@ def test_a_node_that_was_away_too_long_gets_the_model() -> None:
 @pytest.mark.slow
 def test_clients_without_the_mod_always_get_the_full_reference() -> None:
     plain, modded = client_app(), client_app([compression()])
-
-    def either(msg: Message, context: Context) -> Message:
-        return (plain if int(context.node_config["partition-id"]) == 0 else modded)(msg, context)
-
+    either = by_partition(lambda partition: plain if partition == 0 else modded)
     strategy = Compressed(fedavg(), TopK(density=0.1), downlink=TopK(density=0.02))
     _, ledger, _ = start(strategy, either)
     assert [r.plain for r in strategy.reports.values()] == [1] * 4
@@ -170,20 +160,6 @@ def test_codecs_that_would_diverge_are_refused(codec, reason: str) -> None:
         Compressed(fedavg(), TopK(density=0.1), downlink=codec)
 
 
-# Bases over messages: what is in which, by its digest; what they add up to: tests/systems.
-
-
-def test_low_rank_serves_the_drop_in_pair_in_both_directions() -> None:
-    """Nothing shared: an uplink in error feedback, and a downlink whose replicas are the server's reference."""
-    strategy = Compressed(fedavg(), LowRank(3), downlink=LowRank(5))
-    assert strategy.codec == ErrorFeedback(LowRank(3))
-    grid = MeteredGrid(InProcessGrid(client_app([compression()]), 3, seed=4), TrafficLedger())
-    result = strategy.start(grid, model(), num_rounds=5, timeout=9)
-    assert [report.used for report in strategy.reports.values()] == [3] * 5
-    assert all(not report.refused and not report.notes for report in strategy.evaluations.values())
-    assert np.abs(stack(result.arrays)).max() > 100
-
-
 # A first model that the nodes make themselves: named by its digest, sent only to those that made another one.
 
 
@@ -193,14 +169,8 @@ def first(msg: Message, context: Context) -> ArrayRecord:
 
 def begin(make, *, rounds=3, at_nodes=True, downlink=None, fault=None, state=None, seed=3):
     """Train with four nodes that have ``make`` for a first model, by partition where it is a dictionary."""
-    by_partition = make if isinstance(make, dict) else {}
-    apps = {i: client_app([compression(first_model=by_partition.get(i, first))]) for i in range(4)}
-    if not isinstance(make, dict):
-        apps = dict.fromkeys(range(4), client_app([compression(first_model=make)]))
-
-    def app(msg: Message, context: Context) -> Message:
-        return apps[int(context.node_config["partition-id"])](msg, context)
-
+    makes = {i: make.get(i, first) if isinstance(make, dict) else make for i in range(4)}
+    apps = {i: client_app([compression(first_model=each)]) for i, each in makes.items()}
     strategy = Compressed(
         fedavg(fraction_evaluate=0.0),
         TopK(density=0.02),
@@ -212,7 +182,7 @@ def begin(make, *, rounds=3, at_nodes=True, downlink=None, fault=None, state=Non
         # As whoever resumes from a file does: nodes may have got later versions since.
         strategy.renumber()
     ledger = TrafficLedger()
-    grid = InProcessGrid(app, 4, seed=seed, fault=fault)
+    grid = InProcessGrid(by_partition(apps.__getitem__), 4, seed=seed, fault=fault)
     result = strategy.start(MeteredGrid(grid, ledger), first(None, None), num_rounds=rounds, timeout=9)
     down = [ledger.total(round=r, direction="down", value="payload") for r in range(1, rounds + 1)]
     versions = [int(grid.context(n).state.config_records["fedcomp.replica"]["version"]) for n in grid.get_node_ids()]
@@ -261,10 +231,7 @@ def test_a_node_that_makes_another_model_is_refused_once_and_sent_the_servers(ma
 
 
 def test_a_node_that_comes_later_is_sent_the_steps_since_the_first_model() -> None:
-    def away(delivery):
-        return "offline" if delivery.partition == 1 and delivery.round < 3 else None
-
-    strategy, _, down, versions = begin(first, rounds=4, fault=away)
+    strategy, _, down, versions = begin(first, rounds=4, fault=away(1, 1, 2))
     assert [report.used for report in strategy.reports.values()] == [3, 3, 4, 4]
     assert max(down) < DENSE
     assert versions == [4] * 4

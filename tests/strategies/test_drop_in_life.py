@@ -17,7 +17,8 @@ from flwr.serverapp.strategy import (
     Krum,
     MultiKrum,
 )
-from toy import client_app, fedavg, model, stack, update, with_halves
+from private_runs import forged
+from toy import ONE, client_app, fedavg, model, stack, update, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
@@ -186,7 +187,6 @@ def test_numbers_that_underflow_end_nothing_and_change_no_bit(caplog) -> None:
 
 # Messages that hold more than the model: one record is compressed, the others pass through untouched.
 
-ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 SIZE = 300
 
 
@@ -357,17 +357,9 @@ def with_control(msg: Message, context: Context, call_next) -> Message:
 
 def test_b9_a_reply_that_lacks_what_the_others_have_costs_its_own_update_only() -> None:
     """The inner strategy would end the whole run over it."""
-    honest = controlled_app([compression()])
-
-    def app(msg: Message, context: Context) -> Message:
-        reply = honest(msg, context)
-        if context.node_config["partition-id"] == 1 and reply.has_content() and "change" in reply.content:
-            del reply.content["change"]
-        return reply
-
+    app = forged(controlled_app([compression()]), lambda content: content.pop("change") and None, 1)
     strategy = Compressed(Controlled(fraction_evaluate=0.0), TopK(0.05), record="arrays")
-    grid = MeteredGrid(InProcessGrid(app, 3, seed=4), TrafficLedger())
-    strategy.start(grid, model(), num_rounds=1, timeout=9)
+    strategy.start(MeteredGrid(InProcessGrid(app, 3, seed=4)), model(), num_rounds=1, timeout=9)
     assert strategy.reports[1].compressed == 2
     (reason,) = strategy.reports[1].refused.values()
     assert "change" in reason

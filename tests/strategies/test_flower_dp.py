@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
 from flwr.serverapp.strategy import (
@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import (
     FedAvg,
     Strategy,
 )
-from toy import stack, with_halves
+from toy import stack, training
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, Clip, Codec, Identity, RandomK, TopK, chain
@@ -99,18 +99,7 @@ def learnt(partition: int) -> np.ndarray:
 
 def app_of(mods: Iterable) -> ClientApp:
     """Return clients that add :func:`learnt` to the model and weigh alike."""
-    app = with_halves(mods)
-
-    @app.train()
-    def train(msg: Message, context: Context) -> Message:
-        ((name, record),) = msg.content.array_records.items()
-        partition = int(context.node_config["partition-id"])
-        arrays = ArrayRecord({"w": Array(record["w"].numpy() + learnt(partition))})
-        reply = RecordDict({name: arrays, "metrics": MetricRecord({"num-examples": 1})})
-        reply["fedcomp.node"] = ConfigRecord({"partition-id": partition})
-        return Message(reply, reply_to=msg)
-
-    return app
+    return training(lambda arrays, number, partition: {"w": arrays["w"] + learnt(partition)}, mods)
 
 
 def run(strategy: Strategy, mods: Iterable, rounds: int = 1) -> np.ndarray:

@@ -383,12 +383,6 @@ def test_7_14_a_dead_node_that_is_listed_costs_one_deadline_a_round_and_its_succ
     assert of.reports[4].gcn.train.rows_sent == of.reports[1].gcn.train.rows_sent
 
 
-# Messages that are lost, late or doubled.
-
-
-# Who sits where.
-
-
 FEW = 3
 """Owners of the runs below."""
 

@@ -12,7 +12,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedMedian
 from private_runs import inner as bare_mean
-from toy import SHAPES, client_app, fedavg, model, stack, update
+from toy import ONE, SHAPES, bias_of, client_app, fedavg, model, stack, update
 
 from fedcomp.clients.app import app as generic
 from fedcomp.clients.compressed import compression
@@ -20,7 +20,6 @@ from fedcomp.clients.private.mod import private
 from fedcomp.codecs import QSGD, Identity, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import FRAME, NODE_RECORD
 from fedcomp.flower.report import Report
@@ -42,7 +41,7 @@ from fedcomp.systems.private.lsg import LowRank
 from fedcomp.tasks import get_task
 
 log = logging.getLogger("flwr.fedcomp")
-ONES = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
+ONES = {**ONE, "fraction_evaluate": 0.0}
 Client = Callable[[Message, Context], Message]
 
 
@@ -70,19 +69,8 @@ def broken(mods: Any, when: int = 2, *, value: float = 1e25, weight: int | None 
 def play(strategy: Any, app: Client, rounds: int = 3, nodes: int = 5) -> tuple[ArrayRecord, int]:
     """Run; return the model and the id of the node of partition 1."""
     with InProcessGrid(app, nodes, seed=4) as grid:
-        return fit(strategy, MeteredGrid(grid, TrafficLedger()), model(), rounds, timeout=9).arrays, grid.node_id_of(
-            min(1, nodes - 1)
-        )
-
-
-def bias(*rounds: tuple[int, tuple[int, ...]]) -> np.ndarray:
-    """Return what these partitions in these rounds make of a bias of zeros."""
-    total = np.zeros(SHAPES["bias"])
-    for round_, parts in rounds:
-        total += sum(update(round_, p, SHAPES["bias"], 1).astype(float) * (p + 1) for p in parts) / sum(
-            p + 1 for p in parts
-        )
-    return total
+        arrays = fit(strategy, MeteredGrid(grid), model(), rounds, timeout=9).arrays
+        return arrays, grid.node_id_of(min(1, nodes - 1))
 
 
 SIZE = sum(int(np.prod(shape)) for shape in SHAPES.values())
@@ -124,7 +112,7 @@ def test_d2_without_a_guard_the_report_names_the_norm_and_with_it_the_reply_is_r
     # What was refused does not come again from the client's memory.
     assert [guarded.reports[r].refused for r in (1, 3)] == [{}, {}]
     tolerance = {"rtol": 1e-5, "atol": 0.05} if path != "downlink" else {"atol": 60.0}
-    np.testing.assert_allclose(arrays["bias"].numpy(), bias((1, ALL), (2, OTHERS), (3, ALL)), **tolerance)
+    np.testing.assert_allclose(arrays["bias"].numpy(), bias_of((1, ALL), (2, OTHERS), (3, ALL)), **tolerance)
 
 
 @pytest.mark.slow
@@ -132,7 +120,7 @@ def test_d2_without_a_guard_the_report_names_the_norm_and_with_it_the_reply_is_r
 def test_d2_norms_and_weights_are_those_of_the_updates(path: str) -> None:
     strategy = FRAMES[path][0]()
     with InProcessGrid(app_of(path, when=9), 5, seed=4) as grid:
-        fit(strategy, MeteredGrid(grid, TrafficLedger()), model(), 1, timeout=9)
+        fit(strategy, MeteredGrid(grid), model(), 1, timeout=9)
         for p in ALL:
             node = grid.node_id_of(p)
             parts = [update(1, p, SHAPES[name], layer) for layer, name in enumerate(SHAPES)]
@@ -162,7 +150,7 @@ def test_d2_a_weight_that_captures_the_mean_is_refused(path: str) -> None:
     arrays, node = play(strategy, app_of(path, weight=2**62), rounds=2)
     assert strategy.reports[2].refused.keys() == {node}
     assert "the weight is 4.612e+18" in strategy.reports[2].refused[node]
-    np.testing.assert_allclose(arrays["bias"].numpy(), bias((1, ALL), (2, OTHERS)), rtol=1e-5, atol=0.05)
+    np.testing.assert_allclose(arrays["bias"].numpy(), bias_of((1, ALL), (2, OTHERS)), rtol=1e-5, atol=0.05)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

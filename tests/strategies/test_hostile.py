@@ -13,9 +13,9 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedMedian, Strategy
 from plain_grid import Blind
-from private_runs import Room
+from private_runs import Room, forged
 from private_runs import inner as bare_mean
-from toy import SHAPES, client_app, fedavg, model, put_sent_frame, stack, update
+from toy import ONE, bias_of, client_app, fedavg, model, put_sent_frame, stack
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
@@ -23,7 +23,6 @@ from fedcomp.clients.private.mod import private
 from fedcomp.codecs import Identity, RandomK, ScaleCom, TopK
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import FRAME, put_frame
 from fedcomp.flower.report import Report
@@ -36,22 +35,17 @@ from fedcomp.strategies.replies import MAX_ENTRIES, MAX_NUMBERS, MAX_RECORDS, Us
 from fedcomp.strategies.shared_support import SharedSupport
 
 Client = Callable[[Message, Context], Message]
-ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
 
 def run(strategy, evil, *, nodes=4, rounds=2, culprit=1, mods=True, kind="train", initial=None, app=None):
     """Run with one client whose reply content ``evil`` changes; return the result."""
     honest = app or client_app([compression()] if mods else [])
+    hostile = forged(honest, evil, culprit)
 
     def client(msg: Message, context: Context) -> Message:
-        reply = honest(msg, context)
-        if context.node_config["partition-id"] == culprit and msg.metadata.message_type == kind:
-            changed = evil(reply.content)
-            if changed is not None:
-                reply.content = changed
-        return reply
+        return (hostile if msg.metadata.message_type == kind else honest)(msg, context)
 
-    grid = MeteredGrid(InProcessGrid(client, nodes, seed=4), TrafficLedger())
+    grid = MeteredGrid(InProcessGrid(client, nodes, seed=4))
     return strategy.start(grid, initial or model(), num_rounds=rounds, timeout=9)
 
 
@@ -161,9 +155,7 @@ def test_a_bad_client_costs_its_own_update_only(name: str, inner) -> None:
     assert [len(r.refused) for r in reports] == [1, 1]
     assert np.isfinite(stack(result.arrays)).all()
     if inner is fedavg:
-        weights = {0: 1, 2: 3, 3: 4}
-        expected = sum(update(1, p, (12,), 1).astype(np.float64) * w for p, w in weights.items()) / 8
-        expected += sum(update(2, p, (12,), 1).astype(np.float64) * w for p, w in weights.items()) / 8
+        expected = bias_of((1, (0, 2, 3)), (2, (0, 2, 3)))
         np.testing.assert_allclose(result.arrays["bias"].numpy(), expected, rtol=1e-5, atol=1e-2)
 
 
@@ -234,7 +226,7 @@ def test_finite_updates_whose_sum_is_not_leave_the_model_as_it_was() -> None:
     honest = client_app([compression()])
     for downlink in (None, TopK(density=0.1)):
         strategy = Compressed(fedavg(), TopK(density=1.0), downlink=downlink, policy=SmallDense())
-        grid = MeteredGrid(InProcessGrid(app, 4, seed=4), TrafficLedger())
+        grid = MeteredGrid(InProcessGrid(app, 4, seed=4))
         with pytest.raises(NoUsableReply, match=r"the run has learnt nothing.*not finite"):
             strategy.start(grid, model(3e38), num_rounds=2, timeout=9)
         assert len(strategy.reports) == 2
@@ -360,20 +352,7 @@ def play(
     strategy: Any, grid: InProcessGrid, rounds: int, *, start: int = 1, arrays: ArrayRecord | None = None
 ) -> ArrayRecord:
     initial = model() if arrays is None else arrays
-    return fit(strategy, MeteredGrid(grid, TrafficLedger()), initial, rounds, start_round=start, timeout=9).arrays
-
-
-def mean(*rounds_and_partitions: tuple[int, tuple[int, ...]]) -> np.ndarray:
-    """Return what the toy app's partitions, weighted by their examples, make of a bias of zeros."""
-    total = np.zeros(SHAPES["bias"])
-    for round_, partitions in rounds_and_partitions:
-        weights = [p + 1 for p in partitions]
-        parts = [
-            update(round_, p, SHAPES["bias"], 1).astype(np.float64) * w
-            for p, w in zip(partitions, weights, strict=True)
-        ]
-        total += sum(parts) / sum(weights)
-    return total
+    return fit(strategy, MeteredGrid(grid), initial, rounds, start_round=start, timeout=9).arrays
 
 
 MEANS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
@@ -397,7 +376,7 @@ def test_d1_twins_are_both_refused_and_named_in_report_and_log(path: str, caplog
     for report in strategy.reports.values():
         assert report.refused.keys() == twins
         assert all("2 nodes declare partition 2" in reason for reason in report.refused.values())
-    np.testing.assert_allclose(arrays["bias"].numpy(), mean((1, (0, 1)), (2, (0, 1))), rtol=1e-5, atol=1e-2)
+    np.testing.assert_allclose(arrays["bias"].numpy(), bias_of((1, (0, 1)), (2, (0, 1))), rtol=1e-5, atol=1e-2)
     told = [r.getMessage() for r in caplog.records if "declare partition 2" in r.getMessage()]
     assert len(told) >= 1
     assert all(str(node) in told[0] for node in twins)
@@ -416,7 +395,7 @@ def test_d1_a_newcomer_does_not_drive_out_the_holder_and_takes_over_when_that_on
     arrays = play(strategy, grid, 2, start=2, arrays=arrays)
     assert strategy.reports[2].refused.keys() == {twin}
     assert f"only node {held}" in strategy.reports[2].refused[twin]
-    np.testing.assert_allclose(arrays["bias"].numpy(), mean((1, (0, 1, 2)), (2, (0, 1, 2))), rtol=1e-5, atol=1e-2)
+    np.testing.assert_allclose(arrays["bias"].numpy(), bias_of((1, (0, 1, 2)), (2, (0, 1, 2))), rtol=1e-5, atol=1e-2)
     fresh = MEANS[path][0]()
     fresh.load_state_dict(strategy.state_dict())
     grid.remove_node(held)
@@ -458,7 +437,7 @@ def test_d1_in_a_round_of_datalens_twins_votes_are_left_out_and_named(teachers: 
     def played(copied: tuple[int, ...]) -> Report:
         strategy = datalens_toy.strategy(teachers=teachers, adjacency="replace" if teachers > 1 else "zero_out")
         config = lambda p: {"partition-id": 0 if p in copied else p}  # noqa: E731
-        grid = MeteredGrid(Blind(datalens_toy.client(), 4, seed=2, node_config=config), TrafficLedger())
+        grid = MeteredGrid(Blind(datalens_toy.client(), 4, seed=2, node_config=config))
         strategy.start(grid, datalens_toy.model(), num_rounds=1, timeout=9)
         return strategy.reports[1]
 
@@ -474,14 +453,7 @@ def test_d1_in_a_round_of_datalens_twins_votes_are_left_out_and_named(teachers: 
 
 def test_d1_where_the_engine_knows_a_claim_in_a_reply_costs_its_own_update_alone() -> None:
     """A hostile node says it is another's partition: in process it is known not to be, and the other one stays."""
-    honest = client_app([compression()])
-
-    def liar(msg: Message, context: Context) -> Message:
-        reply = honest(msg, context)
-        if context.node_config["partition-id"] == 1:
-            reply.content["fedcomp.node"]["partition-id"] = 2
-        return reply
-
+    liar = forged(client_app([compression()]), header(partition_id=2), 1)
     for grid, refused in ((InProcessGrid(liar, 4, seed=4), 1), (Blind(liar, 4, seed=4), 2)):
         strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(1.0))
         play(strategy, grid, 1)
@@ -581,8 +553,7 @@ def odd(strategy: Compressed, culprit: int, rounds: int, *, since: int = 1, node
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("inner", [fedavg, FedMedian])
 def test_d3_between_two_forms_that_are_equally_frequent_nobody_is_chosen(culprit: int, inner: Any) -> None:
-    ones = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
-    strategy = Compressed(inner(**ones), TopK(1.0))
+    strategy = Compressed(inner(**ONE), TopK(1.0))
     with pytest.raises(NoUsableReply, match="equally frequent"):
         odd(strategy, culprit, 1)
     assert len(strategy.reports[1].refused) == 2
@@ -598,7 +569,9 @@ def test_d3_the_form_of_earlier_rounds_decides_a_tie(culprit: int) -> None:
     assert [len(report.refused) for report in strategy.reports.values()] == [0, 1, 1]
     assert [len(report.refused) for report in strategy.evaluations.values()] == [0, 1, 1]
     other = (1 - culprit,)
-    np.testing.assert_allclose(arrays["bias"].numpy(), mean((1, (0, 1)), (2, other), (3, other)), rtol=1e-5, atol=1e-2)
+    np.testing.assert_allclose(
+        arrays["bias"].numpy(), bias_of((1, (0, 1)), (2, other), (3, other)), rtol=1e-5, atol=1e-2
+    )
 
 
 def test_d3_a_tie_among_many_rejects_its_forms_only_when_none_was_usual() -> None:

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import topagg_runs
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from toy import client_app, fedavg, update
+from topagg_runs import NODES, SIZE, App, flat, learnt
+from toy import SHAPES, by_partition, client_app, fedavg
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
@@ -20,10 +22,7 @@ from fedcomp.codecs import Identity, TopK
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower.asks import data_in
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import TrafficLedger
-from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import FRAME
-from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout, Update
 from fedcomp.privacy.lsg import LowRankPlan
 from fedcomp.program import AnswerError, Ask, Me
@@ -33,13 +32,9 @@ from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.systems.private.lsg import LowRank, carried
 
-NODES, SIZE = 8, 1212
-SHAPES = {"weight": (40, 30), "bias": (12,)}
 PLAN = LowRankPlan.of(SHAPES, 5)
 CLIP = 2000.0
 """The toy's updates have norms of about 20000: all are clipped."""
-
-App = Callable[[Message, Context], Message]
 
 
 def strategy(**options: Any) -> Lsg:
@@ -62,26 +57,15 @@ def app() -> ClientApp:
     return client_app([compression(), private()])
 
 
-def run(chosen: Any, *, rounds: int = 1, client: App | None = None, initial: Any = None, **engine: Any) -> tuple:
-    with InProcessGrid(client or app(), NODES, **{"seed": 3, **engine}) as grid:
-        metered = MeteredGrid(grid, TrafficLedger())
-        result = fit(chosen, metered, initial or start(), rounds, timeout=9.0)
-    return flat(result.arrays), result, metered
+def run(chosen: Any, *, rounds: int = 1, client: App | None = None) -> tuple:
+    moved, result, metered = topagg_runs.run(chosen, rounds=rounds, client=client or app(), initial=start())
+    return moved.astype(np.float64), result, metered
 
 
 def start() -> ArrayRecord:
     """A model of full rank, so that its carriers are its own directions."""
     draws = Key(1).generator()
     return ArrayRecord({k: Array(draws.standard_normal(s).astype(np.float32)) for k, s in SHAPES.items()})
-
-
-def flat(arrays: Any) -> np.ndarray:
-    return np.concatenate([arrays[name].numpy().reshape(-1) for name in SHAPES]).astype(np.float64)
-
-
-def learnt(server_round: int, partition: int) -> np.ndarray:
-    parts = [update(server_round, partition, shape, layer).reshape(-1) for layer, shape in enumerate(SHAPES.values())]
-    return np.concatenate(parts).astype(np.float64)
 
 
 def by_hand(
@@ -92,14 +76,14 @@ def by_hand(
     kept = LowRank(clip=CLIP, rank=5, keep=share).drawn(PLAN.short, server_round, 7)
     total = np.zeros(PLAN.short)
     for partition in who:
-        short = np.concatenate(PLAN.project(learnt(server_round, partition), pairs))[kept]
+        short = np.concatenate(PLAN.project(learnt(server_round, partition).astype(np.float64), pairs))[kept]
         total[kept] += short * min(1.0, CLIP / np.linalg.norm(short))
     return PLAN.reconstruct(total / NODES, pairs), kept, pairs
 
 
 def test_the_model_moves_by_the_reconstructed_mean_of_clipped_coordinates() -> None:
     moved, result, _ = run(strategy())
-    before = flat(start())
+    before = flat(start()).astype(np.float64)
     step, kept, _ = by_hand(before, 1, 0.5)
     assert kept.size == math.ceil(0.5 * (5 * 70 + 12))
     # A grid step is 2000 / 1024, and the reconstruction adds up several of them.
@@ -132,7 +116,7 @@ def test_2_6_noise_is_on_the_kept_coordinates_alone_and_its_energy_is_within_thr
 ) -> None:
     """Rounds nobody answers, from the same model: what is released is what the noise is reconstructed to."""
     chosen = strategy(rank=rank, keep=0.25, noise_multiplier=2.0, clip=1.0, adjacency=adjacency)
-    before, energy, rounds = flat(start()), [], 100
+    before, energy, rounds = flat(start()).astype(np.float64), [], 100
     with InProcessGrid(app(), NODES, seed=3) as grid:
         for number in range(1, rounds + 1):
             list(chosen.configure_train(number, start(), ConfigRecord({"server-round": number}), grid))
@@ -189,10 +173,7 @@ def test_the_apps_own_message_is_an_ordinary_one() -> None:
 def test_a_client_without_the_mod_is_shortened_by_the_server() -> None:
     modded, *_ = run(strategy(noise_multiplier=1.0))
     plain, with_mod = client_app([private()]), app()
-
-    def mixed(msg: Message, context: Context) -> Message:
-        return (plain if context.node_config["partition-id"] in (1, 4) else with_mod)(msg, context)
-
+    mixed = by_partition(lambda partition: plain if partition in (1, 4) else with_mod)
     chosen = strategy(noise_multiplier=1.0)
     moved, *_ = run(chosen, client=mixed)
     np.testing.assert_array_equal(moved, modded)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
-from toy import client_app, fedavg, model, stack, with_halves
+from toy import client_app, fedavg, model, stack, training
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import DCT, FFT, QSGD, Clip, Domain, ErrorFeedback, Identity, RandomK, ScaleCom, TopK, chain
@@ -46,7 +46,6 @@ def once(strategy: Any, received: tuple[int, int] | None = (3, 1)) -> tuple[dict
     with acting_as(1, 0), np.errstate(over="ignore"):
         asked = Message(RecordDict(), 5, "train")
         arrays, metrics = aggregate_once(strategy, 1, ("arrays", mean()), asked, CONTENTS, received=received)
-    assert arrays is not None
     return {name: array.numpy().tobytes() for name, array in arrays.items()}, metrics
 
 
@@ -112,31 +111,23 @@ def norm_layer(*, counter: bool) -> ArrayRecord:
     return ArrayRecord([*arrays, np.array(0)] if counter else arrays)
 
 
-def training(mod) -> ClientApp:
+def normalising(mod) -> ClientApp:
     """An app whose weights move at random and whose variances shrink towards small positive values."""
-    app = with_halves([mod])
 
-    @app.train()
-    def train(msg: Message, context: Context) -> Message:
-        ((name, record),) = msg.content.array_records.items()
-        round_ = int(next(iter(msg.content.config_records.values()))["server-round"])
+    def step(arrays: dict[str, Any], number: int, partition: int) -> dict[str, Any]:
         out = {}
-        for i, (k, array) in enumerate(record.items()):
-            value = array.numpy()
-            key = Key(3, "statistics", round_, int(context.node_config["partition-id"]), i)
+        for i, (k, value) in enumerate(arrays.items()):
+            key = Key(3, "statistics", number, partition, i)
             if k == "4":
                 target = 0.01 + 0.02 * key.uniform(value.size)
-                out[k] = Array((value + 0.9 * (target - value)).astype(np.float32))
+                out[k] = (value + 0.9 * (target - value)).astype(np.float32)
             elif value.dtype.kind == "f":
-                out[k] = Array(
-                    (value + 0.3 * key.generator().normal(size=value.size).reshape(value.shape)).astype(np.float32)
-                )
+                out[k] = (value + 0.3 * key.generator().normal(size=value.shape)).astype(np.float32)
             else:
-                out[k] = Array(np.asarray(value + 1))
-        metrics = MetricRecord({"num-examples": 5})
-        return Message(RecordDict({name: ArrayRecord(out), "metrics": metrics}), reply_to=msg)
+                out[k] = value + 1
+        return out
 
-    return app
+    return training(step, [mod])
 
 
 def strategies():
@@ -152,7 +143,7 @@ def lowest(strategy, mod, initial: ArrayRecord, rounds: int = 8) -> list[float]:
         found.append(float(arrays["4"].numpy().min()))
         return MetricRecord({})
 
-    strategy.start(InProcessGrid(training(mod), 3, seed=1), initial, num_rounds=rounds, timeout=9, evaluate_fn=look)
+    strategy.start(InProcessGrid(normalising(mod), 3, seed=1), initial, num_rounds=rounds, timeout=9, evaluate_fn=look)
     return found
 
 
@@ -222,19 +213,15 @@ def moments(strategy) -> np.ndarray:
     return np.stack([np.concatenate([v.reshape(-1) for v in m.values()]) if m else np.zeros(size) for m in held])
 
 
-def burst(size: int = 2000) -> ClientApp:
+def burst() -> ClientApp:
     """Return an app whose update is 0.5 at the first coordinate in round 1, and at the second one from then on."""
-    app = ClientApp(mods=[compression()])
 
-    @app.train()
-    def train(msg: Message, context: Context) -> Message:
-        weights = msg.content["arrays"]["w"].numpy().copy()
-        number = int(msg.content["config"]["server-round"])
+    def step(arrays: dict[str, Any], number: int, partition: int) -> dict[str, Any]:
+        weights = arrays["w"].copy()
         weights[0 if number == 1 else 1] += 0.5
-        reply = {"arrays": ArrayRecord({"w": Array(weights)}), "m": MetricRecord({"num-examples": 1})}
-        return Message(RecordDict(reply), reply_to=msg)
+        return {"w": weights}
 
-    return app
+    return training(step, [compression()])
 
 
 @pytest.mark.slow

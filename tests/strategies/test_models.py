@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, FedMedian, Strategy
-from toy import client_app, fedavg, model, with_halves
+from toy import ONE, by_partition, client_app, fedavg, model, training
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
@@ -22,24 +22,15 @@ from fedcomp.layout import DENSE, SmallDense
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
-ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
-
 
 def adding(step: float = 0.5, *, mods=True) -> ClientApp:
     """Return an app that adds ``step`` to finite float tensors and leaves everything else as it is."""
-    app = with_halves([compression()] if mods else [])
 
-    @app.train()
-    def train(msg: Message, context: Context) -> Message:
-        out = {}
-        for name, array in next(iter(msg.content.array_records.values())).items():
-            value = array.numpy()
-            moves = value.dtype.kind == "f" and np.isfinite(value).all()
-            out[name] = Array(np.asarray((value + step).astype(value.dtype) if moves else value))
-        content = RecordDict({"arrays": ArrayRecord(out), "m": MetricRecord({"num-examples": 2})})
-        return Message(content, reply_to=msg)
+    def moved(arrays: dict, number: int, partition: int) -> dict:
+        moves = {name: a.dtype.kind == "f" and np.isfinite(a).all() for name, a in arrays.items()}
+        return {name: (a + step).astype(a.dtype) if moves[name] else a for name, a in arrays.items()}
 
-    return app
+    return training(moved, [compression()] if mods else [])
 
 
 def go(strategy, initial, app=None, *, rounds=6, nodes=3, seed=3, grid=None):
@@ -138,10 +129,7 @@ def test_a_subclass_of_the_default_policy_travels_as_its_decisions() -> None:
 
 def test_a_node_that_does_not_know_the_downlink_codec_takes_part_with_full_models() -> None:
     picky, open_minded = client_app([compression(accept=["topk", "feedback"])]), client_app([compression()])
-
-    def app(msg: Message, context: Context) -> Message:
-        return (picky if context.node_config["partition-id"] == 0 else open_minded)(msg, context)
-
+    app = by_partition(lambda partition: picky if partition == 0 else open_minded)
     strategy = Compressed(fedavg(), TopK(density=0.1), downlink=QSGD(levels=64, bucket=64))
     go(strategy, model(), app, rounds=3)
     assert [r.compressed for r in strategy.reports.values()] == [3, 3, 3]
@@ -175,18 +163,12 @@ def test_a_strategy_that_sends_no_configuration() -> None:
             return [Message(RecordDict({"arrays": arrays}), n, "train") for n in grid.get_node_ids()]
 
     seen: list[list[str]] = []
-    inner = adding(mods=False)
 
     def watching(msg: Message, context: Context, call_next) -> Message:
         seen.append(sorted(msg.content))
         return call_next(msg, context)
 
-    app = with_halves([compression(), watching])
-
-    @app.train()
-    def train(msg: Message, context: Context) -> Message:
-        return inner(msg, context)
-
+    app = training(lambda arrays, *place: arrays, [compression(), watching])
     strategy = Compressed(Bare(**ONE, fraction_evaluate=0.0), TopK(density=0.5))
     go(strategy, record(w=np.zeros(2000, np.float32)), app, rounds=2)
     assert [r.compressed for r in strategy.reports.values()] == [3, 3]
@@ -209,22 +191,12 @@ def app(trained: set[tuple[int, int]] | None = None, seen: list[object] | None =
             seen.append(reply.content[NODE_RECORD].get("unchanged"))
         return reply
 
-    made = with_halves([look, *halves] if seen is not None else halves)
+    def moved(arrays: dict, *place: int) -> dict:
+        moves = [key for key in arrays if key == "head" or (trained is not None and place in trained)]
+        drawn = {key: np.random.default_rng([*place, len(key)]).standard_normal(arrays[key].shape) for key in moves}
+        return arrays | {key: arrays[key] + np.float32(0.1) * step.astype(np.float32) for key, step in drawn.items()}
 
-    @made.train()
-    def train(msg, context):
-        name, record = next(iter(msg.content.array_records.items()))
-        config = next(iter(msg.content.config_records.values()))
-        place = (int(config["server-round"]), int(context.node_config["partition-id"]))
-        out = {}
-        for key, array in record.items():
-            step = np.random.default_rng([*place, len(key)]).standard_normal(array.shape).astype(np.float32)
-            moves = key == "head" or (trained is not None and place in trained)
-            out[key] = Array(np.asarray(array.numpy() + (np.float32(0.1) * step if moves else 0.0), np.float32))
-        metrics = MetricRecord({"num-examples": place[1] + 1})
-        return Message(RecordDict({name: ArrayRecord(out), "metrics": metrics}), reply_to=msg)
-
-    return made
+    return training(moved, [look, *halves] if seen is not None else halves, examples=lambda partition: partition + 1)
 
 
 def run(strategy: Strategy, client: ClientApp, rounds: int = 3) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedTrimmedAvg
-from toy import fedavg, in_bfloat16
+from toy import fedavg, in_bfloat16, training
 
 import fedcomp as fc
 from fedcomp.codecs import Codec
@@ -38,19 +38,8 @@ INTERCEPT, COEF = 0.5, 0.25
 
 
 def app(*, modded: bool = True) -> ClientApp:
-    found = ClientApp()
-
-    @found.train()
-    def train(msg: Message, context: Context) -> Message:
-        (name, record) = next(iter(msg.content.array_records.items()))
-        arrays = {key: array.numpy() for key, array in record.items()}
-        arrays["intercept"] = arrays["intercept"] + INTERCEPT
-        arrays["coef"] = arrays["coef"] + COEF
-        arrays["weight"] = arrays["weight"] + np.float32(COEF)
-        content = RecordDict({name: ArrayRecord({k: Array(v) for k, v in arrays.items()})})
-        content["metrics"] = MetricRecord({"num-examples": 1})
-        return Message(content, reply_to=msg)
-
+    moved = {"intercept": INTERCEPT, "coef": COEF, "weight": np.float32(COEF)}
+    found = training(lambda arrays, *_: {k: a + moved[k] if k in moved else a for k, a in arrays.items()}, None)
     return fc.client(found) if modded else found
 
 

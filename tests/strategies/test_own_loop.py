@@ -18,21 +18,18 @@ from flwr.serverapp.strategy import (
     FedXgbBagging,
     Result,
 )
-from toy import client_app, fedavg, model, stack
+from toy import ONE, client_app, fedavg, model, stack
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Identity, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.rounds import fit, own_loop
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
-
-ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
 
 class Saving(FedAvg):
@@ -94,7 +91,7 @@ def norm(server_round: int, arrays: ArrayRecord) -> MetricRecord:
 def play(strategy, path: Path, mods=(), **options):
     """The part of a ServerApp that an application does not want to change."""
     strategy.set_path(path)
-    grid = MeteredGrid(InProcessGrid(client_app(mods), 4, seed=4), TrafficLedger())
+    grid = MeteredGrid(InProcessGrid(client_app(mods), 4, seed=4))
     result = strategy.start(
         grid=grid,
         initial_arrays=model(),

@@ -10,7 +10,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
-from toy import in_bfloat16
+from toy import by_partition, in_bfloat16
 
 import fedcomp as fc
 from fedcomp import wire
@@ -77,20 +77,18 @@ class App:
         return number, node
 
 
+def pair(codec: Any = None, downlink: Any = None, *, inner: Any = None, packed: bool = True) -> fc.Compressed:
+    inner = inner or FedAvg(fraction_evaluate=0.0, **EVERYBODY)
+    return fc.Compressed(inner, codec or fc.EDEN(bits=1), downlink, packed=packed)
+
+
 def run(strategy: Any, apps: Any = None, start: ArrayRecord | None = None, *, rounds: int = 3, **options: Any) -> Any:
     """Train; return the result, the ledger and the grid."""
     apps = App() if apps is None else apps
     each = apps if isinstance(apps, list) else [apps] * NODES
-
-    def app(msg: Message, context: Context) -> Message:
-        return each[int(context.node_config["partition-id"])].app(msg, context)
-
-    ledger = TrafficLedger()
-    grid = InProcessGrid(app, NODES, seed=3, **options)
-    result = strategy.start(
-        MeteredGrid(grid, ledger), model() if start is None else start, num_rounds=rounds, timeout=9
-    )
-    return result.arrays, ledger, grid
+    grid = MeteredGrid(InProcessGrid(by_partition(lambda partition: each[partition].app), NODES, seed=3, **options))
+    result = strategy.start(grid, model() if start is None else start, num_rounds=rounds, timeout=9)
+    return result.arrays, grid.ledger, grid.inner
 
 
 def by_node(messages: Any) -> list[Message]:
@@ -123,7 +121,7 @@ def test_the_training_is_the_same_and_each_byte_saved_is_reported(downlink: Any)
     found = []
     for option in (False, True):
         app = App()
-        strategy = fc.Compressed(Taking(**EVERYBODY), fc.EDEN(bits=1), downlink, packed=option)
+        strategy = pair(None, downlink, inner=Taking(**EVERYBODY), packed=option)
         arrays, ledger, _ = run(strategy, app, rounds=4)
         found.append((strategy, {name: array.data for name, array in arrays.items()}, app.seen, ledger))
     (plain, arrays, seen, without), (strategy, others, same, ledger) = found
@@ -142,7 +140,7 @@ def test_the_training_is_the_same_and_each_byte_saved_is_reported(downlink: Any)
 def test_evaluation_counts_apart_from_training(downlink: Any) -> None:
     found = []
     for option in (False, True):
-        strategy = fc.Compressed(Taking(**EVERYBODY), fc.EDEN(1), downlink, packed=option)
+        strategy = pair(None, downlink, inner=Taking(**EVERYBODY), packed=option)
         found.append(run(strategy, rounds=1)[1])
     for kind, reports in (("train", strategy.reports), ("evaluate", strategy.evaluations)):
         # Who trained needs a step, and the two others the whole model.
@@ -152,7 +150,7 @@ def test_evaluation_counts_apart_from_training(downlink: Any) -> None:
 
 def test_a_client_without_the_mod_is_named_once_and_takes_part_from_then_on() -> None:
     apps = [App(), App(), App(mods=[]), App()]
-    strategy = fc.Compressed(FedAvg(fraction_evaluate=0.0, **EVERYBODY), fc.EDEN(bits=1), packed=True)
+    strategy = pair()
     _, _, grid = run(strategy, apps)
     (node,) = [n for n in grid.get_node_ids() if int(grid.context(n).node_config["partition-id"]) == 2]
     refused = [report.refused for report in strategy.reports.values()]
@@ -162,7 +160,7 @@ def test_a_client_without_the_mod_is_named_once_and_takes_part_from_then_on() ->
     assert [report.without_mod for report in strategy.reports.values()] == [[], [node], [node]]
     assert [peer.plain for peer in strategy.roster.peers.values()].count(True) == 1
     # Kept with the state: it must not be refused once more after a restart of the server.
-    again = fc.Compressed(FedAvg(fraction_evaluate=0.0, **EVERYBODY), fc.EDEN(bits=1), packed=True)
+    again = pair()
     again.load_state_dict(strategy.state_dict())
     assert again.roster.peer(node).plain
 
@@ -177,7 +175,7 @@ def test_an_error_of_the_engine_or_of_a_known_client_changes_nothing() -> None:
         return call_next(msg, context)
 
     apps = [App(), App(), App(mods=[fc.compression(), failing]), App()]
-    strategy = fc.Compressed(FedAvg(fraction_evaluate=0.0, **EVERYBODY), fc.EDEN(bits=1), packed=True)
+    strategy = pair()
     run(strategy, apps, fault=away)
     assert [len(report.refused) for report in strategy.reports.values()] == [1, 1, 0]
     assert not any(peer.plain for peer in strategy.roster.peers.values())
@@ -196,7 +194,7 @@ def test_a_model_damaged_on_its_way_is_refused_and_sent_again(downlink: Any) -> 
         return call_next(msg, context)
 
     apps = [App(), App(), App(mods=[damage, fc.compression()]), App()]
-    strategy = fc.Compressed(FedAvg(fraction_evaluate=0.0, **EVERYBODY), fc.EDEN(bits=1), downlink, packed=True)
+    strategy = pair(None, downlink)
     run(strategy, apps)
     (reason,) = strategy.reports[1].refused.values()
     assert "fedcomp.resync: CRC-32" in reason
@@ -208,7 +206,7 @@ def test_models_of_sixteen_bits_arrive_as_they_are() -> None:
     seen, sizes = [], []
     for option in (False, True):
         app = App()
-        strategy = fc.Compressed(FedAvg(fraction_evaluate=0.0, **EVERYBODY), fc.EDEN(bits=1), packed=option)
+        strategy = pair(packed=option)
         _, ledger, _ = run(strategy, app, model("bfloat16"), rounds=1)
         seen.append(app.seen)
         sizes.append(down(ledger))
@@ -224,8 +222,7 @@ def test_rounds_that_overlap_are_packed_too(overlapping: Any) -> None:
     for option in (False, True):
         app = App()
         few = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
-        pair = fc.Compressed(few, fc.EDEN(bits=1), packed=option)
-        arrays, ledger, _ = run(overlapping(pair), app, rounds=4)
+        arrays, ledger, _ = run(overlapping(pair(inner=few, packed=option)), app, rounds=4)
         found.append(({name: array.data for name, array in arrays.items()}, app.seen, down(ledger)))
     assert found[0][:2] == found[1][:2]
     assert found[1][2] < 0.9 * found[0][2]
@@ -253,7 +250,7 @@ def test_nothing_is_packed_for_a_strategy_s_several_models_but_their_own_bytes()
     seen = []
     for option in (False, True):
         app = App()
-        strategy = fc.Compressed(Own(fraction_evaluate=0.0, **EVERYBODY), fc.EDEN(bits=4), packed=option)
+        strategy = pair(fc.EDEN(bits=4), inner=Own(fraction_evaluate=0.0, **EVERYBODY), packed=option)
         run(strategy, app, rounds=2)
         seen.append(app.seen)
     assert seen[0] == seen[1]
@@ -380,7 +377,7 @@ def test_a_packed_model_is_asked_for_like_a_plain_one() -> None:
             found.append(asks.find_ask(msg.content))
             return call_next(msg, context)
 
-        strategy = fc.Compressed(FedAvg(fraction_evaluate=0.0, **EVERYBODY), fc.TopK(0.1), packed=option)
+        strategy = pair(fc.TopK(0.1), packed=option)
         strategy._session = bytes(8)
         run(strategy, App(mods=[note, fc.compression()]), rounds=1)
         heads.append(found)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import Array, ArrayRecord, Context, RecordDict
 from flwr.serverapp.strategy import FedAvg, FedMedian, Strategy
 from numpy.typing import NDArray
-from toy import fedavg
+from private_runs import forged
+from toy import by_partition, fedavg, training
 
 from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
@@ -28,6 +29,7 @@ from fedcomp.strategies.shared_support import SharedSupport
 
 Arrays = dict[str, NDArray[np.float32]]
 Step = Callable[[Arrays, int], Arrays]
+"""Of what came, and the node's partition."""
 
 NODES = 4
 ROUNDS = 40
@@ -49,25 +51,12 @@ def sharing(arrays: Arrays, partition: int, pace: float = 0.1) -> Arrays:
     return {"body": arrays["body"] - np.float32(0.1) * (arrays["body"] - TARGET), "head": head}
 
 
-def app_of(step: Step, *halves: ClientHalf) -> ClientApp:
+def app_of(step: Step, *halves: ClientHalf) -> Any:
     """Return an app that trains by ``step``."""
-    app = client(ClientApp(), *halves)
-
-    @app.train()
-    def train(msg: Message, context: Context) -> Message:
-        name, record = next(iter(msg.content.array_records.items()))
-        arrays = step({key: array.numpy() for key, array in record.items()}, int(context.node_config["partition-id"]))
-        out = ArrayRecord({key: Array(np.asarray(array)) for key, array in arrays.items()})
-        return Message(RecordDict({name: out, "metrics": MetricRecord({"num-examples": 1})}), reply_to=msg)
-
-    @app.evaluate()
-    def evaluate(msg: Message, context: Context) -> Message:
-        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1, "loss": 1.0})}), reply_to=msg)
-
-    return app
+    return client(training(lambda arrays, number, partition: step(arrays, partition), None), *halves)
 
 
-def run(strategy: Strategy, app: ClientApp, model: Mapping[str, NDArray[np.float32]], rounds: int) -> Arrays:
+def run(strategy: Strategy, app: Any, model: Mapping[str, NDArray[np.float32]], rounds: int) -> Arrays:
     """Return the model after ``rounds``."""
     record = ArrayRecord({key: Array(array.copy()) for key, array in model.items()})
     with InProcessGrid(app, NODES, seed=3) as grid:
@@ -272,13 +261,7 @@ def test_tensors_that_are_equal_and_trained_each_by_itself_are_not_two_names() -
 
 def test_where_some_nodes_send_both_names_the_mean_is_theirs_and_the_others() -> None:
     apps = [app_of(tied), app_of(tied, compression(accept=["identity"]))]
-
-    mixed = ClientApp()
-
-    @mixed.train()
-    def train(msg: Message, context: Context) -> Message:
-        return apps[int(context.node_config["partition-id"]) % 2](msg, context)
-
+    mixed = by_partition(lambda partition: apps[partition % 2])
     dense = run(fedavg(fraction_evaluate=0.0), app_of(tied), UNLIKE, 1)
     out = run(Compressed(fedavg(fraction_evaluate=0.0), TopK(density=1.0)), mixed, UNLIKE, 1)
     for name, array in dense.items():
@@ -291,20 +274,14 @@ def test_copies_that_cannot_be_are_not_believed() -> None:
     wrong = [[1, 1], [0, 1], [2, 0], [9, 0], [-1, 0], ["b", "a"], [1.0, 0], [1], [True, False], "10", {"1": 0}]
 
     def claiming(claim: object) -> Arrays:
-        app = app_of(lambda arrays, node: {k: v + np.float32(1 + i) for i, (k, v) in enumerate(arrays.items())})
-        outer = ClientApp()
-
-        @outer.train()
-        def train(msg: Message, context: Context) -> Message:
-            reply = app(msg, context)
-            header = reply.content["fedcomp.node"]
+        def lie(content: RecordDict) -> None:
             try:
-                header["copies"] = claim
+                content["fedcomp.node"]["copies"] = claim
             except (TypeError, ValueError):
-                header["copies"] = "unwritable"
-            return reply
+                content["fedcomp.node"]["copies"] = "unwritable"
 
-        return run(Compressed(fedavg(fraction_evaluate=0.0), TopK(density=1.0)), outer, model, 1)
+        app = app_of(lambda arrays, node: {k: v + np.float32(1 + i) for i, (k, v) in enumerate(arrays.items())})
+        return run(Compressed(fedavg(fraction_evaluate=0.0), TopK(density=1.0)), forged(app, lie), model, 1)
 
     for claim in wrong[:4]:
         for i, (name, array) in enumerate(claiming(claim).items()):

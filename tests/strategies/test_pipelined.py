@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, Result
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian
 from round_paths import quiet
-from toy import client_app, model, stack, with_halves
+from toy import client_app, model, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Codec, Identity, RandomK, SignSGD, TopK
@@ -79,9 +79,24 @@ def start(dtype: str = "float32") -> ArrayRecord:
     return ArrayRecord({"w": Array(np.linspace(-1, 1, SIZE).astype(np.float32).astype(dtype))})
 
 
-def run(strategy: Any, rounds: int, nodes: int = 4, *, app: Any = None, **options: Any) -> Result:
-    with InProcessGrid(app or squares(), nodes, seed=3, **options) as inner:
-        return strategy.start(MeteredGrid(inner), start(), num_rounds=rounds, timeout=60)
+def run(
+    strategy: Any,
+    rounds: int,
+    nodes: int = 4,
+    *,
+    app: Any = None,
+    dtype: str = "float32",
+    on_round: Any = None,
+    **engine: Any,
+) -> tuple[np.ndarray, InProcessGrid]:
+    """Return the last weights, and the engine, whose clock stands where the run ended."""
+    with InProcessGrid(app or squares(), nodes, seed=3, **engine) as inner:
+        result = fit(strategy, MeteredGrid(inner), start(dtype), rounds, on_round=on_round)
+    return result.arrays["w"].numpy(), inner
+
+
+def sparse(density: float = 0.3, inner: FedAvg | None = None, **options: Any) -> Compressed:
+    return Compressed(inner or quiet(), TopK(density=density), **options)
 
 
 def pipe(inner: FedAvg | None = None, width: int = 2, **options: Any) -> PipelinedStrategy:
@@ -123,8 +138,11 @@ def recursion(rounds: int, width: int, warmup: int, members: Callable[[int], lis
 
 @pytest.mark.parametrize("inner", [FedAvg, FedAdam, FedAvgM, FedMedian])
 def test_1_width_one_is_the_strategy_itself_bit_for_bit(inner: type[FedAvg]) -> None:
-    plain = run(Compressed(quiet(inner), TopK(density=0.5)), 6, app=squares([compression()]))
-    piped = run(pipe(Compressed(quiet(inner), TopK(density=0.5)), 1), 6, app=squares([compression()]))  # type: ignore[arg-type]
+    results = []
+    for strategy in (sparse(0.5, quiet(inner)), pipe(sparse(0.5, quiet(inner)), 1)):
+        with InProcessGrid(squares([compression()]), 4, seed=3) as grid:
+            results.append(strategy.start(MeteredGrid(grid), start(), num_rounds=6, timeout=60))
+    plain, piped = results
     assert plain.arrays["w"].numpy().tobytes() == piped.arrays["w"].numpy().tobytes()
     assert list(plain.train_metrics_clientapp) == list(piped.train_metrics_clientapp)
 
@@ -133,9 +151,7 @@ def test_1_width_one_is_the_strategy_itself_bit_for_bit(inner: type[FedAvg]) -> 
 def test_2_wider_ones_are_the_closed_recursion_from_the_first_step_to_the_drain(width: int) -> None:
     rounds, strategy = 11, pipe(width=width)
     seen: list[np.ndarray] = []
-    with InProcessGrid(squares(), 6, seed=3) as inner:
-        grid = MeteredGrid(inner)
-        fit(strategy, grid, start(), rounds, on_round=lambda r, arrays, _: seen.append(arrays["w"].numpy().copy()))
+    run(strategy, rounds, 6, on_round=lambda r, arrays, _: seen.append(arrays["w"].numpy().copy()))
     wanted = recursion(rounds, width, 0, turns(width, 6))
     assert len(wanted) == rounds + 1, "every update is applied once, those of the drain included"
     # Nothing is applied while the pipe fills, and the last round applies all that is left.
@@ -143,7 +159,7 @@ def test_2_wider_ones_are_the_closed_recursion_from_the_first_step_to_the_drain(
         np.testing.assert_allclose(seen[number - 1], wanted[max(0, number - width + 1)], atol=2e-6)
     np.testing.assert_allclose(seen[-1], wanted[-1], atol=2e-6)
     assert strategy.steps == rounds
-    delays = [max(strategy.reports[r].overlap.staleness.values()) for r in range(1, rounds + 1)]  # type: ignore[attr-defined]
+    delays = [max(strategy.reports[r].overlap.staleness.values()) for r in range(1, rounds + 1)]
     assert delays == [min(r - 1, width - 1) for r in range(1, rounds + 1)]
 
 
@@ -151,17 +167,15 @@ def test_2_wider_ones_are_the_closed_recursion_from_the_first_step_to_the_drain(
 @pytest.mark.parametrize("lossless", [True, False])
 def test_2_models_of_other_floats_follow_the_same_recursion(dtype: str, within: float, lossless: bool) -> None:
     """Beside a lossless codec they travel as values, of which the mean is no step."""
-    strategy = pipe() if lossless else pipe(Compressed(quiet(), TopK(density=1.0), feedback=False))  # type: ignore[arg-type]
-    app = squares([] if lossless else [compression()])
-    with InProcessGrid(app, 4, seed=3) as inner:
-        end = fit(strategy, MeteredGrid(inner), start(dtype), 10).arrays["w"].numpy()
+    strategy = pipe() if lossless else pipe(sparse(1.0, feedback=False))
+    end, _ = run(strategy, 10, app=squares([] if lossless else [compression()]), dtype=dtype)
     assert end.dtype == dtype
     np.testing.assert_allclose(end, recursion(10, 2, 0, turns(2))[-1], atol=within)
 
 
 def test_2_averaging_models_instead_would_be_two_trainings() -> None:
     """The classic mistake is not what happens: with it even and odd rounds never see each other."""
-    piped = run(pipe(), 10).arrays["w"].numpy()
+    piped, _ = run(pipe(), 10)
     for cohort in ([0, 2], [1, 3]):
         alone = recursion(5, 1, 0, lambda _, cohort=cohort: cohort)[-1]
         assert np.abs(piped - alone).max() > 0.05
@@ -170,7 +184,7 @@ def test_2_averaging_models_instead_would_be_two_trainings() -> None:
 @pytest.mark.parametrize("warmup", [1, 3, 20])
 def test_3_the_switch_after_warm_up_neither_drops_nor_doubles_a_gradient(warmup: int) -> None:
     strategy = pipe(warmup_rounds=warmup)
-    end = run(strategy, 9).arrays["w"].numpy()
+    end, _ = run(strategy, 9)
     wanted = recursion(9, 2, warmup, turns(2))
     np.testing.assert_allclose(end, wanted[-1], atol=2e-6)
     assert Counter(strategy.reports[r].used for r in range(1, 10)) == {2: 9}
@@ -179,22 +193,28 @@ def test_3_the_switch_after_warm_up_neither_drops_nor_doubles_a_gradient(warmup:
         assert np.abs(end - mistaken[-1]).max() > 1e-3, wrong
 
 
+class Watching(MeteredGrid):
+    """Notes how many nodes are at work, of whom none has two messages."""
+
+    def __init__(self, inner: InProcessGrid, strategy: Any) -> None:
+        super().__init__(inner)
+        self.strategy, self.busy = strategy, list[int]()
+
+    def push_messages(self, messages: Any) -> Any:
+        nodes = [sent.node for each in self.strategy.flights for sent in each.waiting]
+        self.busy.append(len(nodes))
+        assert len(set(nodes)) == len(nodes)
+        return super().push_messages(messages)
+
+
 @pytest.mark.parametrize("width", [2, 3])
 def test_5_no_node_has_two_messages_and_every_node_keeps_its_memory(width: int) -> None:
-    under_way: list[int] = []
-    strategy = pipe(Compressed(quiet(), TopK(density=0.3)), width)  # type: ignore[arg-type]
-
-    class Watching(MeteredGrid):
-        def push_messages(self, messages: Any) -> Any:
-            nodes = [sent.node for each in strategy.flights for sent in each.waiting]
-            under_way.append(len(nodes))
-            assert len(set(nodes)) == len(nodes)
-            return super().push_messages(messages)
-
+    strategy = pipe(sparse(), width)
     with InProcessGrid(squares([compression()]), 6, seed=3) as inner:
-        result = fit(strategy, Watching(inner), start(), 12)
+        grid = Watching(inner, strategy)
+        result = fit(strategy, grid, start(), 12)
         counts = {node.partition: node.context().state["count"]["n"] for node in inner._nodes.values()}
-    assert max(under_way) == 6
+    assert max(grid.busy) == 6
     assert counts == dict.fromkeys(range(6), 12 // width)
     assert all(not strategy.reports[r].rolled_back for r in range(1, 13))
     assert len(result.train_metrics_clientapp) == 12 - width + 1
@@ -219,27 +239,23 @@ def test_8_a_node_that_never_answers_costs_one_timeout_and_blocks_no_other_round
         return "silent" if delivery.round == 3 and delivery.partition == 2 else None
 
     strategy = pipe(width=2, timeout=10.0)
-    with InProcessGrid(squares(), 4, seed=3, fault=fault, compute_seconds=1.0) as inner:  # type: ignore[arg-type]
-        fit(strategy, MeteredGrid(inner), start(), 8)
-        took = inner.clock
+    _, grid = run(strategy, 8, fault=fault, compute_seconds=1.0)
     assert [strategy.reports[3].lost, strategy.reports[3].used] == [1, 1]
     assert [strategy.reports[r].used for r in (4, 6, 8)] == [2, 2, 2]
     # Eight rounds of one second, of which two always overlap, and once the timeout.
-    assert 4.0 <= took <= 4.0 + 10.0 + 1.0
+    assert 4.0 <= grid.clock <= 4.0 + 10.0 + 1.0
     # It may be at work still, and is not given a second message before that time has passed once more.
-    assert [strategy.reports[r].overlap.held_back for r in (5, 7)] == [1, 1]  # type: ignore[attr-defined]
+    assert [strategy.reports[r].overlap.held_back for r in (5, 7)] == [1, 1]
 
 
 def test_8_a_late_reply_is_dropped_said_and_put_back_by_its_client() -> None:
     def slow(delivery: Delivery) -> float:
         return 12.0 if (delivery.round, delivery.partition) == (3, 2) else 1.0
 
-    strategy = pipe(Compressed(quiet(), TopK(density=0.3)), 2, timeout=10.0)  # type: ignore[arg-type]
-    app = squares([compression()])
-    with InProcessGrid(app, 4, seed=3, compute_seconds=slow) as inner:
-        fit(strategy, MeteredGrid(inner), start(), 12)
+    strategy = pipe(sparse(), 2, timeout=10.0)
+    run(strategy, 12, app=squares([compression()]), compute_seconds=slow)
     reports = [strategy.reports[r] for r in range(1, 13)]
-    assert sum(report.overlap.late for report in reports) == 1  # type: ignore[attr-defined]
+    assert sum(report.overlap.late for report in reports) == 1
     assert [report.round for report in reports if report.rolled_back] != []
     assert reports[2].lost == 1
     assert reports[-1].used == 2, "the node is back"
@@ -249,7 +265,7 @@ def test_a_reply_that_waits_for_later_pushes_is_late_too() -> None:
     strategy = pipe(width=1, timeout=5.0)
     run(strategy, 4, fault=ScriptedFaults({(2, 1): late(1)}))
     assert strategy.reports[2].lost == 1
-    assert sum(strategy.reports[r].overlap.late for r in (1, 2, 3, 4)) == 1  # type: ignore[attr-defined]
+    assert sum(strategy.reports[r].overlap.late for r in (1, 2, 3, 4)) == 1
 
 
 def test_clients_evaluate_on_a_drained_pipe() -> None:
@@ -261,7 +277,7 @@ def test_clients_evaluate_on_a_drained_pipe() -> None:
     assert list(result.evaluate_metrics_clientapp) == [3, 6]
     assert strategy.steps == 7
     # In the round after a drain the pipe fills again.
-    assert [max(strategy.reports[r].overlap.staleness.values()) for r in range(1, 8)] == [0, 1, 1, 0, 1, 1, 0]  # type: ignore[attr-defined]
+    assert [max(strategy.reports[r].overlap.staleness.values()) for r in range(1, 8)] == [0, 1, 1, 0, 1, 1, 0]
 
 
 def test_delay_compensation_corrects_the_mean_update_by_what_the_model_has_moved() -> None:
@@ -279,7 +295,7 @@ def test_delay_compensation_corrects_the_mean_update_by_what_the_model_has_moved
         if len(queue) == 2:
             apply(queue.pop(0))
     apply(queue.pop(0))
-    end = run(pipe(compensation=strength), 8).arrays["w"].numpy()
+    end, _ = run(pipe(compensation=strength), 8)
     np.testing.assert_allclose(end, weights[-1], atol=5e-6)
     assert np.abs(end - recursion(8, 2, 0, turns(2))[-1]).max() > 1e-3
 
@@ -293,15 +309,13 @@ def test_an_adaptive_deadline_leaves_the_slow_out_and_asks_them_again() -> None:
     def seconds(delivery: Delivery) -> float:
         return 30.0 if delivery.partition == 4 else 1.0 + 0.1 * delivery.partition
 
-    strategy = pipe(Compressed(quiet(), TopK(density=0.3)), 1, timeout=40.0, deadline=Deadline(0.8, 1.5))  # type: ignore[arg-type]
-    with InProcessGrid(squares([compression()]), 5, seed=3, compute_seconds=seconds) as inner:
-        fit(strategy, MeteredGrid(inner), start(), 40)
-        took = inner.clock
+    strategy = pipe(sparse(), 1, timeout=40.0, deadline=Deadline(0.8, 1.5))
+    _, grid = run(strategy, 40, 5, app=squares([compression()]), compute_seconds=seconds)
     used = [strategy.reports[r].used for r in range(1, 41)]
     assert used[0] == 5, "nobody is known yet, so all are waited for"
     assert set(used[1:]) == {4}
-    assert took < 30.0 + 39 * 3.0
-    assert sum(strategy.reports[r].overlap.late for r in range(1, 41)) >= 1  # type: ignore[attr-defined]
+    assert grid.clock < 30.0 + 39 * 3.0
+    assert sum(strategy.reports[r].overlap.late for r in range(1, 41)) >= 1
 
 
 @pytest.mark.parametrize(
@@ -313,7 +327,7 @@ def test_a_round_ends_a_grace_after_its_quorum(quorum: int, grace: float, used: 
     """Clients take 1, 2, 3 and 9 seconds, then the slow ones are the fast ones. Late answers are reported, and put back
     by their clients when these are asked again.
     """
-    strategy = pipe(Compressed(quiet(), TopK(density=0.3)), 1, quorum=quorum, grace=grace)  # type: ignore[arg-type]
+    strategy = pipe(sparse(), 1, quorum=quorum, grace=grace)
 
     def compute(delivery: Delivery) -> float:
         first = (1.0, 2.0, 3.0, 9.0)[delivery.partition]
@@ -326,7 +340,7 @@ def test_a_round_ends_a_grace_after_its_quorum(quorum: int, grace: float, used: 
     numbers = {node: number for number, node in enumerate(nodes)}
     assert {numbers[node] for node in strategy.reports[1].weights} == used
     assert ends[0] == pytest.approx(seconds)
-    late = sum(strategy.reports[r].overlap.late for r in range(1, 21))  # type: ignore[attr-defined]
+    late = sum(strategy.reports[r].overlap.late for r in range(1, 21))
     back = {numbers[node] for r in range(1, 21) for node in strategy.reports[r].rolled_back}
     assert (late > 0) is (len(used) < 4)
     assert {0, 1, 2, 3} - used <= back
@@ -337,39 +351,65 @@ def test_failures_are_no_part_of_a_quorum() -> None:
     def failing(delivery: Delivery) -> Fault | None:
         return Fault("raise") if delivery.partition == 0 else None
 
-    strategy = pipe(Compressed(quiet(), TopK(density=0.3)), 1, quorum=2)  # type: ignore[arg-type]
-    app = squares([compression()])
-    with InProcessGrid(app, 4, seed=3, fault=failing, compute_seconds=lambda d: 1.0 + d.partition) as inner:
-        fit(strategy, MeteredGrid(inner), start(), 1)
-        nodes = list(inner.get_node_ids())
+    strategy, pace = pipe(sparse(), 1, quorum=2), lambda delivery: 1.0 + delivery.partition
+    _, grid = run(strategy, 1, app=squares([compression()]), fault=failing, compute_seconds=pace)
+    nodes = list(grid.get_node_ids())
     assert {nodes.index(node) for node in strategy.reports[1].weights} == {1, 2}
 
 
-@pytest.mark.parametrize("width", [2, 3])
-def test_a_checkpoint_with_rounds_in_flight_goes_on_bit_for_bit(tmp_path: Any, width: int) -> None:
-    def build() -> PipelinedStrategy:
-        inner = Compressed(quiet(FedAdam), TopK(density=0.3), downlink=TopK(density=0.5), seed=1)
-        return pipe(inner, width, warmup_rounds=1)  # type: ignore[arg-type]
+PACES = (1.0, 1.37, 2.11, 3.3, 5.71)
+"""Seconds that each client of a buffer takes; no two ever finish at once."""
 
-    app = squares([compression()])
-    with InProcessGrid(app, 6, seed=3) as inner:
-        whole = fit(build(), MeteredGrid(inner), start(), 9).arrays["w"].numpy()
-    path = tmp_path / "run.ckpt"
-    with InProcessGrid(app, 6, seed=3) as inner:
+NODES = len(PACES)
+
+
+def seconds(delivery: Delivery) -> float:
+    return PACES[delivery.partition]
+
+
+def both_ways() -> Compressed:
+    return sparse(inner=quiet(FedAdam), downlink=TopK(density=0.5), seed=1)
+
+
+@pytest.mark.parametrize(
+    ("build", "engine", "at", "waiting"),
+    [
+        (lambda: pipe(both_ways(), 2, warmup_rounds=1), {}, 5, {3}),
+        (lambda: pipe(both_ways(), 3, warmup_rounds=1), {}, 5, {4}),
+        # Three of four: the step freed two clients, of whom nobody was asked yet.
+        (
+            lambda: Buffered(both_ways(), concurrency=4, buffer=2, max_staleness=3),
+            {"compute_seconds": seconds},
+            9,
+            {1, 2, 3},
+        ),
+    ],
+    ids=["width 2", "width 3", "buffered"],
+)
+def test_a_checkpoint_with_updates_under_way_goes_on_bit_for_bit(
+    build: Callable[[], Any], engine: dict[str, Any], at: int, waiting: set[int], tmp_path: Path
+) -> None:
+    app, path, nodes = squares([compression()]), tmp_path / "run.ckpt", NODES if engine else 6
+    whole, _ = run(build(), 2 * at, nodes, app=app, **engine)
+
+    def under_way(strategy: Any) -> int:
+        return sum(len(each.waiting) for each in strategy.flights)
+
+    with InProcessGrid(app, nodes, seed=3, **engine) as inner:
         strategy, grid = build(), MeteredGrid(inner)
 
         def keep(number: int, arrays: ArrayRecord, _: Any) -> None:
-            if number == 5:
-                assert len(strategy.flights) == width - 1
-                checkpoint.save(path, server_round=5, arrays=arrays, strategy=strategy, grid=grid)
+            if number == at:
+                checkpoint.save(path, server_round=at, arrays=arrays, strategy=strategy, grid=grid)
+                assert under_way(strategy) in waiting
 
-        fit(strategy, grid, start(), 6, on_round=keep)
+        fit(strategy, grid, start(), at + 2, on_round=keep)
     stored = checkpoint.load(path)
-    with InProcessGrid(app, 6, seed=3) as inner:
+    with InProcessGrid(app, nodes, seed=3, **engine) as inner:
         strategy, grid = build(), MeteredGrid(inner)
         stored.apply(strategy, grid)
-        assert sum(len(each.waiting) for each in strategy.flights) == (width - 1) * (6 // width)
-        end = fit(strategy, grid, stored.arrays, 9, start_round=6)
+        assert under_way(strategy) in waiting
+        end = fit(strategy, grid, stored.arrays, 2 * at, start_round=at + 1)
     assert end.arrays["w"].numpy().tobytes() == whole.tobytes()
 
 
@@ -402,14 +442,13 @@ with InProcessGrid(dying, 6, seed=3) as inner:
 
 
 def killed_build() -> PipelinedStrategy:
-    return pipe(Compressed(quiet(FedAdam), TopK(density=0.3), downlink=TopK(density=0.5), seed=1))  # type: ignore[arg-type]
+    return pipe(both_ways())
 
 
 def test_a_server_killed_between_push_and_pull_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """SIGKILL while clients of round 6 run and round 5 waits for its step: both are made, once, bit for bit."""
     app, path = squares([compression()]), tmp_path / "run.ckpt"
-    with InProcessGrid(app, 6, seed=3) as inner:
-        whole = fit(killed_build(), MeteredGrid(inner), start(), 9).arrays["w"].numpy()
+    whole, _ = run(killed_build(), 9, 6, app=app)
     places = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
     child = subprocess.run(
         [sys.executable, "-c", KILLED, str(path)],
@@ -443,35 +482,25 @@ def test_an_engine_that_cannot_be_stored_has_the_rounds_in_flight_sent_again(tmp
     stored = checkpoint.load(path)
     with InProcessGrid(squares(), 4, seed=4) as inner:
         strategy, grid = pipe(), MeteredGrid(inner)
-        checkpoint.restore_strategy(strategy, stored.strategy_state)  # type: ignore[arg-type]
+        checkpoint.restore_strategy(strategy, stored.strategy_state)
         end = fit(strategy, grid, stored.arrays, 9, start_round=6)
     wanted = recursion(9, 2, 0, turns(2))
     np.testing.assert_allclose(end.arrays["w"].numpy(), wanted[-1], atol=2e-6)
 
 
 def test_votes_may_be_in_a_pipe() -> None:
-    strategy = pipe(Compressed(quiet(), SignSGD(step=0.01)), 2)  # type: ignore[arg-type]
-    end = run(strategy, 6, app=squares([compression()])).arrays["w"].numpy()
+    strategy = pipe(Compressed(quiet(), SignSGD(step=0.01)), 2)
+    end, _ = run(strategy, 6, app=squares([compression()]))
     assert strategy.steps == 6
     # Cohorts of two vote; each step is one of the codec's size at most.
     assert 0 < np.abs(end - start()["w"].numpy()).max() <= 6 * 0.01 + 1e-6
-    assert stack(ArrayRecord({"w": Array(end)})).size == SIZE
 
 
 # Buffered asynchronous rounds: the step, staleness, memory of clients, faults, checkpoints.
 
-PACES = (1.0, 1.37, 2.11, 3.3, 5.71)
-"""Seconds that each client takes; no two ever finish at once."""
-
-NODES = len(PACES)
-
 
 def flight(strategy: Buffered, number: int) -> Overlap:
     return strategy.reports[number].section(Overlap)
-
-
-def seconds(delivery: Delivery) -> float:
-    return PACES[delivery.partition]
 
 
 def definition(rounds: int, buffer: int, eta: float) -> tuple[np.ndarray, float, list[list[int]]]:
@@ -506,12 +535,10 @@ def test_the_steps_are_those_of_the_definition_event_by_event(
     inner = quiet() if codec is None else Compressed(quiet(), codec, feedback=False)
     strategy = Buffered(inner, concurrency=NODES, buffer=2, server_lr=eta)
     app = squares([] if codec is None else [compression()])
-    with InProcessGrid(app, NODES, seed=3, compute_seconds=seconds) as grid:
-        end = fit(strategy, MeteredGrid(grid), start(dtype), 14).arrays["w"].numpy()
-        took = grid.clock
+    end, grid = run(strategy, 14, NODES, app=app, dtype=dtype, compute_seconds=seconds)
     wanted, clock, ages = definition(14, 2, eta)
     np.testing.assert_allclose(end, wanted, atol=within)
-    assert took == pytest.approx(clock)
+    assert grid.clock == pytest.approx(clock)
     assert [sorted(flight(strategy, r).staleness.values()) for r in range(1, 15)] == ages
     assert max(map(max, ages)) >= 3, "the slowest client's updates are old"
 
@@ -520,8 +547,7 @@ def test_median_and_adam_get_scaled_updates_on_the_model_of_now() -> None:
     ends = {}
     for kind in (FedAvg, FedMedian, FedAdam):
         strategy = Buffered(quiet(kind), concurrency=NODES, buffer=2)
-        with InProcessGrid(squares(), NODES, seed=3, compute_seconds=seconds) as grid:
-            ends[kind] = fit(strategy, MeteredGrid(grid), start(), 14).arrays["w"].numpy()
+        ends[kind], _ = run(strategy, 14, NODES, compute_seconds=seconds)
     # Of two values the median is the mean.
     np.testing.assert_allclose(ends[FedMedian], ends[FedAvg], atol=3e-6)
     assert np.abs(ends[FedAdam] - ends[FedAvg]).max() > 0.01
@@ -529,27 +555,17 @@ def test_median_and_adam_get_scaled_updates_on_the_model_of_now() -> None:
 
 def test_no_client_has_two_messages_and_as_many_are_busy_as_were_asked_for() -> None:
     strategy = Buffered(quiet(), concurrency=3, buffer=2, seed=4)
-    busy: list[int] = []
-
-    class Watching(MeteredGrid):
-        def push_messages(self, messages: Any) -> Any:
-            nodes = [sent.node for each in strategy.flights for sent in each.waiting]
-            assert len(set(nodes)) == len(nodes)
-            busy.append(len(nodes))
-            return super().push_messages(messages)
-
-    with InProcessGrid(client_app(), 6, seed=3, compute_seconds=lambda d: 1.0 + d.partition / 7) as grid:
-        fit(strategy, Watching(grid), model(), 20)
-    assert set(busy) == {3}
+    with InProcessGrid(client_app(), 6, seed=3, compute_seconds=lambda d: 1.0 + d.partition / 7) as inner:
+        grid = Watching(inner, strategy)
+        fit(strategy, grid, model(), 20)
+    assert set(grid.busy) == {3}
     assert set(Counter(n for r in range(1, 21) for n in flight(strategy, r).staleness)) == set(
         strategy.inner.roster.peers
     )
 
 
 def test_an_update_that_is_too_old_is_refused_said_and_put_back_by_its_client() -> None:
-    strategy = Buffered(
-        Compressed(quiet(), TopK(density=0.25)), concurrency=NODES, buffer=2, max_staleness=2, weight="constant"
-    )
+    strategy = Buffered(sparse(0.25), concurrency=NODES, buffer=2, max_staleness=2, weight="constant")
 
     def once_slow(delivery: Delivery) -> float:
         return 9.0 if (delivery.exchange, delivery.partition) == (0, 4) else 1.0 + delivery.partition / 7
@@ -575,8 +591,7 @@ def test_a_silent_client_is_given_up_and_another_one_asked() -> None:
         return "silent" if delivery.partition == 1 else None
 
     strategy = Buffered(quiet(), concurrency=2, buffer=1, timeout=20.0)
-    with InProcessGrid(squares(), NODES, seed=3, fault=fault, compute_seconds=1.0) as grid:  # type: ignore[arg-type]
-        fit(strategy, MeteredGrid(grid), start(), 60)
+    run(strategy, 60, NODES, fault=fault, compute_seconds=1.0)
     assert strategy.steps == 60
     assert sum(strategy.reports[r].lost for r in range(1, 61)) >= 1
 
@@ -586,8 +601,7 @@ def test_a_step_that_cannot_be_filled_says_so() -> None:
         return "raise" if delivery.exchange > 6 else None
 
     strategy = Buffered(quiet(), concurrency=3, buffer=2)
-    with InProcessGrid(squares(), 3, seed=3, fault=fault, compute_seconds=seconds) as grid:  # type: ignore[arg-type]
-        fit(strategy, MeteredGrid(grid), start(), 12)
+    run(strategy, 12, 3, fault=fault, compute_seconds=seconds)
     notes = [note for r in range(1, 13) for note in strategy.reports[r].notes]
     assert any("instead of 2 updates" in note for note in notes)
     assert strategy.steps < 12
@@ -595,8 +609,8 @@ def test_a_step_that_cannot_be_filled_says_so() -> None:
 
 def test_clients_that_all_fail_from_the_start_end_the_run() -> None:
     strategy = Buffered(quiet(), concurrency=3, buffer=2)
-    with InProcessGrid(squares(), 3, seed=3, fault=lambda _: "raise") as grid, pytest.raises(NoUsableReply):
-        fit(strategy, MeteredGrid(grid), start(), 3)
+    with pytest.raises(NoUsableReply):
+        run(strategy, 3, 3, fault=lambda _: "raise")
 
 
 @pytest.mark.parametrize(
@@ -607,7 +621,7 @@ def test_a_run_in_which_nobody_ever_answers_is_an_error_that_says_so(make: Calla
 
     silent = True
     fault = lambda _: "silent" if silent else None  # noqa: E731
-    with InProcessGrid(squares(), 4, seed=3, fault=fault, compute_seconds=1.0) as grid:  # type: ignore[arg-type]
+    with InProcessGrid(squares(), 4, seed=3, fault=fault, compute_seconds=1.0) as grid:
         with pytest.raises(NoUsableReply, match=r"learnt nothing.*messages without a reply"):
             fit(make(), MeteredGrid(grid), start(), 4)
         silent, learning = False, make()
@@ -617,41 +631,11 @@ def test_a_run_in_which_nobody_ever_answers_is_an_error_that_says_so(make: Calla
 
 def test_random_faults_cost_updates_and_nothing_else() -> None:
     plan = RandomFaults(Key(9), {"lost_reply": 0.1, "raise": 0.1, "late": 0.1, "duplicate": 0.1, "offline": 0.1})
-    strategy = Buffered(
-        Compressed(quiet(), TopK(density=0.5), downlink=TopK(density=0.5)), concurrency=3, buffer=2, timeout=9.0
-    )
-    app = squares([compression()])
-    with InProcessGrid(app, NODES, seed=3, fault=plan, compute_seconds=seconds) as grid:
-        end = fit(strategy, MeteredGrid(grid), start(), 80).arrays["w"].numpy()
+    strategy = Buffered(sparse(0.5, downlink=TopK(density=0.5)), concurrency=3, buffer=2, timeout=9.0)
+    end, _ = run(strategy, 80, NODES, app=squares([compression()]), fault=plan, compute_seconds=seconds)
     pairs = [problem(p) for p in range(NODES)]
     best = np.linalg.solve(sum(m.T @ m for m, _ in pairs), sum(m.T @ right for m, right in pairs))
     assert np.abs(end - best).max() < 0.5 * np.abs(start()["w"].numpy() - best).max()
-
-
-def test_a_checkpoint_with_updates_under_way_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    def build() -> Buffered:
-        inner = Compressed(quiet(FedAdam), TopK(density=0.3), downlink=TopK(density=0.5), seed=1)
-        return Buffered(inner, concurrency=4, buffer=2, max_staleness=3)
-
-    app, path = squares([compression()]), tmp_path / "run.ckpt"
-    with InProcessGrid(app, NODES, seed=3, compute_seconds=seconds) as grid:
-        whole = fit(build(), MeteredGrid(grid), start(), 20).arrays["w"].numpy()
-    with InProcessGrid(app, NODES, seed=3, compute_seconds=seconds) as grid:
-        strategy, metered = build(), MeteredGrid(grid)
-
-        def keep(number: int, arrays: Any, _: Any) -> None:
-            if number == 9:
-                checkpoint.save(path, server_round=9, arrays=arrays, strategy=strategy, grid=metered)
-                # Three of four: the step freed two clients, of whom nobody was asked yet.
-                assert 1 <= sum(len(each.waiting) for each in strategy.flights) <= 3
-
-        fit(strategy, metered, start(), 11, on_round=keep)
-    stored = checkpoint.load(path)
-    with InProcessGrid(app, NODES, seed=3, compute_seconds=seconds) as grid:
-        strategy, metered = build(), MeteredGrid(grid)
-        stored.apply(strategy, metered)
-        end = fit(strategy, metered, stored.arrays, 20, start_round=10)
-    assert end.arrays["w"].numpy().tobytes() == whole.tobytes()
 
 
 def test_the_log_tells_of_what_is_asked_and_not_of_all_nodes(caplog: pytest.LogCaptureFixture) -> None:
@@ -667,8 +651,7 @@ def test_a_slow_reply_is_not_lost_however_many_quick_ones_pass_it() -> None:
     """A hundred messages are pushed while one client works."""
     strategy = Buffered(quiet(), concurrency=2, buffer=1, max_staleness=1000)
     pace = {0: 1.0, 1: 1.0, 2: 101.5}
-    with InProcessGrid(squares(), 3, seed=3, compute_seconds=lambda d: pace[d.partition]) as grid:
-        fit(strategy, MeteredGrid(grid), start(), 104)
+    run(strategy, 104, 3, compute_seconds=lambda d: pace[d.partition])
     assert max(max(flight(strategy, r).staleness.values()) for r in range(1, 105)) >= 100
     assert all(not strategy.reports[r].refused for r in range(1, 105))
 
@@ -676,8 +659,7 @@ def test_a_slow_reply_is_not_lost_however_many_quick_ones_pass_it() -> None:
 def test_random_coordinates_are_those_of_the_round_that_sent_the_message() -> None:
     """Which a server checks: with the stream of the round that makes the step old updates would be refused."""
     strategy = Buffered(Compressed(quiet(), RandomK(density=0.5)), concurrency=NODES, buffer=2)
-    with InProcessGrid(squares([compression()]), NODES, seed=3, compute_seconds=seconds) as grid:
-        fit(strategy, MeteredGrid(grid), start(), 20)
+    run(strategy, 20, NODES, app=squares([compression()]), compute_seconds=seconds)
     assert max(max(flight(strategy, r).staleness.values()) for r in range(1, 21)) >= 3
     assert [strategy.reports[r].refused for r in range(1, 21)] == [{}] * 20
 

@@ -8,10 +8,10 @@ from typing import Any
 import datalens_toy
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from private_runs import inner
-from toy import with_halves
+from toy import training, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.datalens import datalens_teachers
@@ -52,18 +52,8 @@ def learnt(partition: int) -> np.ndarray:
 
 
 def app_of(mods: list[Any]) -> ClientApp:
-    app = with_halves(mods)
-
-    @app.train()
-    def train(msg: Message, context: Context) -> Message:
-        ((name, record),) = msg.content.array_records.items()
-        partition = int(context.node_config["partition-id"])
-        reply = RecordDict({name: ArrayRecord({"w": Array(record["w"].numpy() + learnt(partition))})})
-        reply["metrics"] = MetricRecord({"num-examples": 1 + partition})
-        reply["fedcomp.node"] = ConfigRecord({"partition-id": partition})
-        return Message(reply, reply_to=msg)
-
-    return app
+    step = lambda arrays, number, partition: {"w": arrays["w"] + learnt(partition)}  # noqa: E731
+    return training(step, mods, examples=lambda partition: 1 + partition)
 
 
 def lengths(strategy: Any, app: Callable, model: ArrayRecord, rounds: int = 2) -> list[tuple[set[int], set[int]]]:
@@ -97,15 +87,16 @@ def test_a7_replies_of_a_private_round_are_equally_long_whatever_was_learnt(code
     assert not any(LENGTHS in str(line) for line in strategy.inner.statement().to_json()["not_covered"])
 
 
-def test_a7_votes_are_equally_long_whatever_was_learnt() -> None:
-    strategy = topagg(inner(), TopkSign(k=100), server_lr=0.1, **PROMISE)
-    for payload, wire in lengths(strategy, app_of([votes_only(), compression(), private()]), model()):
-        assert len(payload) == len(wire) == 1
-
-
-def test_a7_low_rank_updates_are_equally_long_whatever_was_learnt() -> None:
-    strategy = Lsg(inner(), LowRank(rank=2, keep=0.5, clip=1.0), **PROMISE)
-    for payload, wire in lengths(strategy, app_of([compression(), private()]), model()):
+@pytest.mark.parametrize(
+    ("strategy", "halves"),
+    [
+        (topagg(inner(), TopkSign(k=100), server_lr=0.1, **PROMISE), [votes_only(), compression(), private()]),
+        (Lsg(inner(), LowRank(rank=2, keep=0.5, clip=1.0), **PROMISE), [compression(), private()]),
+    ],
+    ids=["votes", "low rank"],
+)
+def test_a7_what_a_strategy_encodes_itself_is_equally_long_whatever_was_learnt(strategy: Any, halves: Any) -> None:
+    for payload, wire in lengths(strategy, app_of(halves), model()):
         assert len(payload) == len(wire) == 1
 
 

@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
-from toy import fedavg, stack
+from toy import ONE, fedavg, stack, training
 
 import fedcomp as fc
 from fedcomp.clients.edge.node_config import STATE_FOLDER
@@ -29,7 +29,7 @@ from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.outer import Nesterov
 from fedcomp.strategies.rare import DeMo, DiLoCo, SparseLoCo
 
-ALL = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
+ALL = {**ONE, "fraction_evaluate": 0.0}
 SIZES = {"weight": (16, 12), "bias": (16,)}
 ADAMW = partial(torch.optim.AdamW, betas=(0.9, 0.99), weight_decay=0.01)
 
@@ -187,9 +187,7 @@ def test_a_restarted_server_gets_the_same_answers_and_nobody_trains_again(codec,
         assert {int(grid.context(n).state["app.trainings"]["count"]) for n in grid.get_node_ids()} == {4}
 
 
-def _config(number: int):
-    from flwr.app import ConfigRecord
-
+def _config(number: int) -> ConfigRecord:
     return ConfigRecord({"server-round": number})
 
 
@@ -238,15 +236,11 @@ def test_the_outer_step_by_hand() -> None:
     """Changes of 1, 2 and -1 with (0.5, 0.5): u = 1, 2.5, 0.25; steps 0.5 (D + u/2) = 0.75, 1.625, -0.4375."""
     strategy = Nesterov(0.5, 0.5, **ALL)
     model, found = 0.0, []
-    app = fc.client(ClientApp())
 
-    @app.train()
-    def train(msg: Message, context: Context) -> Message:
-        change = {1: 1.0, 2: 2.0, 3: -1.0}[int(msg.content["config"]["server-round"])]
-        out = {k: Array((v + change).astype(v.dtype)) for k, v in to_arrays(msg.content["arrays"]).items()}
-        content = {"arrays": ArrayRecord(out), "metrics": MetricRecord({"num-examples": 1})}
-        return Message(RecordDict(content), reply_to=msg)
+    def step(arrays, number, partition):
+        return {k: (v + {1: 1.0, 2: 2.0, 3: -1.0}[number]).astype(v.dtype) for k, v in arrays.items()}
 
+    app = fc.client(training(step, None))
     arrays = ArrayRecord({"w": Array(np.zeros(1)), "bn.running_var": Array(np.ones(1)), "n": Array(np.array([4]))})
     with InProcessGrid(app, 2, seed=1) as grid:
         for number in (1, 2, 3):
@@ -375,17 +369,11 @@ def demo_target(client: int) -> np.ndarray:
 
 def demo_app() -> ClientApp:
     """Return an app that takes one step of SGD at rate 1 on |w - target|² / 4."""
-    app = fc.client(ClientApp())
 
-    @app.train()
-    def train(msg: Message, context: Context) -> Message:
-        (name, record), partition = next(iter(msg.content.array_records.items())), context.node_config["partition-id"]
-        w = to_arrays(record)["w"]
-        after = {"w": Array(np.float32(w - 0.5 * (w - demo_target(partition))))}
-        content = {name: ArrayRecord(after), "metrics": MetricRecord({"num-examples": 1})}
-        return Message(RecordDict(content), reply_to=msg)
+    def step(arrays, number, partition):
+        return {"w": np.float32(arrays["w"] - 0.5 * (arrays["w"] - demo_target(partition)))}
 
-    return app
+    return fc.client(training(step, None))
 
 
 def run_demo(strategy, rounds: int, **grid_options) -> np.ndarray:

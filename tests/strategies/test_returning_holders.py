@@ -16,7 +16,6 @@ from plain_grid import Blind
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import TopK
 from fedcomp.flower.faults import Delivery
-from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.strategies.coded.linear import CodedLinearGD
@@ -100,7 +99,7 @@ def test_who_declares_a_partition_while_its_holder_is_away_is_refused_when_that_
     with grid:
         fit(
             strategy,
-            MeteredGrid(grid, TrafficLedger()),
+            MeteredGrid(grid),
             model(),
             ROUNDS,
             timeout=9,

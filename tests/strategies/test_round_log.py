@@ -11,9 +11,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedMedian
-from toy import client_app, fedavg, model, sent_frame, stack, update, with_halves
+from private_runs import forged
+from toy import ONE, by_partition, client_app, fedavg, model, sent_frame, stack, training, update
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
@@ -33,8 +34,6 @@ from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.round_log import RoundLog, require_learnt, require_usable
 from fedcomp.strategies.round_log import line as line_of
 from fedcomp.strategies.shared_support import SharedSupport
-
-ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
 
 class Shown:
@@ -61,10 +60,10 @@ def shown() -> Iterator[Shown]:
     handler.setStream(before)
 
 
-def run(strategy, app=None, *, nodes=4, rounds=2, ledger=None, **options):
+def run(strategy, app=None, *, nodes=4, rounds=2, ledger=None, initial=None, **options):
     app = client_app([compression()]) if app is None else app
     grid = MeteredGrid(InProcessGrid(app, nodes, seed=4, **options), TrafficLedger() if ledger is None else ledger)
-    return strategy.start(grid, model(), num_rounds=rounds, timeout=9)
+    return strategy.start(grid, initial or model(), num_rounds=rounds, timeout=9)
 
 
 def failing(rounds, partitions, reason="disk full"):
@@ -102,8 +101,7 @@ def test_b1_a_round_is_one_line_with_the_bytes_of_the_ledger(shown: Shown) -> No
 
 def test_b1_values_that_travel_as_they_are_count_as_dense() -> None:
     counter = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05), policy=SmallDense())
-    grid = InProcessGrid(client_app([compression()]), 2, seed=4)
-    counter.start(grid, model(counter=True), num_rounds=1, timeout=9)
+    run(counter, nodes=2, rounds=1, initial=model(counter=True))
     report = counter.reports[1]
     assert report.dense_bytes > report.tensor_bytes["the dense rest"]
     assert report.frame_bytes == report.payload_bytes
@@ -130,10 +128,7 @@ def test_b1_flowers_own_line_counts_clients_not_their_mean(shown: Shown, inner) 
 @pytest.mark.slow
 def test_b1_clients_without_the_mod_are_named_once_and_counted(shown: Shown) -> None:
     plain, modded = client_app(), client_app([compression()])
-
-    def either(msg: Message, context: Context) -> Message:
-        return (plain if context.node_config["partition-id"] == 2 else modded)(msg, context)
-
+    either = by_partition(lambda partition: plain if partition == 2 else modded)
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
     run(strategy, either, rounds=12)
     (node,) = strategy.reports[1].without_mod
@@ -334,33 +329,22 @@ def test_b1_bytes_and_ratio_of_a_shared_support_are_those_of_both_exchanges(show
 INNER = {"mean": lambda: fedavg(fraction_evaluate=0.0), "dense": lambda: FedMedian(**ONE, fraction_evaluate=0.0)}
 
 
-def play(strategy, evil=None, *, nodes=4, rounds=2, mods=True, initial=None, frames=None):
-    """Run; ``evil`` changes the reply content of partition 1, ``frames`` collects every frame's bytes."""
-    honest = client_app([compression()] if mods else [])
-
-    def app(msg: Message, context: Context) -> Message:
-        reply = honest(msg, context)
-        if frames is not None and (frame := sent_frame(reply.content)) is not None:
-            frames.append(frame)
-        if evil is not None and context.node_config["partition-id"] == 1:
-            reply.content = evil(reply.content) or reply.content
-        return reply
-
-    grid = MeteredGrid(InProcessGrid(app, nodes, seed=4), TrafficLedger())
-    return strategy.start(grid, initial or model(), num_rounds=rounds, timeout=9)
+def noting(frames: list[bytes]):
+    """Return the toy app, of which every frame that it sends is noted."""
+    return forged(client_app([compression()]), lambda content: frames.append(sent_frame(content)))
 
 
 @pytest.mark.parametrize("inner", INNER)
 def test_changed_is_the_union_of_what_was_sent(inner: str) -> None:
     """Top-k of each client: the union of four supports; a shared random support: one. The dense rest does not count."""
     strategy = Compressed(INNER[inner](), TopK(0.05), feedback=False, policy=SmallDense())
-    play(strategy, rounds=1)
+    run(strategy, rounds=1)
     chosen = [set(np.argsort(-np.abs(update(1, p, (1200,))), kind="stable")[:60].tolist()) for p in range(4)]
     union = set().union(*chosen)
     assert 120 < len(union) <= 240, "the clients agree about little"
     assert strategy.reports[1].changed == len(union)
     shared = Compressed(INNER[inner](), RandomK(0.05), feedback=False, policy=SmallDense())
-    play(shared, rounds=1)
+    run(shared, rounds=1)
     assert 60 - 4 <= shared.reports[1].changed <= 60
 
 
@@ -368,20 +352,14 @@ def test_changed_is_the_union_of_what_was_sent(inner: str) -> None:
 @pytest.mark.parametrize("mods", [True, False])
 def test_changed_of_whole_models_is_counted_against_the_model(inner: str, mods: bool) -> None:
     """A lossless codec, and clients without the mod, send models instead of changes."""
-    app = with_halves([compression()] if mods else [])
 
-    @app.train()
-    def train(msg: Message, context: Context) -> Message:
-        arrays = {k: v.numpy() for k, v in msg.content["arrays"].items()}
-        first = 5 * int(context.node_config["partition-id"])
-        arrays["weight"] = arrays["weight"].copy()
-        arrays["weight"][first : first + 10] += 1.0  # ten rows of 30; the next client's overlap by five
-        record = ArrayRecord({k: Array(v) for k, v in arrays.items()})
-        return Message(RecordDict({"arrays": record, "m": MetricRecord({"num-examples": 1})}), reply_to=msg)
+    def step(arrays, number, partition):
+        weight = arrays["weight"].copy()
+        weight[5 * partition : 5 * partition + 10] += 1.0  # ten rows of 30; the next client's overlap by five
+        return {**arrays, "weight": weight}
 
     strategy = Compressed(INNER[inner](), Identity() if mods else TopK(0.05))
-    grid = MeteredGrid(InProcessGrid(app, 2, seed=4), TrafficLedger())
-    strategy.start(grid, model(3.0), num_rounds=1, timeout=9)
+    run(strategy, training(step, [compression()] if mods else []), nodes=2, rounds=1, initial=model(3.0))
     assert (strategy.reports[1].compressed, strategy.reports[1].plain) == ((2, 0) if mods else (0, 2))
     assert strategy.reports[1].changed == 15 * 30
 
@@ -394,7 +372,7 @@ def test_changed_of_whole_models_is_counted_against_the_model(inner: str, mods: 
 def test_bytes_per_tensor_add_up_to_the_frames(inner: str, scope: str, names: list[str]) -> None:
     frames: list[bytes] = []
     strategy = Compressed(INNER[inner](), TopK(0.05, scope=scope), policy=SmallDense())
-    play(strategy, frames=frames, rounds=1)
+    run(strategy, noting(frames), rounds=1)
     found = strategy.reports[1].tensor_bytes
     assert list(found) == names
     assert sum(found.values()) == sum(len(f) - 21 for f in frames)  # header, end mark and checksum
@@ -405,26 +383,29 @@ def test_bytes_per_tensor_add_up_to_the_frames(inner: str, scope: str, names: li
 def test_what_was_refused_is_not_counted() -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
     frames: list[bytes] = []
-    play(strategy, lambda content: RecordDict({k: v for k, v in content.items() if k != "metrics"}), frames=frames)
+    without = lambda content: RecordDict({k: v for k, v in content.items() if k != "metrics"})  # noqa: E731
+    run(strategy, forged(noting(frames), without, 1))
     assert [r.compressed for r in strategy.reports.values()] == [3, 3]
     assert sum(strategy.reports[1].tensor_bytes.values()) < sum(len(f) - 21 for f in frames[:4])
     nobody = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
-    play(nobody, mods=False)
+    run(nobody, client_app())
     assert all(r.tensor_bytes == {} and r.plain == 4 for r in nobody.reports.values())
 
 
-def declare(value):
+def declaring(value):
+    """Return the toy app, of which one client declares a memory of this ratio."""
+
     def evil(content: RecordDict) -> None:
         content["fedcomp.node"]["memory"] = value
 
-    return evil
+    return forged(client_app([compression()]), evil, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [0.0, 0.5, 1e300])
 def test_a_memory_ratio_is_reported_by_node(value: float) -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
-    play(strategy, declare(value))
+    run(strategy, declaring(value))
     assert value in strategy.reports[2].memory.values()
     assert not strategy.reports[2].notes
 
@@ -432,7 +413,7 @@ def test_a_memory_ratio_is_reported_by_node(value: float) -> None:
 def test_reports_survive_json() -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05, scope="layer"), policy=SmallDense())
     numeric = ArrayRecord({"0": Array(np.zeros((40, 30), np.float32)), "1": Array(np.zeros(12, np.float32))})
-    play(strategy, declare(0.5), initial=numeric)
+    run(strategy, declaring(0.5), initial=numeric)
     for report in strategy.reports.values():
         again = Report.from_json(json.loads(json.dumps(report.to_json())))
         assert again == report

@@ -30,6 +30,7 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.privacy import SECRET as MARK
 from fedcomp.flower.privacy import find_private
+from fedcomp.layout import Layout
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.strategies.compressed import Compressed
@@ -77,13 +78,9 @@ def told(
     start = datalens_toy.model() if system == "teachers" else model()
     with caplog.at_level(logging.INFO, "flwr"):
         strategy.start(grid, start, num_rounds=ROUNDS)
-    # The messages alone: what a handler writes before them, a time for one, is for who set the handler up. What a
-    # generator moved by is released, and depends on the seed of the run.
-    log = re.sub(
-        r"finished in [0-9.]+s|0x[0-9a-f]+|datalens.moved[^}]*}", "", "\n".join(caplog.messages), flags=re.DOTALL
-    )
     reports = json.dumps({r: report.to_json() for r, report in strategy.reports.items()})
-    return log, re.sub(r'"moved": [0-9.]+', "", reports), [len(entry.participants) for entry in ledger.entries]
+    counts = [len(entry.participants) for entry in ledger.entries]
+    return without_times(caplog), re.sub(r'"moved": [0-9.]+', "", reports), counts
 
 
 @pytest.mark.slow
@@ -138,7 +135,6 @@ def test_a8_a_clients_messages_do_not_count_the_others() -> None:
 
     def spy(msg, context, call_next):
         head = find_ask(msg.content)
-        assert head is not None
         seen.setdefault(head.number, set()).add(head.sequence)
         return call_next(msg, context)
 
@@ -154,7 +150,7 @@ def test_a8_participation_that_is_shown_amplifies_nothing() -> None:
     def epsilon(sampling: Sampling | None) -> float:
         strategy = DpFedAvg(inner(), clip=1.0, noise_multiplier=4.0, population=NODES, delta=1e-3, sampling=sampling)
         for r in (1, 2):
-            strategy.privacy.record(strategy.event(strategy.mechanism(_flat(), r), 4), round=r)
+            strategy.privacy.record(strategy.event(strategy.mechanism(Layout.flat(4), r), 4), round=r)
         return strategy.privacy.epsilon()
 
     assert epsilon(SECRET) < 0.7 * epsilon(SHOWN)
@@ -163,12 +159,6 @@ def test_a8_participation_that_is_shown_amplifies_nothing() -> None:
     assert SHOWN.describe() == Sampling().describe()
     with pytest.raises(ConfigError, match="reveal_participation"):
         Sampling("everyone", reveal_participation=True)
-
-
-def _flat():
-    from fedcomp.layout import Layout
-
-    return Layout.flat(4)
 
 
 def test_a8_a_generators_rounds_tell_nothing_of_who_voted() -> None:
@@ -186,7 +176,10 @@ def test_a8_a_generators_rounds_tell_nothing_of_who_voted() -> None:
 
 
 def without_times(caplog: pytest.LogCaptureFixture) -> str:
-    """Return the log without addresses, seconds, and what moved, which may be released."""
+    """Return the log without addresses, seconds, and what moved, which may be released and depends on the seed.
+
+    The messages alone: what a handler writes before them, a time for one, is for who set the handler up.
+    """
     changing = r"finished in [0-9.]+s|0x[0-9a-f]+|datalens.moved[^}]*}"
     return re.sub(changing, "", "\n".join(caplog.messages), flags=re.DOTALL)
 

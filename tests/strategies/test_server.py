@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, Strategy
 from message_examples import all_damages
 from plain_grid import PlainGrid
 from round_paths import Personal
-from toy import client_app, model, stack
+from toy import by_partition, client_app, model, stack
 
 from fedcomp.clients import memory as kept
 from fedcomp.clients.compressed import compression
@@ -24,7 +24,6 @@ from fedcomp.errors import ConfigError, NoUsableReply, StateError
 from fedcomp.flower import asks, checkpoint
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import EXACT, FRAME, NODE_RECORD, frames, payload_bytes, put_frame, take_frame
 from fedcomp.flower.records import to_arrays, to_record
@@ -54,7 +53,7 @@ SYSTEMS: dict[str, Callable[[], Server]] = {
 
 
 def grid_of(*halves: Any, nodes: int = NODES, **engine: Any) -> MeteredGrid:
-    return MeteredGrid(InProcessGrid(client_app(halves or [compression()]), nodes, seed=4, **engine), TrafficLedger())
+    return MeteredGrid(InProcessGrid(client_app(halves or [compression()]), nodes, seed=4, **engine))
 
 
 def bits(arrays: ArrayRecord) -> dict[str, tuple[str, bytes]]:
@@ -208,14 +207,9 @@ def test_what_others_send_is_taken_beside_frames(
     """Of clients without the half, or with a model of their own."""
     random.seed(1)
     apps = [client_app([compression()] if node < halves else []) for node in range(NODES)]
-
-    def app(msg: Message, context: Context) -> Message:
-        return apps[int(context.node_config["partition-id"])](msg, context)
-
     strategy = Compressed(inner(), codec, downlink, feedback=False)
-    grid = MeteredGrid(InProcessGrid(app, NODES, seed=4), TrafficLedger())
-    result = fit(strategy, grid, model(), 3, timeout=9)
-    assert bits(result.arrays) != bits(model())
+    grid = MeteredGrid(InProcessGrid(by_partition(apps.__getitem__), NODES, seed=4))
+    assert bits(play(strategy, grid, 3)) != bits(model())
     found = [(r.used, r.plain, r.compressed) for r in strategy.reports.values()]
     assert found == [(NODES, NODES - halves, halves)] * 3
     assert not any(r.refused for r in strategy.reports.values())
@@ -240,7 +234,7 @@ def test_reports_count_the_bytes_of_replies_that_are_used() -> None:
         return reply
 
     server = Server(Pair(SPARSE), FedAvg(**ONE), policy=NONE_DENSE)
-    play(server, MeteredGrid(InProcessGrid(app, NODES, seed=4), TrafficLedger()), 1, arrays=model(counter=True))
+    play(server, MeteredGrid(InProcessGrid(app, NODES, seed=4)), 1, arrays=model(counter=True))
     report, evaluation = server.reports[1], server.evaluations[1]
     assert (report.used, report.plain) == (NODES, 1)
     assert framed[3] == buffers[3] == 0
@@ -259,38 +253,14 @@ def test_on_a_grid_that_knows_no_partitions_their_own_word_gives_the_same_bits()
     """With two exchanges and blobs, from the first round on."""
     for which in ("pair", "shared basis"):
         plain = PlainGrid(InProcessGrid(client_app([compression()]), NODES, seed=4))
-        assert bits(play(SYSTEMS[which](), MeteredGrid(plain, TrafficLedger()))) == bits(
-            play(SYSTEMS[which](), grid_of())
-        )
+        assert bits(play(SYSTEMS[which](), MeteredGrid(plain))) == bits(play(SYSTEMS[which](), grid_of()))
 
 
 # What a node holds.
 
 
-def forget_all(grid: MeteredGrid, prefix: str) -> list[str]:
-    """Let the first node lose what it keeps under names that begin so; return the names."""
-    node = grid.inner.node(0)
-    context = node.context()
-    lost = [key for key in context.state if key.startswith(prefix)]
-    for key in lost:
-        del context.state[key]
-    node.commit(context)
-    return lost
-
-
-def damage_all(grid: MeteredGrid, prefix: str) -> list[str]:
-    """Let the first node read other bytes under names that begin so; return the names."""
-    node = grid.inner.node(0)
-    context = node.context()
-    found = [key for key in context.state if key.startswith(prefix)]
-    for key in found:
-        put_frame(context.state, key, take_frame(context.state, key)[:-1] + b"?")
-    node.commit(context)
-    return found
-
-
-@pytest.mark.parametrize("spoil", [forget_all, damage_all])
-def test_a_node_that_lost_its_blobs_is_asked_once_more_in_the_same_round(spoil: Callable[..., list[str]]) -> None:
+@pytest.mark.parametrize("how", ["lost", "damaged"])
+def test_a_node_that_lost_its_blobs_is_asked_once_more_in_the_same_round(how: str) -> None:
     """It holds the model, since it has evaluated it, and the basis follows from the last step."""
 
     def make() -> Server:
@@ -301,7 +271,16 @@ def test_a_node_that_lost_its_blobs_is_asked_once_more_in_the_same_round(spoil: 
 
     def forget(number: int, arrays: ArrayRecord, outcome: Any) -> None:
         if number == 2:
-            forgetting.extend(spoil(grid, kept.BLOB))
+            node = grid.inner.node(0)
+            state = (context := node.context()).state
+            for key in [key for key in state if key.startswith(kept.BLOB)]:
+                data = take_frame(state, key)
+                if how == "damaged":
+                    put_frame(state, key, data[:-1] + b"?")
+                else:
+                    state.pop(key, None)
+                forgetting.append(key)
+            node.commit(context)
 
     assert bits(play(server, grid, on_round=forget)) == bits(play(make(), grid_of()))
     assert forgetting
@@ -430,7 +409,7 @@ def test_a_report_says_how_long_the_server_worked_and_not_how_long_it_waited(mon
     server = Server(Slow(SPARSE), inner)
     monkeypatch.setattr(Inbox, "agree", slowly(8.0, Inbox.agree))
     app = client_app([compression()])
-    grid = MeteredGrid(InProcessGrid(slowly(1000.0, app), NODES, seed=4), TrafficLedger())
+    grid = MeteredGrid(InProcessGrid(slowly(1000.0, app), NODES, seed=4))
     play(server, grid, 2)
     assert [report.seconds for report in server.reports.values()] == [15.0, 15.0]
 

@@ -24,7 +24,6 @@ from fedcomp.factors.capture import capture, chain_of
 from fedcomp.factors.collect import current
 from fedcomp.flower import asks
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import FRAME, NODE_RECORD
 from fedcomp.flower.rounds import fit
@@ -94,7 +93,7 @@ def pooled(rounds: int, clients: int = 3) -> np.ndarray:
 
 def run(strategy: Strategy, *, rounds: int = 3, client_app: ClientApp | None = None, **options) -> np.ndarray:
     grid = InProcessGrid(client_app or app(), 3, seed=4, **options)
-    metered = MeteredGrid(grid, TrafficLedger())
+    metered = MeteredGrid(grid)
     result = strategy.start(metered, record_of(network()), num_rounds=rounds, timeout=9)
     return stack(result.arrays)
 
@@ -186,7 +185,7 @@ def test_in_a_private_round_a_reply_says_nothing_of_it(private: bool) -> None:
     rounds: Strategy = fedavg(fraction_evaluate=0.0)
     if private:
         rounds = DpFedAvg(rounds, clip=1.0, noise_multiplier=1.0, delta=1e-3, population=3)
-    grid = MeteredGrid(InProcessGrid(look, 3, seed=4), TrafficLedger())
+    grid = MeteredGrid(InProcessGrid(look, 3, seed=4))
     pair(rounds, mode="rank").start(grid, record_of(network()), num_rounds=1, timeout=9)
     assert ["momentum" in remark for remark in said] == [not private] * 3
     assert not (private and any(said))
@@ -222,7 +221,6 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def last_step(strategy: Compressed) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that went down last, by name."""
     known, layout = strategy.down.broadcast, strategy.layout
-    assert known is not None
     assert {peer.version for peer in strategy.roster.peers.values()} == {known.version}
     bundle = codec("dad").open(known._steps[-1].frame, layout)
     return {t.name: tensor.shape for t, tensor in zip(layout.tensors, bundle.tensors, strict=True)}
@@ -257,7 +255,6 @@ def test_factors_go_down_only_as_long_as_they_are_the_step(caplog: pytest.LogCap
     expected = run(pair(FedAdam(**options)), rounds=4)
     assert np.linalg.norm(found - expected) <= 1e-3 * np.linalg.norm(expected)
     # A step as long as the model is not kept: whoever lacks it gets the model.
-    assert strategy.down.broadcast is not None
     assert strategy.down.broadcast._steps == []
     assert "not made of factors: 2.weight" in caplog.text
 

@@ -5,13 +5,14 @@ Every test but the last failed once: a run ended, a model was destroyed, or noth
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
-from toy import client_app, model, stack, with_halves
+from toy import client_app, model, stack, training
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
@@ -26,7 +27,6 @@ from fedcomp.rng import Key
 from fedcomp.strategies.cohort import CohortSettings
 from fedcomp.strategies.shared_support import SharedSupport
 
-Change = Callable[[Message, Message, Context], None]
 Client = Callable[[Message, Context], Message]
 
 
@@ -38,63 +38,26 @@ def app() -> ClientApp:
     return client_app([compression()])
 
 
-def altered(change: Change, base: Client | None = None) -> Client:
-    """Return an app whose replies ``change(reply, message, context)`` alters."""
-    inner = base or app()
-
-    def client(msg: Message, context: Context) -> Message:
-        asked = Message(RecordDict(dict(msg.content.items())), msg.metadata.dst_node_id, msg.metadata.message_type)
-        reply = inner(msg, context)
-        if not reply.has_error():
-            change(reply, asked, context)
-        return reply
-
-    return client
-
-
-def partition(context: Context) -> int:
-    return int(context.node_config["partition-id"])
-
-
-def learner(
-    delta: Callable[[int, np.ndarray], np.ndarray], weight: Callable[[int], float] = lambda p: 1.0
-) -> ClientApp:
-    """Return an app that adds ``delta(partition, tensor)`` to the tensors that are finite."""
-    learns = with_halves([compression()])
-
-    @learns.train()
-    def train(msg: Message, context: Context) -> Message:
-        (record,) = msg.content.array_records.values()
-        p, out = partition(context), {}
-        for name, array in record.items():
-            old = array.numpy()
-            moves = np.isfinite(old).all()
-            out[name] = Array(np.asarray(old + delta(p, old) if moves else old).astype(old.dtype))
-        metrics = MetricRecord({"num-examples": weight(p)})
-        return Message(RecordDict({"arrays": ArrayRecord(out), "m": metrics}), reply_to=msg)
-
-    return learns
-
-
 # What one client's numbers do to the model.
 
 
 def test_a_value_too_large_for_float16_does_not_enter_the_model() -> None:
     """Finite as float32, infinite as the model's float16: the model is kept, and nobody's memory is dropped."""
 
-    def change(reply: Message, asked: Message, context: Context) -> None:
-        frame = take_frame(reply.content, FRAME + "values")
-        if partition(context) == 1 and asked.metadata.message_type == "query" and frame is not None:
-            (tensor,) = wire.decode(frame).tensors
+    def client(msg: Message, context: Context) -> Message:
+        asked, reply = msg.metadata.message_type, honest(msg, context)
+        if asked == "query" and context.node_config["partition-id"] == 1:
+            (tensor,) = wire.decode(take_frame(reply.content, FRAME + "values")).tensors
             huge = wire.shared(tensor.shape, tensor.index.support_id, np.full(tensor.values.k, 3e5, np.float32))
             put_frame(reply.content, FRAME + "values", wire.encode([huge]))
+        return reply
 
-    def delta(p: int, old: np.ndarray) -> np.ndarray:
-        return Key(3, "half", partition=p).generator().integers(-9, 10, old.shape)
+    def step(arrays: dict[str, np.ndarray], number: int, p: int) -> dict[str, np.ndarray]:
+        moved = arrays["w"] + Key(3, "half", partition=p).generator().integers(-9, 10, 2000)
+        return {"w": moved.astype(np.float16)}
 
-    initial = ArrayRecord({"w": Array(np.zeros(2000, np.float16))})
+    honest, initial = training(step, [compression()]), ArrayRecord({"w": Array(np.zeros(2000, np.float16))})
     strategy = SharedSupport(ScaleCom(0.02))
-    client = altered(change, learner(delta))
     result = strategy.start(grid_of(3, client), initial, num_rounds=3, timeout=9)
     assert np.isfinite(result.arrays["w"].numpy()).all()
     assert ["kept" in " ".join(r.notes) for r in strategy.reports.values()] == [True, False, True]
@@ -106,7 +69,6 @@ def test_a_value_too_large_for_float16_does_not_enter_the_model() -> None:
 
 
 def test_reading_a_means_support_allocates_nothing_of_the_models_size() -> None:
-    tracemalloc = pytest.importorskip("tracemalloc")
     layout, codec = Layout.flat(1_000_000), ScaleCom(0.001)
     supports = (np.arange(0, 1_000_000, 1000),)
     frame, _ = codec.mean(supports, 7).encode(Update(np.ones(1_000_000, np.float32), layout), {}, Key(1, "mean"))

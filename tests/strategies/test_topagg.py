@@ -10,7 +10,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from private_runs import forged
 from topagg_runs import BALLOT, HALVES, LR, NODES, SIZE, app, ballots, inner, learnt, run, shifted, strategy
-from toy import client_app, fedavg, model, put_sent_frame
+from toy import by_partition, client_app, fedavg, model, put_sent_frame
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
@@ -89,13 +89,9 @@ def test_the_threshold_counts_the_clients_expected_not_those_that_came() -> None
 def test_a_client_without_the_mods_has_the_vote_it_would_have_cast(pair: bool) -> None:
     """The server casts it, with the same draws: the same bits of model, whoever packs the votes."""
     modded, _, packed = run(strategy(noise_multiplier=1.0), rounds=2)
-    plain = client_app()
+    plain, with_mods = client_app(), app()
     some = {1, 4} if pair else set(range(NODES))
-    with_mods = app()
-
-    def mixed(msg: Message, context: Context) -> Message:
-        return (plain if context.node_config["partition-id"] in some else with_mods)(msg, context)
-
+    mixed = by_partition(lambda partition: plain if partition in some else with_mods)
     chosen = strategy(noise_multiplier=1.0, pair=pair)
     voted, _, dense = run(chosen, rounds=2, client=mixed)
     assert voted.tobytes() == modded.tobytes()
@@ -398,10 +394,7 @@ def test_a_refusal_costs_a_private_round_nothing_but_that_vote() -> None:
     """A client that votes for nobody else beside clients that take what they are asked: DP-FedAvg goes on without."""
     guarded, _, _ = spied()
     plain = client_app()
-
-    def mixed(msg: Message, context: Context) -> Message:
-        return (guarded if context.node_config["partition-id"] == 0 else plain)(msg, context)
-
+    mixed = by_partition(lambda partition: plain if partition else guarded)
     chosen = DpFedAvg(
         inner(), clip=1.0, noise_multiplier=1.0, population=NODES, delta=1e-3, insecure_deterministic=True
     )

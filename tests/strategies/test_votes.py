@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, RecordDict
 from flwr.serverapp.strategy import (
     FedAdagrad,
     FedAdam,
@@ -13,39 +13,34 @@ from flwr.serverapp.strategy import (
     FedProx,
     FedYogi,
 )
-from toy import client_app, fedavg, model, put_sent_frame, stack, update
+from private_runs import forged
+from toy import ONE, by_partition, client_app, fedavg, model, put_sent_frame, stack, update
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Clip, ErrorFeedback, ScaledSign, SignSGD, TopK, chain
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.layout import SmallDense
 from fedcomp.strategies.compressed import Compressed
 
-ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 STEP = np.float32(0.25)
 
 
-def run(strategy, app=None, *, nodes=5, rounds=3, **options):
-    grid = MeteredGrid(InProcessGrid(app or client_app([compression()]), nodes, seed=4, **options), TrafficLedger())
-    return strategy.start(grid, model(), num_rounds=rounds, timeout=9).arrays
+def run(strategy, app=None, *, nodes=5, rounds=3, initial=None):
+    grid = InProcessGrid(app or client_app([compression()]), nodes, seed=4)
+    return strategy.start(MeteredGrid(grid), initial or model(), num_rounds=rounds, timeout=9).arrays
 
 
 def voting(step: float = float(STEP), **options) -> Compressed:
     return Compressed(fedavg(fraction_evaluate=0.0), SignSGD(step), **options)
 
 
-def mixed(plain: set[int], examples: int = 10):
+def mixed(plain: set[int]):
     """Return an app that is without the mod on some partitions."""
-    bare, modded = client_app(examples=examples), client_app([compression()], examples=examples)
-
-    def either(msg: Message, context: Context) -> Message:
-        return (bare if context.node_config["partition-id"] in plain else modded)(msg, context)
-
-    return either
+    bare, modded = client_app(), client_app([compression()])
+    return by_partition(lambda partition: bare if partition in plain else modded)
 
 
 def majority(rounds: int, nodes: int) -> np.ndarray:
@@ -121,36 +116,26 @@ def test_a_plain_reply_is_a_vote_like_any_other(downlink) -> None:
 
 def test_a_plain_reply_that_cannot_vote_costs_itself_only() -> None:
     """Its difference to the model overflows although both are finite."""
-    honest = client_app([compression()])
 
-    def app(msg: Message, context: Context) -> Message:
-        reply = honest(msg, context)
-        if context.node_config["partition-id"] == 2:
-            arrays = {"weight": Array(np.full((40, 30), 3e38, np.float32)), "bias": Array(np.zeros(12, np.float32))}
-            reply.content = RecordDict({"arrays": ArrayRecord(arrays), "metrics": reply.content["metrics"]})
-        return reply
+    def overflowing(content: RecordDict) -> RecordDict:
+        arrays = {"weight": Array(np.full((40, 30), 3e38, np.float32)), "bias": Array(np.zeros(12, np.float32))}
+        return RecordDict({"arrays": ArrayRecord(arrays), "metrics": content["metrics"]})
 
     strategy = voting()
-    grid = MeteredGrid(InProcessGrid(app, 4, seed=4), TrafficLedger())
-    result = strategy.start(grid, model(-3e38), num_rounds=1, timeout=9)
+    found = run(strategy, forged(client_app([compression()]), overflowing, 2), nodes=4, rounds=1, initial=model(-3e38))
     report = strategy.reports[1]
     assert (report.compressed, report.plain) == (3, 0)
     assert all("more than float32 holds" in reason for reason in report.refused.values())
     assert len(report.refused) == 1
-    assert np.isfinite(stack(result.arrays)).all()
+    assert np.isfinite(stack(found)).all()
 
 
 def test_nobody_has_more_than_one_vote() -> None:
-    honest = client_app([compression()])
-
-    def app(msg: Message, context: Context) -> Message:
-        reply = honest(msg, context)
-        if context.node_config["partition-id"] == 4:
-            loud = wire.Tensor(wire.SignScale(np.zeros(1200, np.bool_), np.full(1, 99, np.float32)), (1200,))
-            put_sent_frame(reply.content, wire.encode([loud, wire.dense(np.zeros(12, np.float32))]))
-        return reply
+    def loud(content: RecordDict) -> None:
+        votes = wire.Tensor(wire.SignScale(np.zeros(1200, np.bool_), np.full(1, 99, np.float32)), (1200,))
+        put_sent_frame(content, wire.encode([votes, wire.dense(np.zeros(12, np.float32))]))
 
     strategy = voting()
-    arrays = run(strategy, app, rounds=2)
+    arrays = run(strategy, forged(client_app([compression()]), loud, 4), rounds=2)
     assert [(r.compressed, len(r.refused)) for r in strategy.reports.values()] == [(4, 1)] * 2
     np.testing.assert_array_equal(arrays["weight"].numpy(), majority(2, 4))

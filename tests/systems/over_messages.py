@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from beside_product import WORDS
 from flwr.app import ArrayRecord
 
 from fedcomp.clients.memory import MEMORY
@@ -17,8 +18,6 @@ from fedcomp.flower.payload import FRAME
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout, Vector
-
-WORDS = {"silent": "silent", "lost": "lost_reply", "crash": "raise", "": None}
 
 Fault = Callable[[int, int, int], str]
 """``fault(round, partition, exchange)``, as :class:`fedcomp.local.Local` takes it."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from beside_product import faults
+from beside_product import WORDS, faults
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from over_messages import WORDS
 from test_over_messages import PLAIN, QUICK
 from toy import update
 
@@ -50,7 +49,7 @@ def run(system: System, *, whole: bool) -> tuple[list[dict[str, bytes]], list[in
     fate, models, seen = faults(0.15), list[dict[str, bytes]](), list[list[str]]()
 
     def plan(delivery: Delivery) -> str | None:
-        return WORDS.get(fate(delivery.round, delivery.partition, delivery.message_type.partition(".")[0]), "duplicate")
+        return WORDS[fate(delivery.round, delivery.partition, delivery.message_type.partition(".")[0])]
 
     server = Server(
         system,

@@ -62,12 +62,11 @@ BASIS = np.cos(np.pi / SIZE * np.outer(np.arange(SIZE) + 0.5, [3, 5, 8, 13, 21, 
 """What all vectors have in common lies in six dimensions, and is smooth: convolutions know no positions."""
 
 
-def vectors(step: int, nodes: int = NODES, scale: float = 1.0) -> dict[int, np.ndarray]:
-    """Return one vector a node: a common part of mean square 1, and a tenth of it of noise, all times ``scale``."""
+def vectors(step: int, nodes: int = NODES) -> dict[int, np.ndarray]:
+    """Return one vector a node: a common part of mean square 1, and a tenth of it of noise."""
     common = BASIS @ noise(6, 1, step)
     common *= np.sqrt(SIZE) / np.linalg.norm(common)
-    made = {node: common + np.float32(0.1) * noise(SIZE, 2, step, node) for node in range(nodes)}
-    return {node: (scale * vector).astype(np.float32) for node, vector in made.items()}
+    return {node: (common + np.float32(0.1) * noise(SIZE, 2, step, node)).astype(np.float32) for node in range(nodes)}
 
 
 def side_of(vector: np.ndarray, count: int = 8) -> np.ndarray:
@@ -81,11 +80,11 @@ def learn(training: Trained, found: dict[int, np.ndarray], step: int) -> tuple[f
     return training.learn_nodes(found, {n: side_of(v) for n, v in found.items()}, step)
 
 
-def ring_error(training: Trained, steps: range, scale: float = 1.0) -> float:
+def ring_error(training: Trained, steps: range) -> float:
     """Return squared error over energy of the decoded mean, over vectors that were not trained with."""
     missed = energy = 0.0
     for step in steps:
-        found = vectors(step, scale=scale)
+        found = vectors(step)
         mean = sum(found.values()) / len(found)
         latents = sum(training.encoder.encode(v) for v in found.values()) / np.float32(len(found))
         missed += float(np.square(training.decoder(None).decode(latents, SIZE) - mean).sum())

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from beside_product import Toy
 from flwr.app import Context, Message
 from over_messages import Fault, product
-from toy import client_app, fedavg, model, update
+from toy import SHAPES, client_app, fedavg
 
 from fedcomp.clients.client import HALVES
 from fedcomp.clients.conditional import conditional
@@ -30,7 +31,8 @@ from fedcomp.strategies.conditional import Conditional, Quietness
 from fedcomp.systems.conditional import DECIDES, ConditionalRounds, Decision, Offer, Status
 from fedcomp.systems.pair import Pair
 
-LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()}, NONE_DENSE)
+TOY = Toy(SHAPES, NONE_DENSE)
+LAYOUT = TOY.layout
 NODES = 4
 SETTLED = ScheduleSettings(window=2, low=0.15, consecutive=1, patience=1)
 SPARSE = ErrorFeedback(TopK(density=0.2))
@@ -77,24 +79,17 @@ class Still(Watched):
 
 
 def trained(number: int, node: int, start: Vector) -> Vector:
-    shapes = {t.name: t.shape for t in LAYOUT.tensors}
-    made = {name: update(number, node, shape, i) for i, (name, shape) in enumerate(shapes.items())}
-    return start + LAYOUT.flatten(made)
+    return start + TOY.made(number, node)
 
 
 def local(system: ConditionalRounds, watch: Any = Watched, **options: Any) -> Local:
-    brought = {node: watch() for node in range(NODES)}
-    options = {"data": brought, **options}
-    start = np.zeros(LAYOUT.size, np.float32)
-    return Local(system, LAYOUT, start, trained, lambda node: 10.0 * (node + 1), NODES, **options)
+    return TOY.local(system, NODES, **{"data": {node: watch() for node in range(NODES)}, **options})
 
 
 def app() -> Any:
     def watch(msg: Message, context: Context) -> float:
         (record,) = msg.content.array_records.values()
-        number = round_of(msg)
-        assert number is not None
-        return loss_of(LAYOUT.flatten(to_arrays(record)), int(context.node_config["partition-id"]), number)
+        return loss_of(LAYOUT.flatten(to_arrays(record)), int(context.node_config["partition-id"]), round_of(msg))
 
     return client_app([*(make() for make in HALVES.values()), conditional(watch, settings=SETTLED)])
 

@@ -156,7 +156,6 @@ def compare(system: FactorSharing, step: Step = backprop, shape: str = "narrow",
         assert bool(seen.memories) == system.codec.remembers
         for node, memory in seen.memories.items():
             held = system.residual(here.clients[node].memory, here.layout)
-            assert held is not None
             assert held.tobytes() == memory
     return here
 
@@ -222,7 +221,6 @@ def test_what_goes_down_is_the_factors_of_those_in_the_sum() -> None:
         before = here.model
         made_here = here.step(number)
         whole.step(number)
-        assert made_here is not None
         assert made_here.frame is not None
         steps.append(made_here.frame)
         moved = before + DOWN.decode(made_here.frame, here.layout)
@@ -240,7 +238,6 @@ def test_what_goes_down_is_the_factors_of_those_in_the_sum() -> None:
     # One that is lost is in no step.
     here.fault = lambda number, node, exchange: "lost" if node == 1 else ""
     last = here.step(3)
-    assert last is not None
     assert last.frame is not None
     assert DOWN.figures(last.frame, here.layout, 1.0)["rows of 2.weight"] == SIZES[0] + SIZES[2]
 
@@ -249,7 +246,6 @@ def test_what_goes_down_is_the_factors_of_those_in_the_sum() -> None:
 def test_reduced_factors_go_down_with_a_memory_around_them() -> None:
     here = local(FactorSharing(ErrorFeedback(Factors(rank=2)), down=True), "wide")
     step = here.step(1)
-    assert step is not None
     assert step.frame is not None
     assert DOWN.figures(step.frame, here.layout, 1.0)["rows of 2.weight"] == 2 * len(SIZES)
 
@@ -258,7 +254,6 @@ def test_reduced_factors_go_down_with_a_memory_around_them() -> None:
 def test_rows_of_all_clients_that_are_longer_than_the_model_stay_up() -> None:
     here = local(FactorSharing(made("dad"), down=True))
     step = here.step(1)
-    assert step is not None
     assert step.frame is None
     assert step.change is not None
 
@@ -301,9 +296,7 @@ def test_a_wrong_part_costs_its_sender_alone(wrong: str) -> None:
             return memory, WRONG[wrong](answer) if spoiled else answer
 
     here = local(Hostile(ErrorFeedback(made("rank")), by_layer=True))
-    done = here.step(1)
-    assert done is not None
-    assert done.consumed == (0, 2)
+    assert here.step(1).consumed == (0, 2)
     assert [line.partition(":")[0] for line in here.refused[1]] == ["1"]
     assert np.isfinite(here.model).all()
     # What it sent is in its memory again before it trains anew.

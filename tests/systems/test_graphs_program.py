@@ -281,9 +281,7 @@ def test_an_owner_with_wrong_rows_is_done_without_for_that_round_and_trains(chan
         driver.meddle = lambda ask, answer, now=number: (
             change(ask, answer) if now == 2 and answer.node == LIAR and isinstance(ask.say, Fetch) else answer
         )
-        step = driver.step(number)
-        assert step is not None
-        assert step.consumed == (0, 1, 2, 3)
+        assert driver.step(number).consumed == (0, 1, 2, 3)
         assert sorted(of(driver).absent) == ([LIAR] if number == 2 else [])
         assert not of(driver).lost
         assert (LIAR in of(driver).traffic.rows_sent) == (number != 2)
@@ -316,9 +314,7 @@ def test_norms_and_rows_of_the_adjacency_are_looked_at_too(kind: str, make: Any,
     driver.meddle = lambda ask, answer: (
         change(ask, answer) if wrong[0] and answer.node == LIAR and getattr(ask.say, "kind", "") == kind else answer
     )
-    step = driver.step(1)
-    assert step is not None
-    assert step.consumed == (0, 1, 2, 3)
+    assert driver.step(1).consumed == (0, 1, 2, 3)
     assert said in of(driver).absent[LIAR]
     # Norms that were lacking are asked for again.
     wrong[0] = False
@@ -339,9 +335,7 @@ def test_an_owner_that_refuses_an_honest_client_is_absent_for_it_alone() -> None
         return answer._replace(say=Refused((0,), "I do not like it"), frames=rest)
 
     driver.meddle = refuse
-    step = driver.step(2)
-    assert step is not None
-    assert step.consumed == (0, 1, 2, 3)
+    assert driver.step(2).consumed == (0, 1, 2, 3)
     assert not of(driver).absent
     after = of(driver).traffic
     assert after.replans == 1
@@ -359,15 +353,15 @@ WISHES = {
 }
 
 
+def wishing(wish: dict[str, bytes]) -> Callable[[Ask, Answer], Answer]:
+    """Return what has node 2 ask for other rows than it plans with."""
+    return lambda ask, answer: answer._replace(frames=wish) if answer.node == 2 and type(ask.say) is Plan else answer
+
+
 @pytest.mark.parametrize("wish", WISHES.values(), ids=WISHES)
 def test_an_impossible_plan_costs_its_client_the_round_alone(wish: dict[str, bytes]) -> None:
-    driver = local(Graphs(sampler=FULL, rows=EXACT))
-    driver.meddle = lambda ask, answer: (
-        answer._replace(frames=wish) if answer.node == 2 and type(ask.say) is Plan else answer
-    )
-    step = driver.step(1)
-    assert step is not None
-    assert step.consumed == (0, 1, 3)
+    driver = local(Graphs(sampler=FULL, rows=EXACT), meddle=wishing(wish))
+    assert driver.step(1).consumed == (0, 1, 3)
     # It hands out its own rows.
     assert not of(driver).absent
     assert sorted(of(driver).lost) == [2]
@@ -381,13 +375,8 @@ def test_nodes_that_their_owner_has_not_cost_the_others_nothing(dedupe: bool) ->
     driver = local(Graphs(sampler=FULL, rows=replace(EXACT, dedupe=dedupe)))
     driver.step(1)
     before = of(driver).traffic
-    wish = {"ids/1": encode_ids(np.array([0]))}
-    driver.meddle = lambda ask, answer: (
-        answer._replace(frames=wish) if answer.node == 2 and type(ask.say) is Plan else answer
-    )
-    step = driver.step(2)
-    assert step is not None
-    assert step.consumed == (0, 1, 3)
+    driver.meddle = wishing({"ids/1": encode_ids(np.array([0]))})
+    assert driver.step(2).consumed == (0, 1, 3)
     assert not of(driver).absent
     for node in (0, 1, 3):
         assert of(driver).traffic.rows_received[node] == before.rows_received[node] > 0
@@ -402,9 +391,7 @@ def test_who_asks_for_ever_is_given_up(kind: str) -> None:
             return memory, Answer(2, say=Needs(kind), frames={"ids/1": encode_ids(np.array([10]))})
 
     driver = local(Insatiable(sampler=MEASURED, rows=EXACT, structure="halo"), structure="halo")
-    step = driver.step(1)
-    assert step is not None
-    assert step.consumed == (0, 1, 3)
+    assert driver.step(1).consumed == (0, 1, 3)
     assert "times and has none" in of(driver).lost[2]
 
 
@@ -428,9 +415,7 @@ def test_one_that_holds_a_part_of_another_graph_is_left_out(change: dict[str, An
     """Also in the first round: what most say is the run's."""
     driver = local(Graphs(sampler=FULL, rows=EXACT), meddle=other(nodes=(2,), **change))
     for number in (1, 2):
-        step = driver.step(number)
-        assert step is not None
-        assert step.consumed == (0, 1, 3)
+        assert driver.step(number).consumed == (0, 1, 3)
         assert sorted(of(driver).absent) == [2]
     assert len(driver.refused[1]) == 1
     # It is not asked again.
@@ -499,9 +484,7 @@ def test_rows_that_were_lost_between_plan_and_training_cost_one_round() -> None:
         return answer
 
     driver.meddle = meddle
-    step = driver.step(2)
-    assert step is not None
-    assert step.consumed == (0, 1, 3)
+    assert driver.step(2).consumed == (0, 1, 3)
     assert any("let this node plan again" in reason for reason in driver.refused[2])
     driver.meddle = lambda ask, answer: answer
     assert driver.step(3).consumed == (0, 1, 2, 3)  # type: ignore[union-attr]

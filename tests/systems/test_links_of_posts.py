@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from beside_product import LAYOUT, TOY
+import test_posts_over_messages as posts
 from flwr.app import ConfigRecord
 from peer_key_files import make_key, make_list
 from running_listener import Running
@@ -20,24 +20,18 @@ from toys import Halving, Passing, SealedPassing
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_KEY, PEER_KEYS, PEER_STORE
 from fedcomp.clients.links import SENT
-from fedcomp.clients.memory import MEMORY
-from fedcomp.codecs import ErrorFeedback, TopK
 from fedcomp.coding.sealing import PeerIdentity
 from fedcomp.coding.spool import Spool
 from fedcomp.flower.asks import data_in
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.links import Book, Box, Letter, LinkError, PeerEntry, Reference
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import MAIL, POST
-from fedcomp.flower.records import to_record
+from fedcomp.flower.payload import MAIL, POST, take_frame
 from fedcomp.program import System
-from fedcomp.strategies.cohort import Cohort, CohortSettings
 from fedcomp.strategies.links import Links
-from fedcomp.strategies.server import Server
 from fedcomp.systems import SYSTEMS
 
-NODES = 4
-SPARSE = ErrorFeedback(TopK(0.05))
+NODES, SPARSE = posts.NODES, posts.SPARSE
 
 
 class TracedHalving(Halving, id="traced-halving"):
@@ -48,18 +42,12 @@ SYSTEMS["traced-halving"] = TracedHalving
 SYSTEMS.setdefault("relayed", Relayed)
 
 
-class Run:
+class Run(posts.Run):
     """A server with or without links, and what passed it of posts."""
 
     def __init__(self, system: System, links: Links | None, fault: Any = None) -> None:
-        self.system, self.links = system, links
-        self.grid = InProcessGrid(client_app([compression()]), NODES, seed=4, fault=fault)
-        self.server = self.fresh()
-        self.arrays = to_record(LAYOUT.unflatten(LAYOUT.flatten(TOY.start)))
+        super().__init__(system, fault, links=links)
         self.passed: list[bytes] = []
-
-    def fresh(self) -> Server:
-        return Server(self.system, Cohort(CohortSettings(fraction_evaluate=0.0), 0), links=self.links)
 
     def step(self, number: int) -> None:
         self.grid.round = number
@@ -76,13 +64,6 @@ class Run:
         except StopIteration as end:
             found, _ = end.value
             self.arrays = self.arrays if found is None else found
-
-    def memories(self) -> dict[int, dict[str, bytes]]:
-        states = {p: self.grid.context(self.grid.node_id_of(p)).state.array_records for p in range(NODES)}
-        return {p: {k: a.numpy().tobytes() for k, a in s[MEMORY].items()} for p, s in states.items() if MEMORY in s}
-
-    def seen(self) -> tuple[bytes, dict[int, dict[str, bytes]]]:
-        return b"".join(a.numpy().tobytes() for a in self.arrays.values()), self.memories()
 
 
 SYSTEMS_HERE = [TracedHalving(nodes=NODES), Passing(SPARSE), SealedPassing(SPARSE), Relayed(SPARSE)]
@@ -162,8 +143,6 @@ def test_a_message_lost_by_the_server_is_not_lost_by_links(tmp_path: Path) -> No
 
 
 def _letters(run: Run, node: int) -> list[bytes]:
-    from fedcomp.flower.payload import take_frame
-
     state = run.grid.context(run.grid.node_id_of(node)).state
     return [bytes(take_frame(state, key) or b"") for key in state if key.startswith(SENT)]
 
@@ -175,9 +154,8 @@ def test_a_run_with_simulated_links_is_saved_with_what_is_in_them(tmp_path: Path
         one.step(number)
     saved = copy.deepcopy(one.server.state_dict())
     assert saved["posts"]["links"]
-    one.links = Links(tmp_path / "two")
     # The folder that nodes know is gone.
-    one.server = one.fresh()
+    one.server = posts.server(one.system, Links(tmp_path / "two"))
     one.server.load_state_dict(saved)
     one.server.renumber()
     other = Run(TracedHalving(nodes=NODES), None)

@@ -42,6 +42,11 @@ STATELESS = {
 class Watched(Server):
     """Counts what of each client is in the model."""
 
+    def __init__(self, entry: Entry) -> None:
+        system = entry.system
+        super().__init__(system, FedAvg(**QUIET), downlink=system.codecs[0] if system.makes_steps else None)
+        self.delivered: dict[int, Any] = {}
+
     def _take(self, x: Running, now: Now, step: Step | None) -> Any:
         codec, given = x.given
         out = super()._take(x, now, step)
@@ -50,8 +55,6 @@ class Watched(Server):
             for each in given:
                 self.delivered[each.node] = self.delivered.get(each.node, 0.0) + codec.decode(each.frame, x.layout)
         return out
-
-    delivered: dict[int, Any]
 
 
 def overlapped(server: Server, how: str) -> Overlapping:
@@ -117,10 +120,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("entry", "how"), cases())
 def test_what_is_made_is_delivered_or_remembered_with_rounds_in_flight(entry: Entry, how: str) -> None:
-    server = Watched(
-        entry.system, FedAvg(**QUIET), downlink=entry.system.codecs[0] if entry.system.makes_steps else None
-    )
-    server.delivered = {}
+    server = Watched(entry)
     strategy, rounds = overlapped(server, how), 40
     plan = RandomFaults(Key(9, "overlap"), FAULTS)  # type: ignore[arg-type]
     with InProcessGrid(client_app([compression()]), NODES, seed=5, fault=plan, compute_seconds=pace) as inner:
@@ -154,10 +154,7 @@ def test_what_is_made_is_delivered_or_remembered_with_rounds_in_flight(entry: En
     ],
 )
 def test_who_keeps_something_between_rounds_is_refused_by_name(entry: Entry) -> None:
-    server = Server(
-        entry.system, FedAvg(**QUIET), downlink=entry.system.codecs[0] if entry.system.makes_steps else None
-    )
     with pytest.raises(ConfigError) as refused:
-        PipelinedStrategy(server)
+        PipelinedStrategy(Watched(entry))
     assert f"{type(entry.system).__name__}(" in str(refused.value)
     assert "from round to round" in str(refused.value)

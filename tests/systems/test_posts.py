@@ -322,9 +322,7 @@ def test_who_answers_after_enough_is_refused_as_late_and_not_consumed() -> None:
     made = np.zeros(LAYOUT.size)
     for number in range(1, 5):
         before = driver.model.copy()
-        step = driver.step(number)
-        assert step is not None
-        assert step.consumed == (0, 1, 2)
+        assert driver.step(number).consumed == (0, 1, 2)
         assert [reason.partition(":")[0] for reason in driver.refused[number]] == ["3", "4"]
         made += 3.0 * (driver.model - before)
     owed = sum(SPARSE.residual(driver.settled(node)).astype(np.float64) for node in range(NODES))
@@ -366,7 +364,6 @@ def test_a_reply_that_came_another_way_is_the_reply() -> None:
     for number in range(1, 5):
         step = driver.step(number)
         pair.step(number)
-        assert step is not None
         assert step.consumed == tuple(range(NODES))
         assert driver.model.tobytes() == pair.model.tobytes()
     assert all(driver.acknowledged(node) for node in range(NODES))
@@ -381,9 +378,7 @@ def test_what_is_no_packed_reply_is_refused_alone() -> None:
             return memory, answer
 
     driver = local(Damaging(SPARSE))
-    step = driver.step(1)
-    assert step is not None
-    assert step.consumed == (0, 2, 3, 4)
+    assert driver.step(1).consumed == (0, 2, 3, 4)
     assert driver.refused[1] == ["2: not a packed answer: its length is another one"]
 
 

@@ -24,6 +24,7 @@ from fedcomp.flower.records import to_record
 from fedcomp.flower.rounds import drive
 from fedcomp.program import EVALUATE, HELLO, Answer, Ask, Me, Now, Round, System, Wait
 from fedcomp.strategies.cohort import Cohort, CohortSettings
+from fedcomp.strategies.links import Links
 from fedcomp.strategies.server import Server
 from fedcomp.systems import SYSTEMS
 from fedcomp.systems.pair import Pair
@@ -32,9 +33,9 @@ NODES = 4
 SPARSE = ErrorFeedback(TopK(0.05))
 
 
-def server(system: System) -> Server:
+def server(system: System, links: Links | None = None) -> Server:
     """Return a server that asks everybody who is there."""
-    return Server(system, Cohort(CohortSettings(fraction_evaluate=1.0), 0))
+    return Server(system, Cohort(CohortSettings(fraction_evaluate=1.0), 0), links=links)
 
 
 @pytest.mark.slow
@@ -67,12 +68,14 @@ def test_it_is_the_driver_in_memory_bit_for_bit(system: System, kinds: tuple[str
 
 
 class Run:
-    """A server and its clients in this process; a crash loses the server, not them."""
+    """A server, with links or without, and its clients in this process; a crash loses the server, not them."""
 
-    def __init__(self, system: System, fault: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self, system: System, fault: Callable[[Any], Any] | None = None, *, links: Links | None = None
+    ) -> None:
         self.system = system
         self.grid = InProcessGrid(client_app([compression()]), NODES, seed=4, fault=fault)
-        self.server = server(system)
+        self.server = server(system, links)
         self.arrays = to_record(LAYOUT.unflatten(LAYOUT.flatten(TOY.start)))
 
     def step(self, number: int) -> None:
@@ -94,11 +97,13 @@ class Run:
         self.server.load_state_dict(saved)
         self.server.renumber()
 
+    def memories(self) -> dict[int, dict[str, bytes]]:
+        states = {p: self.grid.context(self.grid.node_id_of(p)).state.array_records for p in range(NODES)}
+        return {p: {k: a.numpy().tobytes() for k, a in s[MEMORY].items()} for p, s in states.items() if MEMORY in s}
+
     def seen(self) -> tuple[bytes, dict[int, dict[str, bytes]]]:
         """Return the model and all memories."""
-        states = {p: self.grid.context(self.grid.node_id_of(p)).state.array_records for p in range(NODES)}
-        memories = {p: {k: a.numpy().tobytes() for k, a in s[MEMORY].items()} for p, s in states.items() if MEMORY in s}
-        return b"".join(a.numpy().tobytes() for a in self.arrays.values()), memories
+        return b"".join(a.numpy().tobytes() for a in self.arrays.values()), self.memories()
 
 
 @pytest.mark.slow
@@ -145,7 +150,7 @@ def test_keys_are_asked_for_once_and_not_of_apps_that_have_none() -> None:
     assert {number for number, node in greeted if node != 1} == {1, 17}
 
 
-def test_an_ask_that_is_repeated_with_a_lost_blob_is_one_of_its_own_round() -> None:
+def test_an_ask_that_is_repeated_with_a_lost_blob_is_one_of_its_own_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node loses its state, and with it the blob, while an ask of round 2 waits for its answer."""
     seen: list[tuple[int, int, bytes]] = []
 
@@ -159,15 +164,13 @@ def test_an_ask_that_is_repeated_with_a_lost_blob_is_one_of_its_own_round() -> N
             seen.append((me.node, me.number, bytes(ask.blobs["rule"])))
             return {"mass": np.float64([me.number])}, Answer(me.node, bare=True)
 
-    SYSTEMS["shared-halving"] = Shared
-    try:
-        lost = {"fault": lambda delivery: "silent" if (delivery.round, delivery.partition) == (2, 1) else None}
-        run = Run(Shared(nodes=NODES), **lost)
-        run.step(1), run.step(2)
-        run.grid.wipe(run.grid.node_id_of(1))
-        run.step(3)
-    finally:
-        del SYSTEMS["shared-halving"]
+    monkeypatch.setitem(SYSTEMS, "shared-halving", Shared)
+    run = Run(
+        Shared(nodes=NODES), lambda delivery: "silent" if (delivery.round, delivery.partition) == (2, 1) else None
+    )
+    run.step(1), run.step(2)
+    run.grid.wipe(run.grid.node_id_of(1))
+    run.step(3)
     assert run.server.reports[3].refused == {}
     assert [number for node, number, _ in seen if node == 1] == [1, 2]
     assert {rule for _, _, rule in seen} == {b"rule"}
@@ -208,7 +211,7 @@ def test_a_hostile_post_refuses_its_sender_alone(how: str) -> None:
 
 
 @pytest.mark.parametrize("engine", [InProcessGrid, Blind], ids=["known", "by their word"])
-def test_a_wait_ends_when_enough_have_answered(engine: type[InProcessGrid]) -> None:
+def test_a_wait_ends_when_enough_have_answered(engine: type[InProcessGrid], monkeypatch: pytest.MonkeyPatch) -> None:
     """Late answers are not used, and their senders put back what they sent; in the first round, too, in which nodes say
     which partitions they hold."""
 
@@ -217,23 +220,20 @@ def test_a_wait_ends_when_enough_have_answered(engine: type[InProcessGrid]) -> N
             answers = yield Wait([Ask(node) for node in now.nodes], 9.0, lambda found: len(found) >= 3)
             return now.mean_of(self.codec, answers)
 
-    SYSTEMS["hasty"] = Hasty
-    try:
-        run = Run(Hasty(SPARSE))
-        slow = {"compute_seconds": lambda delivery: float(delivery.partition == 1)}
-        run.grid = engine(client_app([compression()]), NODES, seed=4, **slow)
-        for number in range(1, 4):
-            run.step(number)
-            assert run.server.reports[number].used == 3
-            assert run.server.reports[number].lost == 1
-        late = run.grid.node_id_of(1)
-        assert {address for address, peer in run.server.roster.peers.items() if not peer.consumed} == {late}
-    finally:
-        del SYSTEMS["hasty"]
+    monkeypatch.setitem(SYSTEMS, "hasty", Hasty)
+    run = Run(Hasty(SPARSE))
+    slow = {"compute_seconds": lambda delivery: float(delivery.partition == 1)}
+    run.grid = engine(client_app([compression()]), NODES, seed=4, **slow)
+    for number in range(1, 4):
+        run.step(number)
+        assert run.server.reports[number].used == 3
+        assert run.server.reports[number].lost == 1
+    late = run.grid.node_id_of(1)
+    assert {address for address, peer in run.server.roster.peers.items() if not peer.consumed} == {late}
 
 
 @pytest.mark.parametrize("hooks", [False, True], ids=["loop", "hooks"])
-def test_a_later_exchange_waits_as_long_as_the_program_says(hooks: bool) -> None:
+def test_a_later_exchange_waits_as_long_as_the_program_says(hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Brief(Pair, id="brief"):
         def round(self, now: Now) -> Round:
             answers = yield [Ask(node) for node in now.nodes]
@@ -244,24 +244,21 @@ def test_a_later_exchange_waits_as_long_as_the_program_says(hooks: bool) -> None
         def client(self, memory: Any, ask: Ask, me: Me) -> tuple[Any, Answer]:
             return (memory, Answer(me.node)) if ask.kind == "query" else super().client(memory, ask, me)
 
-    SYSTEMS["brief"] = Brief
-    try:
-        run = Run(Brief(SPARSE))
-        slow = {"compute_seconds": lambda delivery: 5.0 * (delivery.exchange == 1 and delivery.partition == 1)}
-        run.grid = InProcessGrid(client_app([compression()]), NODES, seed=4, **slow)
-        if hooks:
-            run.server._timeout = 9.0
-            sent = list(run.server.configure_train(1, run.arrays, ConfigRecord(), run.grid))
-            run.server.aggregate_train(1, run.grid.send_and_receive(sent, timeout=9))
-        else:
-            run.step(1)
-    finally:
-        del SYSTEMS["brief"]
+    monkeypatch.setitem(SYSTEMS, "brief", Brief)
+    run = Run(Brief(SPARSE))
+    slow = {"compute_seconds": lambda delivery: 5.0 * (delivery.exchange == 1 and delivery.partition == 1)}
+    run.grid = InProcessGrid(client_app([compression()]), NODES, seed=4, **slow)
+    if hooks:
+        run.server._timeout = 9.0
+        sent = list(run.server.configure_train(1, run.arrays, ConfigRecord(), run.grid))
+        run.server.aggregate_train(1, run.grid.send_and_receive(sent, timeout=9))
+    else:
+        run.step(1)
     assert run.grid.clock == 2.0
     assert run.server.reports[1].used == NODES
 
 
-def test_evaluation_may_be_a_conversation() -> None:
+def test_evaluation_may_be_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The app evaluates on the model, once the half has read what came for it; nothing is remembered of it."""
     seen: dict[int, list[int]] = {}
 
@@ -279,24 +276,21 @@ def test_evaluation_may_be_a_conversation() -> None:
                 return memory, Answer(me.node)
             return super().client(memory, ask, me)
 
-    SYSTEMS["asking"] = Asking
-    try:
-        run = Run(Asking(SPARSE))
-        run.step(1)
-        before = run.seen()
-        opened = run.server.evaluate_round(1, run.arrays, ConfigRecord(), run.grid)
-        metrics = drive(opened, run.grid, timeout=9)
-        assert metrics is not None
-        assert seen == {node: [NODES] for node in range(NODES)}
-        assert run.seen() == before
-        # By Flower's hooks.
-        messages = run.server.configure_evaluate(2, run.arrays, ConfigRecord(), run.grid)
-        replies = run.grid.send_and_receive(messages, timeout=9)
-        again = run.server.aggregate_evaluate(2, replies)
-        assert dict(again or {}) == dict(metrics)
-        assert seen == {node: [NODES, NODES] for node in range(NODES)}
-    finally:
-        del SYSTEMS["asking"]
+    monkeypatch.setitem(SYSTEMS, "asking", Asking)
+    run = Run(Asking(SPARSE))
+    run.step(1)
+    before = run.seen()
+    opened = run.server.evaluate_round(1, run.arrays, ConfigRecord(), run.grid)
+    metrics = drive(opened, run.grid, timeout=9)
+    assert metrics is not None
+    assert seen == {node: [NODES] for node in range(NODES)}
+    assert run.seen() == before
+    # By Flower's hooks.
+    messages = run.server.configure_evaluate(2, run.arrays, ConfigRecord(), run.grid)
+    replies = run.grid.send_and_receive(messages, timeout=9)
+    again = run.server.aggregate_evaluate(2, replies)
+    assert dict(again or {}) == dict(metrics)
+    assert seen == {node: [NODES, NODES] for node in range(NODES)}
 
 
 def test_what_is_kept_outlives_the_session() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from beside_product import LAYOUT, everybody, no_fault, program
-from toy import update
+from beside_product import LAYOUT, TOY
 
 from fedcomp.codecs import PowerSGD, TopK
 from fedcomp.errors import ConfigError
@@ -15,9 +14,8 @@ FORMS = ("alternating", "two-exchange")
 
 
 def test_a_basis_travels_to_nodes_alone_that_did_not_apply_the_step_it_follows_from() -> None:
-    system = SharedBasis(PowerSGD(2))
-    _, local = program(system, 3, 1, fault=no_fault, present=everybody(3, 1))
-    for number in (2, 3, 4):
+    local = TOY.local(SharedBasis(PowerSGD(2)), 3)
+    for number in (1, 2, 3, 4):
         local.step(number)
     # The first one all draw by themselves.
     assert local.bytes_down == 0
@@ -28,10 +26,10 @@ def test_a_basis_travels_to_nodes_alone_that_did_not_apply_the_step_it_follows_f
 
 def test_the_two_exchanges_send_one_basis_each_and_the_step_is_read_in_it() -> None:
     system = SharedBasis(PowerSGD(2, form="two-exchange"))
-    _, local = program(system, 3, 2, fault=no_fault, present=everybody(3, 2))
+    local = TOY.local(system, 3)
+    local.step(1), local.step(2)
     before = local.model.copy()
     step = local.step(3)
-    assert step is not None
     codec = system.reads(step.blobs, 3, LAYOUT)
     assert np.array_equal(local.model, before + codec.decode(step.frame, LAYOUT))
     assert [sorted(answer.frames) for answer in local.answers] == [["first"]] * 3 + [["values"]] * 3
@@ -42,16 +40,14 @@ def test_the_aggregated_memory_is_what_was_made_minus_the_means_even_of_a_node_t
     """Nodes 0 and 2 are away in rounds 3 and 4: the mean that corrects them comes when they are back."""
     codec = PowerSGD(2, form=form, memory="aggregated")
     present = [[0, 1, 2], [0, 1, 2], [1, 2], [1], [0, 1, 2]]
-    _, local = program(SharedBasis(codec), 3, 0, fault=no_fault, present=present)
+    local = TOY.local(SharedBasis(codec), 3)
     delivered, made = np.zeros((3, LAYOUT.size)), np.zeros((3, LAYOUT.size))
-    shapes = {t.name: t.shape for t in LAYOUT.tensors}
     for number, nodes in enumerate(present, 1):
         before = local.model.astype(np.float64)
         assert local.step(number, nodes) is not None
         for node in nodes:
             delivered[node] += local.model - before
-            steps = {name: update(number, node, shape, layer) for layer, (name, shape) in enumerate(shapes.items())}
-            made[node] += LAYOUT.flatten(steps)
+            made[node] += TOY.made(number, node)
     assert local.state["sent"] == {"0": "5", "1": "5", "2": "5"}
     weight, bias = slice(0, LAYOUT.compressed_size), slice(LAYOUT.compressed_size, None)
     for node, client in local.clients.items():
@@ -65,7 +61,9 @@ def test_the_aggregated_memory_is_what_was_made_minus_the_means_even_of_a_node_t
 def test_means_are_kept_for_those_alone_that_need_them_and_never_more_than_a_model() -> None:
     codec = PowerSGD(2, memory="aggregated")
     present = [list(range(24)), *([node] for node in range(24)), *[[0]] * 3]
-    _, local = program(SharedBasis(codec), 24, 28, fault=no_fault, present=present)
+    local = TOY.local(SharedBasis(codec), 24)
+    for number, nodes in enumerate(present, 1):
+        local.step(number, nodes)
     assert set(local.state["means"]) == set(local.state["sent"].values())
     kept = [len(mean) for mean in local.state["means"].values()]
     assert 4 * LAYOUT.size - max(kept) < sum(kept) <= 4 * LAYOUT.size, "the oldest one went for want of room"

@@ -177,9 +177,7 @@ def test_who_was_not_drawn_is_refused_and_units_are_charged() -> None:
     rule.draw(lambda: [10, 11], laid, 1)
     rule.open(1, [10, 11])
     given = [Given(node, 1.0, b"", np.ones(8, np.float32)) for node in (0, 1, 2)]
-    step = rule.total(now, TopK(0.5), given, unit=lambda node: node + 10)
-    assert step is not None
-    assert step.consumed == (0, 1)
+    assert rule.total(now, TopK(0.5), given, unit=lambda node: node + 10).consumed == (0, 1)
     assert "not asked" in refused[2]
     assert set(rule.privacy.participations) == {10, 11}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from beside_product import LAYOUT, everybody, no_fault, program
+from beside_product import LAYOUT, TOY, everybody, no_fault, program
 
 from fedcomp import wire
 from fedcomp.codecs import ErrorFeedback, ScaleCom, TopK
@@ -18,10 +18,9 @@ from fedcomp.systems.shared_support import SharedSupport
 
 @pytest.mark.parametrize("lost", ["silent", "lost", "crash"])
 def test_where_the_leader_is_lost_the_next_one_that_trained_leads(lost: str) -> None:
-    def fault(number: int, node: int, kind: str) -> str:
-        return lost if (number, node) == (2, 1) else ""
-
-    _, local = program(SharedSupport(ScaleCom(0.05)), 4, 2, fault=fault, present=everybody(4, 2))
+    fault = lambda number, node, exchange: lost if (number, node) == (2, 1) else ""  # noqa: E731
+    local = TOY.local(SharedSupport(ScaleCom(0.05)), fault=fault)
+    local.step(1), local.step(2)
     # Round 2 is the turn of node 1; of those that are left, 0, 2 and 3, of the second.
     assert local.told["leader"] == 2
     assert sorted(a.node for a in local.answers if "values" in a.frames) == [0, 2, 3]
@@ -41,20 +40,17 @@ def test_a_leader_that_lies_is_left_out_and_another_one_leads(trouble: str) -> N
                 answer = answer._replace(frames=frames)
             return after, answer
 
-    new, local = program(Liar(ScaleCom(0.05)), 4, 1, fault=no_fault, present=everybody(4, 1))
+    local = TOY.local(Liar(ScaleCom(0.05)))
+    local.step(1)
     assert local.told["leader"] == 1
     assert [line.partition(":")[0] for line in local.refused[1]] == ["0"]
     # What it sent is on no support that anybody else holds: it is not asked again, and not acknowledged.
     assert [node for node in range(4) if local.acknowledged(node)] == [1, 2, 3]
-    assert np.frombuffer(new[0].model, np.float32).any()
+    assert local.model.any()
 
 
 def test_four_more_are_asked_to_lead_and_then_the_round_is_given_up() -> None:
-    def fault(number: int, node: int, kind: str) -> str:
-        return "lost" if kind == "query" or node == 0 else ""
-
     asked = []
-    system = SharedSupport(ScaleCom(0.05))
 
     class Counted(SharedSupport):
         def client(self, memory, ask, me):
@@ -62,22 +58,22 @@ def test_four_more_are_asked_to_lead_and_then_the_round_is_given_up() -> None:
                 asked.append(me.node)
             return super().client(memory, ask, me)
 
-    new, local = program(Counted(system.codec), 8, 1, fault=fault, present=everybody(8, 1))
+    lost = lambda number, node, exchange: "lost" if exchange > 1 or node == 0 else ""  # noqa: E731
+    local = TOY.local(Counted(ScaleCom(0.05)), 8, fault=lost)
+    local.step(1)
     assert asked == [1, 2, 3, 4]
-    assert not np.frombuffer(new[0].model, np.float32).any()
+    assert not local.model.any()
     assert "leader" not in local.state
 
 
 def test_the_mean_and_the_support_are_as_long_for_one_client_as_for_many() -> None:
-    steps = []
-    for nodes in (1, 8):
-        _, local = program(SharedSupport(ScaleCom(0.05)), nodes, 1, fault=no_fault, present=everybody(nodes, 1))
-        steps.append(local.step(2))
+    system = SharedSupport(ScaleCom(0.05))
+    drivers = [TOY.local(system, nodes) for nodes in (1, 8)]
+    steps = [[local.step(number) for number in (1, 2)][-1] for local in drivers]
     one, many = ((len(step.frame), len(step.blobs["support"])) for step in steps)
     assert one[0] == many[0]
     assert abs(one[1] - many[1]) < 20  # indices of another choice
     for step in steps:
-        system = SharedSupport(ScaleCom(0.05))
         supports = open_support(step.blobs["support"], system.codec, LAYOUT)
         assert sum(s.size for s in supports) == 60
         assert np.array_equal(system.reads(step.blobs, 2, LAYOUT).supports[0], supports[0])
