@@ -153,11 +153,11 @@ def prepare(options: LinkOptions) -> tuple[socket.socket, Proxy]:
     private_folder(folder.kept)
     if folder.secret.exists():
         _require_secret(folder.secret)
-    # Before anything is written that belongs to a SuperLink which runs already.
-    _bound("127.0.0.1", options.port, "--port").close()
     if options.metrics is not None and not options.metrics.parent.is_dir():
         raise ConfigError(f"--metrics {options.metrics}: {options.metrics.parent} is not a folder")
-    listener = _bound(*options.listen, "--listen")
+    # Before anything is written that belongs to a SuperLink which runs already. Both at a time: two that overlap fail.
+    with contextlib.closing(_bound("127.0.0.1", options.port, "--port")):
+        listener = _bound(*options.listen, "--listen")
     _lock(folder)
     if not folder.secret.exists():
         write_new(folder.secret, secrets.token_hex(32).encode(), 0o600)
