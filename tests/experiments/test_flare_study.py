@@ -88,6 +88,12 @@ def test_rounds_have_all_rows_and_quiet_ones_spare_bytes() -> None:
     assert asked["deployed"] >= 4
 
 
+@pytest.mark.long
+def test_the_last_ten_rounds_are_those_there_are() -> None:
+    short = drifting_rounds.run("every round", 0, rounds=4, drift=2)
+    assert short["last"] == pytest.approx(short["accuracy"])
+
+
 def test_a_latency_counts_runs_that_found_nothing() -> None:
     records = [Records([Record({"latency": value}) for value in values]) for values in ((3, None, None), (3, 4, None))]
     assert [latency(each) for each in records] == [float("inf"), 4.0]
