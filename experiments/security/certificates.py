@@ -197,7 +197,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def renew(folder: Folder, hosts: Sequence[str] = (), *, now: datetime.datetime | None = None) -> None:
-    """Issue make the server certificate again, from the same authority, for the same key: nodes notice nothing.
+    """Issue the server certificate again, from the same authority, for the same key: nodes notice nothing.
 
     Parameters
     ----------
@@ -367,13 +367,13 @@ def main(arguments: Sequence[str] | None = None, program: str = "fedcomp certifi
         else:
             create(args.folder, args.host, args.nodes)
         list_peers(folder)
-        _report(folder, renewed=args.renew)
+        _report(folder, renewed=args.renew, added=args.add_nodes is not None)
     except (ConfigError, OSError) as error:
         return complain(str(error), WRONG_INPUT)
     return OK
 
 
-def _report(folder: Folder, *, renewed: bool) -> None:
+def _report(folder: Folder, *, renewed: bool, added: bool) -> None:
     for path, what in ((folder.ca, "authority"), (folder.server, "server")):
         print(f"{path}: the {what}'s certificate, valid until {read(path).not_valid_after_utc:%Y-%m-%d}")
     names = read(folder.server).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -383,6 +383,9 @@ def _report(folder: Folder, *, renewed: bool) -> None:
     where = shlex.quote(str(folder.path))
     if renewed:
         print(f"next: start `fedcomp link {where}` again; nodes keep their files")
+        return
+    if added:
+        print(f"next: `fedcomp link {where} --register` while the link runs; each new node gets its own key, and ca.crt")
         return
     print("next:")
     print(f"  fedcomp link {where}                      # here: registers the keys and listens for the nodes")
