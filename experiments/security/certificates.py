@@ -385,7 +385,9 @@ def _report(folder: Folder, *, renewed: bool, added: bool) -> None:
         print(f"next: start `fedcomp link {where}` again; nodes keep their files")
         return
     if added:
-        print(f"next: `fedcomp link {where} --register` while the link runs; each new node gets its own key, and ca.crt")
+        print(
+            f"next: `fedcomp link {where} --register` while the link runs; each new node gets its own key, and ca.crt"
+        )
         return
     print("next:")
     print(f"  fedcomp link {where}                      # here: registers the keys and listens for the nodes")
