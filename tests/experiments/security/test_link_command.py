@@ -140,7 +140,7 @@ def test_a_port_in_use_is_one_line_and_leaves_the_files_of_the_running_link(tmp_
 def test_nodes_do_not_get_the_superlinks_own_port(host, tmp_path):
     create(tmp_path, ["localhost"], 0)
     made = options(tmp_path)
-    with pytest.raises(ConfigError, match="--listen .* cannot be used"):
+    with pytest.raises(ConfigError, match=r"--listen .* cannot be used"):
         prepare(replace(made, listen=(host, made.port)))
 
 
