@@ -268,7 +268,8 @@ def _server(
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedcomp server")])
     issuer_key = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     certificate = (
-        _certificate(subject, authority.subject, public, now, SERVER_DAYS)
+        # The day before now is one of them.
+        _certificate(subject, authority.subject, public, now, SERVER_DAYS - _BACKDATED.days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.KeyUsage(**{**dict.fromkeys(_USAGES, False), "digital_signature": True}), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
