@@ -153,8 +153,9 @@ def prepare(options: LinkOptions) -> tuple[socket.socket, Proxy]:
     private_folder(folder.kept)
     if folder.secret.exists():
         _require_secret(folder.secret)
-    if options.metrics is not None and not options.metrics.parent.is_dir():
-        raise ConfigError(f"--metrics {options.metrics}: {options.metrics.parent} is not a folder")
+    for option, file in (("--database", options.database), ("--metrics", options.metrics)):
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{option} {file}: {file.parent} is not a folder")
     # Before anything is written that belongs to a SuperLink which runs already. Both at a time: two that overlap fail.
     with contextlib.closing(_bound("127.0.0.1", options.port, "--port")):
         listener = _bound(*options.listen, "--listen")
