@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from fedcomp import params
 from fedcomp.clients import edge
 from fedcomp.clients.edge import own_user
 from fedcomp.clients.edge.events import EventLog, plain
@@ -305,10 +306,10 @@ def main(arguments: Sequence[str] | None = None, program: str = "fedcomp link") 
         options = LinkOptions(
             folder=folder,
             listen=_address(args.listen),
-            port=args.port,
+            port=params.integer("--port", args.port, low=1, high=65_535),
             database=(args.database or folder.kept / "state.db").absolute(),
             insecure=args.insecure,
-            limits=Limits(per_address=args.per_address),
+            limits=Limits(per_address=params.integer("--per-address", args.per_address, low=1)),
             log=EventLog(json=args.log_format == "json"),
             metrics=args.metrics and args.metrics.absolute(),
         )
