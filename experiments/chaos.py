@@ -39,6 +39,8 @@ CALM: Final = 4
 """Rounds between two faults of the server, so that the one is over before the next."""
 
 PROJECTIONS: Final = 4
+TOLERANCE: Final = 1e-4
+"""Of sums, relative to the sum of their terms' sizes: frames and memories are float32."""
 MAX_EXCUSED: Final = 16
 """Updates of a node that may be abandoned: all subsets of them are tried."""
 
@@ -127,7 +129,6 @@ def judge(
     finished: int = 0,
     processes: Sequence[str] = (),
     moved: Sequence[float] = (),
-    tolerance: float = 1e-4,
 ) -> dict[str, Any]:
     """Return what a run did wrong, in sentences, from what was seen of it from outside.
 
@@ -149,8 +150,6 @@ def judge(
         Command lines of what still ran after everything was stopped.
     moved : sequence of float
         Of the final model less the first one; see :func:`projected`. Empty where nobody looked.
-    tolerance : float
-        Of sums, relative to the sum of their terms' sizes: frames and memories are float32.
 
     Returns
     -------
@@ -168,7 +167,7 @@ def judge(
     twice = [f"update {i} of node {node} is in the model {n} times" for (node, i), n in sorted(times.items()) if n > 1]
     unknown = sorted(set(used) - known)
     twice += [f"update {i} of node {node} is in the model, and the node never made it" for node, i in unknown]
-    twice += _moved_otherwise(made, used, moved, tolerance)
+    twice += _moved_otherwise(made, used, moved)
     mass, abandoned, lost = list[str](), list[tuple[int, int]](), dict[int, float]()
     for node in sorted({line["node"] for line in made}):
         lines = [line for line in made if line["node"] == node]
@@ -190,7 +189,7 @@ def judge(
                 share = float(np.abs(missing - _sum(line["update"] for line in chosen)).max()) / scale
                 if share < lost[node]:
                     lost[node], found = share, chosen
-            if lost[node] <= tolerance:
+            if lost[node] <= TOLERANCE:
                 abandoned += [(node, line["sequence"]) for line in found]
                 break
         else:
@@ -211,7 +210,7 @@ def _sum(vectors: Iterable[Sequence[float] | NDArray[np.float64]]) -> NDArray[np
 
 
 def _moved_otherwise(
-    made: Sequence[Mapping[str, Any]], used: Sequence[tuple[int, int]], moved: Sequence[float], tolerance: float
+    made: Sequence[Mapping[str, Any]], used: Sequence[tuple[int, int]], moved: Sequence[float]
 ) -> list[str]:
     """Return what is wrong when the model is not the sum of its rounds' means of the frames that are said to be in it.
 
@@ -227,6 +226,6 @@ def _moved_otherwise(
     means = [np.mean(each, axis=0) for each in rounds.values()]
     missing = np.abs(np.array(moved) - _sum(means)).max()
     scale = float(sum(np.abs(each).max() for each in means)) + float(np.abs(moved).max())
-    if missing <= tolerance * max(scale, 1e-12):
+    if missing <= TOLERANCE * max(scale, 1e-12):
         return []
     return [f"the model is not what its updates make of it: {missing:.3g} of {scale:.3g} differ"]

@@ -309,6 +309,8 @@ def quiet(window: int, seed: int, *, ticks: int, level: float) -> dict[str, Any]
         sensor.deploy(1, QuantileSketch.of(reference), min(1.0, threshold))
         rng, above, compared, uploads = Key(seed, "flare/quiet/stream").generator(), 0, 0, 0
         for _ in range(ticks):
+            # A sensor that compares nothing, as after it has sent a window, keeps its last distance.
+            sensor.distance = math.nan
             uploads += sensor.observe(rng.choice(stream, TICK), np.zeros((TICK, 1), np.float32)) is not None
             if math.isfinite(sensor.distance):
                 compared += 1

@@ -55,7 +55,7 @@ for _ in range(12):
     seconds.append(time.process_time() - start)
 # Not getrusage(): what it says of a child process begins with its parent's.
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(json.dumps([sorted(seconds)[6], int(peak.split()[1])]))
+print(json.dumps([sorted(seconds)[6], 1024 * int(peak.split()[1])]))
 """
 
 
@@ -165,6 +165,6 @@ def arrays(size: int, repetitions: int) -> Row:
         "ms": 1e3 * new,
         "given back, ms": 1e3 * old,
         "ratio": old / new,
-        "most memory, MB": peak / 1e3,
-        "given back, MB": before / 1e3,
+        "most memory, MB": peak / 1e6,
+        "given back, MB": before / 1e6,
     }

@@ -197,7 +197,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def renew(folder: Folder, hosts: Sequence[str] = (), *, now: datetime.datetime | None = None) -> None:
-    """Issue make the server certificate again, from the same authority, for the same key: nodes notice nothing.
+    """Issue the server certificate again, from the same authority, for the same key: nodes notice nothing.
 
     Parameters
     ----------
@@ -268,7 +268,8 @@ def _server(
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedcomp server")])
     issuer_key = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     certificate = (
-        _certificate(subject, authority.subject, public, now, SERVER_DAYS)
+        # The day before now is one of them.
+        _certificate(subject, authority.subject, public, now, SERVER_DAYS - _BACKDATED.days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.KeyUsage(**{**dict.fromkeys(_USAGES, False), "digital_signature": True}), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
@@ -367,13 +368,13 @@ def main(arguments: Sequence[str] | None = None, program: str = "fedcomp certifi
         else:
             create(args.folder, args.host, args.nodes)
         list_peers(folder)
-        _report(folder, renewed=args.renew)
+        _report(folder, renewed=args.renew, added=args.add_nodes is not None)
     except (ConfigError, OSError) as error:
         return complain(str(error), WRONG_INPUT)
     return OK
 
 
-def _report(folder: Folder, *, renewed: bool) -> None:
+def _report(folder: Folder, *, renewed: bool, added: bool) -> None:
     for path, what in ((folder.ca, "authority"), (folder.server, "server")):
         print(f"{path}: the {what}'s certificate, valid until {read(path).not_valid_after_utc:%Y-%m-%d}")
     names = read(folder.server).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -383,6 +384,11 @@ def _report(folder: Folder, *, renewed: bool) -> None:
     where = shlex.quote(str(folder.path))
     if renewed:
         print(f"next: start `fedcomp link {where}` again; nodes keep their files")
+        return
+    if added:
+        print(
+            f"next: `fedcomp link {where} --register` while the link runs; each new node gets its own key, and ca.crt"
+        )
         return
     print("next:")
     print(f"  fedcomp link {where}                      # here: registers the keys and listens for the nodes")

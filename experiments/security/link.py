@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from fedcomp import params
 from fedcomp.clients import edge
 from fedcomp.clients.edge import own_user
 from fedcomp.clients.edge.events import EventLog, plain
@@ -153,11 +154,12 @@ def prepare(options: LinkOptions) -> tuple[socket.socket, Proxy]:
     private_folder(folder.kept)
     if folder.secret.exists():
         _require_secret(folder.secret)
-    # Before anything is written that belongs to a SuperLink which runs already.
-    _bound("127.0.0.1", options.port, "--port").close()
-    if options.metrics is not None and not options.metrics.parent.is_dir():
-        raise ConfigError(f"--metrics {options.metrics}: {options.metrics.parent} is not a folder")
-    listener = _bound(*options.listen, "--listen")
+    for option, file in (("--database", options.database), ("--metrics", options.metrics)):
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{option} {file}: {file.parent} is not a folder")
+    # Before anything is written that belongs to a SuperLink which runs already. Both at a time: two that overlap fail.
+    with contextlib.closing(_bound("127.0.0.1", options.port, "--port")):
+        listener = _bound(*options.listen, "--listen")
     _lock(folder)
     if not folder.secret.exists():
         write_new(folder.secret, secrets.token_hex(32).encode(), 0o600)
@@ -304,10 +306,10 @@ def main(arguments: Sequence[str] | None = None, program: str = "fedcomp link") 
         options = LinkOptions(
             folder=folder,
             listen=_address(args.listen),
-            port=args.port,
+            port=params.integer("--port", args.port, low=1, high=65_535),
             database=(args.database or folder.kept / "state.db").absolute(),
             insecure=args.insecure,
-            limits=Limits(per_address=args.per_address),
+            limits=Limits(per_address=params.integer("--per-address", args.per_address, low=1)),
             log=EventLog(json=args.log_format == "json"),
             metrics=args.metrics and args.metrics.absolute(),
         )

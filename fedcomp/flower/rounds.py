@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import getattr_static
@@ -450,7 +451,7 @@ def fit(
     strategy : Strategy
         A Flower strategy, or one whose ``round`` is a generator of exchanges.
     grid : Grid
-        Any engine. If it has a ``round`` attribute, that is set before each round.
+        Any engine. If it has a ``round`` attribute, that is set for each round.
     initial_arrays : ArrayRecord
         The model before round ``start_round``.
     num_rounds : int
@@ -507,13 +508,10 @@ def fit(
         if refused := over(strategy, server_round):
             log.info("ended before round %d of %d: %s", server_round, num_rounds, refused)
             break
-        # Fault plans and the ledger go by it; messages need not say which round they belong to.
-        if hasattr(grid, "round"):
-            grid.round = server_round
         last = server_round == num_rounds
         exchanges = exchanges_of(strategy, server_round, arrays, train_config, evaluate_config, grid, last=last)
         # Too small a number is zero, also where an application has numpy raise at that.
-        with np.errstate(under="ignore"):
+        with _numbered(grid, server_round), np.errstate(under="ignore"):
             outcome = drive(exchanges, grid, timeout=timeout)
         if outcome.arrays is not None:
             arrays = outcome.arrays
@@ -537,6 +535,22 @@ def fit(
     if isinstance(strategy, ExchangeStrategy):
         strategy.finish()
     return result
+
+
+@contextmanager
+def _numbered(grid: Grid, server_round: int) -> Iterator[None]:
+    """Tell a grid that has a ``round`` the number of this one; where it was None, it is None again afterwards."""
+    if not hasattr(grid, "round"):
+        yield
+        return
+    # Fault plans and the ledger go by it; messages need not say which round they belong to.
+    before, grid.round = grid.round, server_round
+    try:
+        yield
+    finally:
+        if before is None:
+            # Another loop's messages, such as those of Flower's own, say their rounds themselves.
+            grid.round = None
 
 
 def _keep(history: dict[int, MetricRecord], server_round: int, metrics: MetricRecord | None) -> None:

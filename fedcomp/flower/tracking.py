@@ -62,6 +62,8 @@ def track(strategy: Strategy, grid: Grid, *trackers: Tracker, evaluate_fn: Evalu
     pass these metrics on until it ends.
     """
     meter = _meter_of(grid)
+    # Rounds of an earlier run over the same grid have the same numbers.
+    ledger, earlier = meter.ledger, len(meter.ledger)
     for tracker in trackers:
         if not callable(tracker):
             raise ConfigError(f"a tracker is a function of a record, not {tracker!r}")
@@ -69,7 +71,8 @@ def track(strategy: Strategy, grid: Grid, *trackers: Tracker, evaluate_fn: Evalu
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         metrics = None if evaluate_fn is None else evaluate_fn(server_round, arrays)
         if server_round or metrics:
-            record = _record(strategy, meter.ledger, server_round, metrics)
+            own = _rows_after(ledger, earlier) if earlier and meter.ledger is ledger else meter.ledger
+            record = _record(strategy, own, server_round, metrics)
             for tracker in trackers:
                 try:
                     tracker(dict(record))
@@ -129,6 +132,12 @@ def _meter_of(grid: Grid) -> MeteredGrid:
     if found is None:
         raise ConfigError(f"{type(grid).__name__} counts no bytes; make grid = fc.MeteredGrid(grid) and start with it")
     return found
+
+
+def _rows_after(ledger: TrafficLedger, count: int) -> TrafficLedger:
+    """Return the ledger without its first ``count`` rows."""
+    columns = {name: column[count:] for name, column in ledger.columns().items()}
+    return TrafficLedger.from_columns(columns, ledger.tables())
 
 
 def _record(

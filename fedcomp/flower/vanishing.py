@@ -128,8 +128,11 @@ class VanishingGrid(GridWrapper):
         return self._round
 
     @round.setter
-    def round(self, value: int) -> None:
+    def round(self, value: int | None) -> None:
         self._devices.round = value
+        if value is None:
+            # The round is over, and no other one begins.
+            return
         # The clock is read before the round's own seconds return to 0.
         self._before, self._now = self.clock, 0.0
         self._round = value

@@ -346,7 +346,7 @@ def test_e1_a_node_would_start(command: Command, tmp_path: Path) -> None:
         elif word.startswith("/"):
             words[i] = str(tmp_path / Path(word).name)
     line, _ = prepare(words)
-    assert line[1:3] == ["--superlink", "10.0.0.1:8000"]
+    assert line[1:3] == ["--superlink", "10.0.0.1:9092"]
 
 
 @pytest.mark.parametrize("command", distinct("python -m fedcomp.clients.edge.executor"), ids=at)

@@ -95,6 +95,11 @@ def test_compose_gives_every_node_its_own_key_and_nothing_else():
     assert not args.insecure
 
 
+def test_the_image_has_what_the_default_task_of_a_run_needs():
+    assert "scikit-learn" in (EDGE / "Dockerfile").read_text()
+    assert "scikit-learn" in (ROOT / "docs" / "how-to" / "raspberry-pi.md").read_text()
+
+
 def test_docker_compose_reads_the_file():
     docker = shutil.which("docker")
     if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True).returncode:

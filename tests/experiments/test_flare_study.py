@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fedcomp.drift.distance import QuantileSketch
 from fedcomp.experiments import drifting, drifting_rounds
-from fedcomp.experiments.drifting import Means, Site, change_of, mean_threshold, nominal_threshold, run
+from fedcomp.experiments.drifting import TICK, Means, Site, change_of, mean_threshold, nominal_threshold, run
 from fedcomp.experiments.kit import Record, Records
 from fedcomp.experiments.studies.flare import IMAGES, OURS, SLOW, SWAPPED, latency
 from fedcomp.rng import Key
@@ -39,6 +40,29 @@ def test_the_textbooks_threshold_is_the_inverse_of_its_distribution() -> None:
     n, m = 400, 200
     threshold = nominal_threshold(n, m, 0.01)
     assert stats.kstwobign.sf(threshold * np.sqrt(n * m / (n + m))) == pytest.approx(0.01, rel=0.01)
+
+
+@pytest.mark.slow
+def test_of_windows_without_drift_those_count_that_were_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sensor that has sent a window compares nothing for a while, and was above the threshold when it did last."""
+    compared: list[float] = []
+    measure = QuantileSketch.distance
+
+    def noted(sketch: QuantileSketch, window: np.ndarray) -> float:
+        compared.append(measure(sketch, window))
+        return compared[-1]
+
+    monkeypatch.setattr(QuantileSketch, "distance", noted)
+    # One sensor never sends a window, the other one often.
+    monkeypatch.setattr(drifting, "calibrated", lambda *_: 1.0)
+    monkeypatch.setattr(drifting, "nominal_threshold", lambda *_: 0.15)
+    found = drifting.quiet(2 * TICK, 0, ticks=60, level=0.01)
+    # Two ticks fill the window.
+    first, second = compared[:59], np.array(compared[59:])
+    assert (found["calibrated_uploads"], found["calibrated_above"]) == (0, 0.0)
+    assert found["textbook_uploads"] > 1
+    assert len(second) < len(first)
+    assert found["textbook_above"] == pytest.approx((second > 0.15).mean())
 
 
 def test_the_rival_is_calibrated_by_the_same_rule() -> None:
@@ -86,6 +110,12 @@ def test_rounds_have_all_rows_and_quiet_ones_spare_bytes() -> None:
     assert 0.0 < asked["quiet"] < 1.0
     assert asked["down"] < plain["down"]
     assert asked["deployed"] >= 4
+
+
+@pytest.mark.long
+def test_the_last_ten_rounds_are_those_there_are() -> None:
+    short = drifting_rounds.run("every round", 0, rounds=4, drift=2)
+    assert short["last"] == pytest.approx(short["accuracy"])
 
 
 def test_a_latency_counts_runs_that_found_nothing() -> None:

@@ -74,6 +74,21 @@ def test_the_loop_of_this_project_hands_on_what_clients_and_report_say() -> None
     assert evaluated.get() is None
 
 
+def test_each_of_several_runs_over_one_grid_has_its_own_bytes() -> None:
+    """The last one by Flower's own loop, which tells the grid of no round."""
+    runs: list[list[float]] = []
+    with fc.InProcessGrid(client_app([compression()]), 3) as engine:
+        grid = fc.MeteredGrid(engine)
+        for strategy in (fc.Compressed(fedavg(), fc.TopK(0.1)), fc.Compressed(fedavg(), fc.TopK(0.1)), fedavg()):
+            records: list[Record] = []
+            strategy.start(grid, model(), num_rounds=2, evaluate_fn=fc.track(strategy, grid, records.append))
+            runs.append([record["uplink_payload_bytes"] for record in records])
+    first, second, plain = runs
+    assert first == second
+    assert plain[0] == plain[1] > first[0]
+    assert sum(map(sum, runs)) == grid.ledger.total("payload", direction="up")
+
+
 def test_without_an_evaluation_of_the_server_round_0_has_no_record() -> None:
     records, _ = tracked(fc.Compressed(fedavg(), fc.TopK(0.1)), evaluate_fn=None)
     assert [record["round"] for record in records] == [1, 2]

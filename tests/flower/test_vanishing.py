@@ -13,6 +13,7 @@ from fedcomp.flower import store
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.nodes import GridError
+from fedcomp.flower.rounds import fit
 from fedcomp.flower.vanishing import VanishingGrid
 from fedcomp.plain import PlainError
 from fedcomp.timing import Link
@@ -145,6 +146,12 @@ def test_the_meter_counts_what_was_sent_and_what_got_through(engine: InProcessGr
     assert metered.ledger.by("node", "messages", direction="down") == {0: 1, 1: 1}
     assert metered.ledger.by("node", "messages", direction="up") == {0: 1}
     assert np.isclose(metered.clock, 30.0)
+
+
+def test_a_run_over_a_meter_begins_its_rounds_and_no_other(engine: InProcessGrid) -> None:
+    metered = MeteredGrid(made(engine, stays(*[math.inf] * 3)))
+    fit(toy.fedavg(fraction_evaluate=0.0), metered, toy.model(), 2, timeout=60.0)
+    assert (sorted(metered.log), metered.inner.round, engine.round) == ([0, 1, 2], 2, None)
 
 
 def test_a_node_that_joins_in_the_middle_of_a_round_is_there_as_the_failure_model_says(engine: InProcessGrid) -> None:

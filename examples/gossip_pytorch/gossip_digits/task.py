@@ -32,7 +32,7 @@ def load_images():
 
 
 def load_data(partition_id: int, num_partitions: int):
-    """Return the training images and labels of one node: two or three classes out of ten."""
+    """Return the training images and labels of one node: two to four classes out of ten."""
     images, labels = (values[:1437] for values in load_images())
     order = torch.argsort(labels, stable=True).chunk(num_partitions)[partition_id]
     return images[order], labels[order]

@@ -18,7 +18,16 @@ from cryptography.x509 import verification
 from fedcomp.coding.peertls import PeerKeys, PeerTls
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.program import main as fedcomp
-from fedcomp.experiments.security.certificates import CA_DAYS, Folder, add_nodes, create, read, renew, write_new
+from fedcomp.experiments.security.certificates import (
+    CA_DAYS,
+    SERVER_DAYS,
+    Folder,
+    add_nodes,
+    create,
+    read,
+    renew,
+    write_new,
+)
 
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
 
@@ -130,6 +139,7 @@ def test_public_keys_are_in_the_order_of_their_numbers(tmp_path):
 def test_renewal_keeps_authority_key_and_names(tmp_path):
     folder = create(tmp_path, ["links.example"], 0, now=NOW)
     old, key = read(folder.server), folder.server_key.read_bytes()
+    assert old.not_valid_after_utc - old.not_valid_before_utc == datetime.timedelta(days=SERVER_DAYS)
     later = NOW + datetime.timedelta(days=800)
     renew(folder, now=later)
     assert read(folder.server).serial_number != old.serial_number
@@ -175,7 +185,10 @@ def test_the_command_says_when_certificates_end_and_what_is_next(tmp_path, capsy
     assert f"fedcomp link '{where}'" in printed
     assert "links.example, localhost, 127.0.0.1" in printed
     assert fedcomp(["certificates", where, "--add-nodes", "1"]) == 0
-    assert "added: node-1" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "added: node-1" in printed
+    # A link that runs holds its ports: to start it again would fail.
+    assert f"fedcomp link '{where}' --register" in printed
     assert fedcomp(["certificates", where, "--renew"]) == 0
     assert "nodes keep their files" in capsys.readouterr().out
     assert fedcomp(["certificates", where, "--host", "a", "--nodes", "1"]) == 2

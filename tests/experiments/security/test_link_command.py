@@ -14,14 +14,16 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fedcomp.errors import ConfigError
 from fedcomp.experiments.engines.processes import free_ports
 from fedcomp.experiments.program import main as fedcomp
 from fedcomp.experiments.security.certificates import Folder, create
-from fedcomp.experiments.security.link import LinkOptions, prepare
+from fedcomp.experiments.security.link import LinkOptions, LinkSupervisor, prepare
 from fedcomp.experiments.security.proxy import Limits
 
 
@@ -132,6 +134,23 @@ def test_a_port_in_use_is_one_line_and_leaves_the_files_of_the_running_link(tmp_
     assert not folder.home("cli").exists()
     assert fedcomp(["link", str(tmp_path), "--listen", "127.0.0.1:0"]) == 78
     assert fedcomp(["link", str(tmp_path), "--register"]) == 78
+
+
+@pytest.mark.parametrize(("option", "value"), [("--port", "0"), ("--port", "65536"), ("--per-address", "0")])
+def test_numbers_with_which_no_node_would_get_in_are_refused(option, value, tmp_path, capfd, monkeypatch):
+    create(tmp_path, ["localhost"], 0)
+    monkeypatch.setattr(LinkSupervisor, "run", lambda self: 0)
+    public, port = map(str, free_ports(2))
+    assert fedcomp(["link", str(tmp_path), "--listen", f"127.0.0.1:{public}", "--port", port, option, value]) == 78
+    assert option in says(capfd)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_nodes_do_not_get_the_superlinks_own_port(host, tmp_path):
+    create(tmp_path, ["localhost"], 0)
+    made = options(tmp_path)
+    with pytest.raises(ConfigError, match=r"--listen .* cannot be used"):
+        prepare(replace(made, listen=(host, made.port)))
 
 
 def test_a_folder_has_one_link_at_a_time(tmp_path, capfd):

@@ -187,8 +187,9 @@ def test_counters_are_written_as_prometheus_reads_them(tmp_path):
     assert names == {line.split()[2] for line in lines if line.startswith("# TYPE")}
 
 
-def test_a_file_of_counters_in_no_folder_is_refused_before_the_start(tmp_path):
+@pytest.mark.parametrize("option", ["metrics", "database"])
+def test_a_file_in_no_folder_is_refused_before_the_start(option, tmp_path):
     public, port = free_ports(2)
     asked = LinkOptions(Folder(tmp_path), ("127.0.0.1", public), port, tmp_path / "state.db", True, Limits())
     with pytest.raises(fc.ConfigError, match="nowhere is not a folder"):
-        prepare(dataclasses.replace(asked, metrics=tmp_path / "nowhere" / "link.prom"))
+        prepare(dataclasses.replace(asked, **{option: tmp_path / "nowhere" / "file"}))
