@@ -116,24 +116,11 @@ def test_a_finished_checkpoint_is_only_read_and_may_be_extended(tmp_path):
     assert same(engines.run(longer, checkpoint=file).arrays, engines.run(longer).arrays)
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    file = tmp_path / "checkpoint"
-    spec = RunSpec("topk", rounds=1, clients=3, settings=SMALL)
-    engines.run(spec, checkpoint=file)
-    with pytest.raises(ConfigError, match="resume with the same specification"):
-        engines.run(dataclasses.replace(spec, seed=1), checkpoint=file)
-
-
 def test_an_engine_that_cannot_resume_says_so_before_starting_anything(tmp_path):
     with pytest.raises(ConfigError, match="cannot be resumed"):
         engines.run(RunSpec("topk", engine="ray", clients=2), checkpoint=tmp_path / "checkpoint")
     with pytest.raises(ConfigError, match="checkpoint_every is for engine="):
         engines.run(RunSpec("topk", engine="ray", clients=2), checkpoint_every=2)
-
-
-def test_too_many_supernodes_are_refused():
-    with pytest.raises(ConfigError, match="one operating-system process per client"):
-        engines.run(RunSpec("fedavg", engine="superlink", clients=100))
 
 
 def cohorts(grid, **shares) -> Cohorts:
