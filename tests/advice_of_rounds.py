@@ -15,11 +15,8 @@ from linear_toy import uncoded, vector
 from toy import model, stack, with_halves
 
 import fedcomp as fc
-from fedcomp.clients.app import app as node_app
 from fedcomp.flower.records import to_record
 from fedcomp.flower.rounds import fit
-from fedcomp.tasks import get_task
-from fedcomp.tasks.arrays import to_arrays
 
 Step = Callable[[int, np.ndarray], np.ndarray]
 """What partition p adds to a tensor."""
@@ -104,14 +101,6 @@ def descent(given: dict[str, Any], **options: Any) -> bool:
     with fc.InProcessGrid(device(), NODES, seed=4) as grid:
         after = fit(strategy, grid, weights(), 1, train_config=ConfigRecord(given), timeout=9.0).arrays
     return bool(np.abs(vector(after) - uncoded(strategy.plan.partitions, [True])).max() < 1e-10)
-
-
-def task_descends(name: str) -> bool:
-    start = to_record(to_arrays(get_task(name).model(0)))
-    given = ConfigRecord({"task": name, "clients": 3, "seed": 0})
-    with fc.InProcessGrid(node_app, 3, seed=4) as grid:
-        strategy = fc.CodedLinearGD(partitions=2, parities=1, code="mds", lr=0.5)
-        return bool(stack(fit(strategy, grid, start, 1, train_config=given, timeout=9.0).arrays).any())
 
 
 ROWS: tuple[Row, ...] = (
