@@ -8,22 +8,13 @@ from advice import ALL, CODED, INTEGERS, PRIVATE, PROMISE, Row, coded_sum, ended
 from flwr.app import Array, ArrayRecord, Context, RecordDict
 from flwr.server import strategy as legacy
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedMedian
+from round_paths import Personal
 from toy import model
 
 import fedcomp as fc
 from fedcomp.strategies.server import Server
 from fedcomp.systems import shared_support as systems
 from fedcomp.systems.pair import Pair
-
-
-class OwnModels(FedAvg):
-    """A server that sends every other node a model of its own."""
-
-    def configure_train(self, server_round, arrays, config, grid):
-        messages = list(super().configure_train(server_round, arrays, config, grid))
-        for message in messages[::2]:
-            message.content["arrays"] = ArrayRecord({k: Array(v.numpy() + 1) for k, v in arrays.items()})
-        return messages
 
 
 class TwoRecords(FedAvg):
@@ -194,8 +185,8 @@ PAIR = (
     ),
     row(
         "sends models of their own to some nodes, and a buffer adds to one; use PipelinedStrategy",
-        lambda: trains(fc.Buffered(fc.Compressed(OwnModels(**ALL), fc.QSGD(7)), concurrency=3, buffer=2)),
-        lambda: trains(fc.PipelinedStrategy(fc.Compressed(OwnModels(**ALL), fc.QSGD(7)), 1)),
+        lambda: trains(fc.Buffered(fc.Compressed(Personal(**ALL), fc.QSGD(7)), concurrency=3, buffer=2)),
+        lambda: trains(fc.PipelinedStrategy(fc.Compressed(Personal(**ALL), fc.QSGD(7)), 1)),
     ),
     row(
         "compensation is for the mean update, and {} looks at single ones; use one of",

@@ -33,6 +33,7 @@ from advice import (
     system,
     trains,
 )
+from advice_of_flower import Unmeasured
 from advice_of_nodes import GOOD
 from datalens_toy import grid as teachers
 from datalens_toy import model as images
@@ -558,13 +559,6 @@ NODES_OWN = (
         ),
     ),
 )
-
-
-class Unmeasured(fc.TopK):
-    """A codec of somebody's own, that does not say how long its frames get."""
-
-    def longest(self, layout: Any) -> None:
-        return None
 
 
 def taught(**options: Any) -> bool:
