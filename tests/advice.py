@@ -24,8 +24,6 @@ from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.rng import Key
 
 Followed = Callable[[Path], Any]
-
-
 NODES = 4
 
 
@@ -103,26 +101,12 @@ def same(one: Strategy, other: Strategy, **options: Any) -> bool:
 
 
 CODED = (fc.compression,)
-
-
 PRIVATE = (fc.compression, private)
-
-
 PROMISE: dict[str, Any] = {"population": NODES, "delta": 1e-3, "insecure_deterministic": True, "noise_multiplier": 0.5}
-
-
 INTEGERS = fc.FixedPoint(fc.RandomK(1.0), clip=1024.0, levels=1024)
-
-
 PLAN = fc.DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
-
-
 LAYOUT = Layout.of({"w": np.zeros((40, 30), np.float32), "b": np.zeros(12, np.float32)}, NONE_DENSE)
-
-
 VALUES = np.random.default_rng(1).standard_normal(LAYOUT.size).astype(np.float32)
-
-
 KEY = Key(0, "uplink", 1, 0)
 
 

@@ -35,11 +35,7 @@ def close(codec: Any, tolerance: float = 0.01, values: Any = VALUES, layout: Lay
 
 
 SPARSE = fc.ErrorFeedback(fc.TopK(0.1))
-
-
 HUGE = np.full(LAYOUT.size, 3e38, np.float32)
-
-
 NAN = np.full(LAYOUT.size, np.nan, np.float32)
 
 

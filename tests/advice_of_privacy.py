@@ -80,8 +80,6 @@ def noise_shares(**options: Any) -> DistributedSum:
 
 
 NOISE = Event("gaussian", noise_multiplier=1.0)
-
-
 PRIVATISE = Privatise(1e4, 0.5, insecure_deterministic=True)
 
 

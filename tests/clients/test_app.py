@@ -138,7 +138,7 @@ def test_what_cannot_work_is_said_in_the_error_reply(grid, changes, said):
     assert said in reply.error.reason
 
 
-def test_a_node_without_partition_is_told_how_to_start(grid):
+def test_a_node_without_partition_is_told_how_to_start():
     with InProcessGrid(app, 1, node_config={"partition-id": "zero"}) as odd:
         reply = ask(odd, "query", clients=1)[0]
     assert "--node-config" in reply.error.reason

@@ -110,7 +110,7 @@ def command(pid: int) -> str:
 
 
 @pytest.mark.long
-def test_two_raylets_share_the_clients_of_a_run(cluster: tuple[str, list[Child]], tmp_path: Path) -> None:
+def test_two_raylets_share_the_clients_of_a_run(cluster: tuple[str, list[Child]]) -> None:
     address, children = cluster
     actors: list[int] = []
 

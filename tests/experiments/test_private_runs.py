@@ -236,7 +236,7 @@ def test_no_epsilon_is_shown_without_its_statement(tmp_path, capsys):
         assert words.replace("'", "&#39;") in report, line
 
 
-def test_statements_of_measurements_are_shown_as_those_of_rows_are(tmp_path, capsys):
+def test_statements_of_measurements_are_shown_as_those_of_rows_are():
     result = engines.run(small("dp-fedavg", rounds=1))
     document = result.notes["privacy"]
     findings = Findings(statements={"trained centrally": document})
