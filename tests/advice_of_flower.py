@@ -118,7 +118,7 @@ def answers(codec: Any, path: Path | None = None, free: int = 0) -> bool:
     usage = shutil.disk_usage(Path(__file__).parent)
     disk = patch.object(folder.shutil, "disk_usage", lambda _: usage._replace(free=free or usage.free))
     with patch.object(memory, "MOST_BYTES", 9_600), patch.object(kept, "MOST_BYTES", 9_600), disk:
-        return trains(Server(Pair(codec), quiet()), (fc.compression,), node_config=node)
+        return trains(Server(Pair(codec), quiet()), node_config=node)
 
 
 def content(server_round: int = 1) -> RecordDict:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from advice import CODED, INTEGERS, NODES, Row, coded_sum, quiet, row, shares
+from advice import INTEGERS, NODES, Row, coded_sum, quiet, row, shares
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 from linear_toy import client as device
@@ -34,20 +34,12 @@ def by_little(partition: int, tensor: np.ndarray) -> np.ndarray:
     return np.full_like(tensor, 0.25)
 
 
-def round_of(
-    strategy: Strategy,
-    step: Step = everywhere,
-    *,
-    halves: Any = CODED,
-    keeps: bool = False,
-    examples: int = 1,
-    **own: Any,
-) -> Any:
+def round_of(strategy: Strategy, step: Step = everywhere, *, keeps: bool = False, examples: int = 1, **own: Any) -> Any:
     """Return what a round adds to a model of zeros; raise what the report says of a node that had no part in it.
 
     Clients add what ``step`` says, weigh p + 1 times ``examples``, and remember it in their state where one ``keeps``.
     """
-    app = with_halves([half() for half in halves])
+    app = with_halves([fc.compression()])
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -92,7 +84,7 @@ def dense_or_fine_or_noisy(**options: Any) -> bool:
 
 
 def gradients(**options: Any) -> Any:
-    return round_of(fc.CodedFedAvg(quiet(), construction="gradcode", losses=1), halves=(fc.compression,), **options)
+    return round_of(fc.CodedFedAvg(quiet(), construction="gradcode", losses=1), **options)
 
 
 def descent(given: dict[str, Any], **options: Any) -> bool:
