@@ -24,8 +24,6 @@ from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.rng import Key
 
 Followed = Callable[[Path], Any]
-
-
 NODES = 4
 
 
@@ -102,27 +100,12 @@ def same(one: Strategy, other: Strategy, **options: Any) -> bool:
     return bool(np.allclose(stack(ended(one, **options)), stack(ended(other, **options)), rtol=1e-4, atol=0.5))
 
 
-CODED = (fc.compression,)
-
-
 PRIVATE = (fc.compression, private)
-
-
 PROMISE: dict[str, Any] = {"population": NODES, "delta": 1e-3, "insecure_deterministic": True, "noise_multiplier": 0.5}
-
-
 INTEGERS = fc.FixedPoint(fc.RandomK(1.0), clip=1024.0, levels=1024)
-
-
 PLAN = fc.DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
-
-
 LAYOUT = Layout.of({"w": np.zeros((40, 30), np.float32), "b": np.zeros(12, np.float32)}, NONE_DENSE)
-
-
 VALUES = np.random.default_rng(1).standard_normal(LAYOUT.size).astype(np.float32)
-
-
 KEY = Key(0, "uplink", 1, 0)
 
 
@@ -145,8 +128,10 @@ def row(text: str, provoke: Callable[[], Any], follow: Callable[[], Any], *, lon
     return Row(text, lambda _: provoke(), lambda _: follow(), long)
 
 
-def coded_sum(inner: Strategy, **options: Any) -> fc.CodedFedAvg:
-    return fc.CodedFedAvg(inner, construction="sumcode", **{"symbols": 2, "threshold": 1, **options})
+def coded_sum(inner: Strategy | None = None, **options: Any) -> fc.CodedFedAvg:
+    """Return a strategy that has relays sum integers, those of a mean where no other strategy is given."""
+    own = fc.Compressed(quiet(), INTEGERS) if inner is None else inner
+    return fc.CodedFedAvg(own, construction="sumcode", **{"symbols": 2, "threshold": 1, **options})
 
 
 def local(**options: Any) -> Strategy:
@@ -155,7 +140,7 @@ def local(**options: Any) -> Strategy:
 
 
 def shares(**options: Any) -> Strategy:
-    return fc.DistributedDp(quiet(), fc.ShareSettings(clip=500.0, tolerated=1), **PROMISE, **options)
+    return fc.DistributedDp(quiet(), fc.ShareSettings(clip=500.0, tolerated=1), **{**PROMISE, **options})
 
 
 DENSE = Layout.of({"w": np.zeros((40, 30), np.float32), "b": np.zeros(12, np.float32)}, lambda *_: 0.5)

@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from advice import CODED, INTEGERS, PROMISE, Row, coded_sum, ended, local, quiet, row, same, shares, system, trains
+from advice import INTEGERS, PROMISE, Row, coded_sum, ended, local, quiet, row, same, shares, system, trains
 from flwr.serverapp.strategy import FedAdam, FedMedian
 from peer_key_files import make_key, make_list
 from toy import model
@@ -49,9 +49,7 @@ from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gcn.strategy import SkewedGCN
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.private.distributed_dp import DistributedDp
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
-from fedcomp.strategies.private.settings import ShareSettings
 
 BYTES = np.arange(12, dtype=np.uint8).reshape(3, 4)
 
@@ -77,46 +75,36 @@ def links_failed(**options: Any) -> bool:
 def refused(**options: Any) -> None:
     """Raise what the second round's report says of links that took nothing."""
     strategy = CodedFedAvg(quiet(), transport="peers", **options)
-    ended(strategy, CODED)
+    ended(strategy)
     raise FedcompError("; ".join(strategy.reports[2].notes))
 
 
 CODING = (
     row(
         "{}): lower symbols or threshold, or ask more clients (fraction_train, min_available_nodes)",
-        lambda: ended(CodedFedAvg(quiet(), symbols=4, threshold=2, code="mds"), CODED),
+        lambda: ended(CodedFedAvg(quiet(), symbols=4, threshold=2, code="mds")),
         lambda: (
-            same(CodedFedAvg(quiet(), symbols=2, threshold=2, code="mds"), quiet(), halves=CODED)
-            and same(CodedFedAvg(quiet(), symbols=4, threshold=2, code="mds"), quiet(), halves=CODED, nodes=6)
+            same(CodedFedAvg(quiet(), symbols=2, threshold=2, code="mds"), quiet())
+            and same(CodedFedAvg(quiet(), symbols=4, threshold=2, code="mds"), quiet(), nodes=6)
         ),
     ),
     row(
         "one for each shard: lower shards or symbols, or ask more clients (fraction_train, min_available_nodes)",
-        lambda: ended(CodedFedAvg(quiet(), symbols=2, shards=5, code="mds"), CODED),
+        lambda: ended(CodedFedAvg(quiet(), symbols=2, shards=5, code="mds")),
         lambda: (
-            same(CodedFedAvg(quiet(), symbols=2, shards=4, code="mds"), quiet(), halves=CODED)
-            and same(CodedFedAvg(quiet(), symbols=2, shards=5, code="mds"), quiet(), halves=CODED, nodes=5)
+            same(CodedFedAvg(quiet(), symbols=2, shards=4, code="mds"), quiet())
+            and same(CodedFedAvg(quiet(), symbols=2, shards=5, code="mds"), quiet(), nodes=5)
         ),
     ),
     row(
         "min_contributors {}): lower these options, or ask more clients (fraction_train, min_available_nodes)",
-        lambda: ended(coded_sum(Compressed(quiet(), INTEGERS), symbols=4, threshold=2), CODED),
-        lambda: (
-            trains(coded_sum(Compressed(quiet(), INTEGERS), symbols=3, threshold=1), CODED)
-            and trains(coded_sum(Compressed(quiet(), INTEGERS), symbols=4, threshold=2), CODED, nodes=6)
-        ),
+        lambda: ended(coded_sum(symbols=4, threshold=2)),
+        lambda: trains(coded_sum(symbols=3, threshold=1)) and trains(coded_sum(symbols=4, threshold=2), nodes=6),
     ),
     row(
         "connect more clients before the run starts, or set a smaller population",
-        lambda: ended(shares(), CODED, nodes=2),
-        lambda: (
-            trains(shares(), CODED, nodes=3)
-            and trains(
-                DistributedDp(quiet(), ShareSettings(clip=500.0, tolerated=1), **{**PROMISE, "population": 3}),
-                CODED,
-                nodes=2,
-            )
-        ),
+        lambda: ended(shares(), nodes=2),
+        lambda: trains(shares(), nodes=3) and trains(shares(population=3), nodes=2),
     ),
     row(
         "of at most {} bytes; raise max_store_bytes, or send smaller or fewer shards",
@@ -133,43 +121,33 @@ CODING = (
     row(
         "a coded sum adds integers, {} sends floating-point models; wrap it",
         lambda: coded_sum(quiet()),
-        lambda: same(
-            coded_sum(Compressed(quiet(), FixedPoint(RandomK(1.0), clip=1024.0, levels=1024))), quiet(), halves=CODED
-        ),
+        lambda: same(coded_sum(Compressed(quiet(), FixedPoint(RandomK(1.0), clip=1024.0, levels=1024))), quiet()),
     ),
     row(
         "set threshold >= 1, so that T relays together learn nothing, or symbols >= 2",
-        lambda: coded_sum(Compressed(quiet(), INTEGERS), symbols=1, threshold=0),
-        lambda: (
-            trains(coded_sum(Compressed(quiet(), INTEGERS), symbols=1, threshold=1), CODED)
-            and trains(coded_sum(Compressed(quiet(), INTEGERS), symbols=2, threshold=0), CODED)
-        ),
+        lambda: coded_sum(symbols=1, threshold=0),
+        lambda: trains(coded_sum(symbols=1, threshold=1)) and trains(coded_sum(symbols=2, threshold=0)),
     ),
     row(
         "mode='mask' hides updates behind masks that T relays must not know: set threshold",
-        lambda: coded_sum(Compressed(quiet(), INTEGERS), mode="mask", threshold=0),
-        lambda: trains(coded_sum(Compressed(quiet(), INTEGERS), mode="mask", threshold=1), CODED),
+        lambda: coded_sum(mode="mask", threshold=0),
+        lambda: trains(coded_sum(mode="mask", threshold=1)),
     ),
     row(
         "set weighted=False, or use FixedPoint, which has none",
         lambda: coded_sum(Compressed(quiet(), ModularSum(RandomK(1.0), clip=1024.0, levels=1024))),
         lambda: (
-            trains(
-                coded_sum(Compressed(quiet(), ModularSum(RandomK(1.0), clip=1024.0, levels=1024)), weighted=False),
-                CODED,
-            )
-            and trains(coded_sum(Compressed(quiet(), INTEGERS)), CODED)
+            trains(coded_sum(Compressed(quiet(), ModularSum(RandomK(1.0), clip=1024.0, levels=1024)), weighted=False))
+            and trains(coded_sum())
         ),
     ),
     row(
         "Use a model without running statistics and counters",
-        lambda: ended(coded_sum(Compressed(quiet(), INTEGERS)), CODED, start=model(counter=True)),
+        lambda: ended(coded_sum(), start=model(counter=True)),
         lambda: (
-            trains(coded_sum(Compressed(quiet(), INTEGERS)), CODED)
+            trains(coded_sum())
             and trains(
-                CodedFedAvg(Compressed(quiet(), INTEGERS), construction="relay", symbols=2),
-                CODED,
-                start=model(counter=True),
+                CodedFedAvg(Compressed(quiet(), INTEGERS), construction="relay", symbols=2), start=model(counter=True)
             )
         ),
     ),
@@ -205,12 +183,12 @@ CODING = (
     row(
         "are; use distributed_dp() or local_dp()",
         lambda: CodedFedAvg(Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)), construction="gradcode"),
-        lambda: trains(shares(), CODED) and trains(local(), (compression, private)),
+        lambda: trains(shares()) and trains(local(), (compression, private)),
     ),
     row(
         "are; use distributed_dp() or local_dp()",
         lambda: CodedFedAvg(DpFedAvg(quiet(), clip=1.0, **PROMISE), symbols=2),
-        lambda: trains(shares(), CODED) and trains(CodedFedAvg(local(), symbols=2), (compression, private)),
+        lambda: trains(shares()) and trains(CodedFedAvg(local(), symbols=2), (compression, private)),
     ),
 )
 
@@ -526,7 +504,7 @@ PEERS = (
     Row(
         "parcels in a directory need POSIX file locks; use transport='hub' here",
         lambda path: without_locks(lambda: spool(path)),
-        lambda _: without_locks(lambda: same(CodedFedAvg(quiet(), symbols=2, transport="hub"), quiet(), halves=CODED)),
+        lambda _: without_locks(lambda: same(CodedFedAvg(quiet(), symbols=2, transport="hub"), quiet())),
     ),
     Row("cannot be made: {}; choose another folder", below_a_file, lambda path: keeps(spool(path), [parcel()])),
     Row(
@@ -537,7 +515,7 @@ PEERS = (
     Row(
         "of a deployment need 'python -m fedcomp.clients.edge --peer HOST:PORT', or use transport='hub'",
         SpoolRoot,
-        lambda _: between_nodes() and same(CodedFedAvg(quiet(), transport="hub"), quiet(), halves=CODED),
+        lambda _: between_nodes() and same(CodedFedAvg(quiet(), transport="hub"), quiet()),
     ),
     Row(
         "{} is its own store; leave out {}",

@@ -19,6 +19,7 @@ from advice import ALL, KEY, LAYOUT, VALUES, Row, ended, quiet, row, trains
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, FedXgbCyclic
+from round_paths import Personal
 from toy import client_app, model, stack
 
 import fedcomp as fc
@@ -64,8 +65,8 @@ def teachers(task: str) -> bool:
     return bool((generic.teachers(*of_task(task), asked).teachers.sizes > 0).all())
 
 
-class Unbounded(fc.TopK):
-    """It does not say how long its frames can get."""
+class Unmeasured(fc.TopK):
+    """A codec of somebody's own, that does not say how long its frames can get."""
 
     def longest(self, layout: Layout) -> None:  # type: ignore[override]
         return None
@@ -81,7 +82,7 @@ def padded(codec: Any) -> bool:
 
 def unpadded() -> bool:
     promise = {"population": 4, "delta": 1e-3, "insecure_deterministic": True, "noise_multiplier": 0.5}
-    strategy = fc.Compressed(fc.DpFedAvg(quiet(), clip=1.0, pad=False, **promise), Unbounded(0.1), feedback=False)
+    strategy = fc.Compressed(fc.DpFedAvg(quiet(), clip=1.0, pad=False, **promise), Unmeasured(0.1), feedback=False)
     return trains(strategy, (fc.compression, private))
 
 
@@ -117,7 +118,7 @@ def answers(codec: Any, path: Path | None = None, free: int = 0) -> bool:
     usage = shutil.disk_usage(Path(__file__).parent)
     disk = patch.object(folder.shutil, "disk_usage", lambda _: usage._replace(free=free or usage.free))
     with patch.object(memory, "MOST_BYTES", 9_600), patch.object(kept, "MOST_BYTES", 9_600), disk:
-        return trains(Server(Pair(codec), quiet()), (fc.compression,), node_config=node)
+        return trains(Server(Pair(codec), quiet()), node_config=node)
 
 
 def content(server_round: int = 1) -> RecordDict:
@@ -278,16 +279,6 @@ def stepped(out: Any) -> bool:
     return np.allclose(step.residue + sent, VALUES[:100], atol=1e-6)
 
 
-class Personal(FedAvg):
-    """A server that sends each node a model of its own."""
-
-    def configure_train(self, *arguments: Any) -> list[Message]:
-        messages = list(super().configure_train(*arguments))
-        for number, message in enumerate(messages):
-            message.content["arrays"] = model(float(number))
-        return messages
-
-
 def point(frozen: bool, msg: Message, context: Context) -> Any:
     """Return how far the message's model is from ones; a second tensor may be one that is not trained."""
     import torch
@@ -348,7 +339,9 @@ CLIENTS: tuple[Row, ...] = (
         lambda: generic.graph_part(*of_task("digits")),
         lambda: generic.graph_part(*of_task("digits-graph")).features.size > 0,
     ),
-    row("use another codec, or pad=False", lambda: padded(Unbounded(0.1)), lambda: padded(fc.TopK(0.1)) and unpadded()),
+    row(
+        "use another codec, or pad=False", lambda: padded(Unmeasured(0.1)), lambda: padded(fc.TopK(0.1)) and unpadded()
+    ),
     Row(
         "choose a free port or path, and remove the socket of a process that is gone",
         lambda path: listening(path / "a", "left"),
@@ -474,11 +467,6 @@ STRATEGIES: tuple[Row, ...] = (
     ),
     row(
         "only the trained ones", lambda: slopes(frozen=True), lambda: slopes(frozen=True, names=("weight",)), long=True
-    ),
-    row(
-        "with the others. Use a codec without votes",
-        lambda: ended(fc.Compressed(Personal(**ALL), fc.SignSGD(step=0.1))),
-        lambda: trains(fc.Compressed(Personal(**ALL), fc.QSGD())),
     ),
     row(
         "with the others. Use a codec without votes",

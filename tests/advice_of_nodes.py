@@ -23,8 +23,6 @@ from fedcomp.timing.links import parse_link
 
 GOOD = ("--superlink", "localhost:9092", "--partition", "0", "--of", "2", "--insecure")
 
-WATCHING = fc.ClientHalf("watching", lambda msg, context, app: app(msg, context))
-
 
 def option(text: str, wrong: Any, right: Any) -> Row:
     """Return a row of the command line of a node; ``wrong`` and ``right`` may be functions of a folder."""

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from advice import ALL, CODED, INTEGERS, PRIVATE, PROMISE, Row, coded_sum, ended, quiet, row, same, system, trains
+from advice import ALL, INTEGERS, PRIVATE, PROMISE, Row, coded_sum, ended, quiet, row, same, system, trains
 from flwr.app import Array, ArrayRecord, Context, RecordDict
 from flwr.server import strategy as legacy
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedMedian
+from round_paths import Personal
 from toy import model
 
 import fedcomp as fc
 from fedcomp.strategies.server import Server
 from fedcomp.systems import shared_support as systems
 from fedcomp.systems.pair import Pair
-
-
-class OwnModels(FedAvg):
-    """A server that sends every other node a model of its own."""
-
-    def configure_train(self, server_round, arrays, config, grid):
-        messages = list(super().configure_train(server_round, arrays, config, grid))
-        for message in messages[::2]:
-            message.content["arrays"] = ArrayRecord({k: Array(v.numpy() + 1) for k, v in arrays.items()})
-        return messages
 
 
 class TwoRecords(FedAvg):
@@ -54,7 +45,7 @@ PAIR = (
     row(
         "has no hooks that {} could wrap; run it alone",
         lambda: fc.Compressed(fc.SharedSupport(fc.ScaleCom(0.1))),
-        lambda: trains(fc.SharedSupport(fc.ScaleCom(0.1)), (fc.compression,)),
+        lambda: trains(fc.SharedSupport(fc.ScaleCom(0.1))),
     ),
     row(
         "a Flower Strategy instance: write {}(...)",
@@ -70,12 +61,12 @@ PAIR = (
     row(
         "checks single updates, which a coded sum does not show; leave guard out",
         lambda: coded_sum(fc.Compressed(quiet(), INTEGERS, guard=fc.Norms())),
-        lambda: same(coded_sum(fc.Compressed(quiet(), INTEGERS)), quiet(), halves=CODED),
+        lambda: same(coded_sum(), quiet()),
     ),
     row(
         "exchanges per round; Flower's hooks offer one. Use its own strategy",
         lambda: fc.Compressed(quiet(), fc.PowerSGD(form="two-exchange")),
-        lambda: trains(fc.SharedBasis(fc.PowerSGD(form="two-exchange")), (fc.compression,)),
+        lambda: trains(fc.SharedBasis(fc.PowerSGD(form="two-exchange"))),
     ),
     row(
         "is a downlink codec, not one for client updates; use downlink={}",
@@ -90,7 +81,7 @@ PAIR = (
     row(
         "looks at single updates, which a coded sum does not show; use one of {}",
         lambda: coded_sum(fc.Compressed(quiet(FedMedian), INTEGERS)),
-        lambda: trains(coded_sum(fc.Compressed(quiet(FedAdam), INTEGERS)), CODED),
+        lambda: trains(coded_sum(fc.Compressed(quiet(FedAdam), INTEGERS))),
     ),
     row(
         "bounds every update itself, and a guard would make one client's",
@@ -125,13 +116,13 @@ PAIR = (
     ),
     row(
         "Name it with record=...; the others pass through untouched",
-        lambda: ended(Server(Pair(fc.QSGD(levels=7)), TwoRecords(**ALL)), (fc.compression,)),
-        lambda: trains(Server(Pair(fc.QSGD(levels=7)), TwoRecords(**ALL), record="arrays"), (fc.compression,)),
+        lambda: ended(Server(Pair(fc.QSGD(levels=7)), TwoRecords(**ALL))),
+        lambda: trains(Server(Pair(fc.QSGD(levels=7)), TwoRecords(**ALL), record="arrays")),
     ),
     row(
         "shows no single updates, but {} looks at them; use one of",
         lambda: Server(systems.SharedSupport(fc.ScaleCom(0.1)), FedMedian(**ALL)),
-        lambda: trains(Server(systems.SharedSupport(fc.ScaleCom(0.1)), quiet()), (fc.compression,)),
+        lambda: trains(Server(systems.SharedSupport(fc.ScaleCom(0.1)), quiet())),
     ),
     row(
         "Name the tensors (ArrayRecord(model.state_dict()), or a dictionary of Arrays)",
@@ -194,8 +185,8 @@ PAIR = (
     ),
     row(
         "sends models of their own to some nodes, and a buffer adds to one; use PipelinedStrategy",
-        lambda: trains(fc.Buffered(fc.Compressed(OwnModels(**ALL), fc.QSGD(7)), concurrency=3, buffer=2)),
-        lambda: trains(fc.PipelinedStrategy(fc.Compressed(OwnModels(**ALL), fc.QSGD(7)), 1)),
+        lambda: trains(fc.Buffered(fc.Compressed(Personal(**ALL), fc.QSGD(7)), concurrency=3, buffer=2)),
+        lambda: trains(fc.PipelinedStrategy(fc.Compressed(Personal(**ALL), fc.QSGD(7)), 1)),
     ),
     row(
         "compensation is for the mean update, and {} looks at single ones; use one of",
@@ -216,18 +207,16 @@ PAIR = (
         "which memory='aggregated' subtracts; use 1, or memory='local'",
         lambda: fc.SharedBasis(fc.PowerSGD(form="two-exchange", memory="aggregated"), server_lr=0.5),
         lambda: (
-            trains(
-                fc.SharedBasis(fc.PowerSGD(form="two-exchange", memory="aggregated"), server_lr=1.0), (fc.compression,)
-            )
-            and trains(fc.SharedBasis(fc.PowerSGD(memory="local"), server_lr=0.5), (fc.compression,))
+            trains(fc.SharedBasis(fc.PowerSGD(form="two-exchange", memory="aggregated"), server_lr=1.0))
+            and trains(fc.SharedBasis(fc.PowerSGD(memory="local"), server_lr=0.5))
         ),
     ),
     row(
         "the mean that they are measured from; use 1, or center=False",
         lambda: fc.FittedBasis(fc.GradiVeQ(width=40, center=True), server_lr=0.5),
         lambda: (
-            trains(fc.FittedBasis(fc.GradiVeQ(width=40, center=True), server_lr=1.0), (fc.compression,))
-            and trains(fc.FittedBasis(fc.GradiVeQ(width=40, center=False), server_lr=0.5), (fc.compression,))
+            trains(fc.FittedBasis(fc.GradiVeQ(width=40, center=True), server_lr=1.0))
+            and trains(fc.FittedBasis(fc.GradiVeQ(width=40, center=False), server_lr=0.5))
         ),
     ),
     row(
@@ -243,7 +232,7 @@ PAIR = (
     row(
         "leave first_model_at_nodes=True out",
         lambda: fc.Conditional(fc.Compressed(quiet(), fc.TopK(0.1), fc.TopK(0.2), first_model_at_nodes=True)),
-        lambda: trains(fc.Conditional(fc.Compressed(quiet(), fc.TopK(0.1), fc.TopK(0.2))), (fc.compression,)),
+        lambda: trains(fc.Conditional(fc.Compressed(quiet(), fc.TopK(0.1), fc.TopK(0.2)))),
     ),
     row(
         "let it send small differences instead, with a sparse",

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 from advice import LAYOUT, Row, damaged, decoded, ledger, points_the_same_way, row
-from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from advice_of_flower import context
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
 from fedcomp.clients.app import NodeJob
 from fedcomp.clients.messages import require_partition
@@ -23,10 +24,9 @@ from fedcomp.coding.prime import PrimeField
 from fedcomp.coding.rlnc import RlncEncoder
 from fedcomp.flower import store
 from fedcomp.gossip.power_gossip import PowerGossip
+from fedcomp.gossip.topology import topology_of
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.kernels.tiers import ops
-from fedcomp.privacy.ledger import PrivacyLedger
-from fedcomp.privacy.sampling import Sampling
 from fedcomp.timing.dropout import OnOff
 
 HALF = ErrorFeedback(TopK(0.1), memory="float16")
@@ -63,10 +63,6 @@ def another(name: str, replace: bool = False) -> Any:
         codecs._classes.update(held)
 
 
-def context(**node: Any) -> Context:
-    return Context(1, 2, node, RecordDict(), {})
-
-
 def job(clients: int, **node: Any) -> NodeJob:
     content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord({"clients": clients})})
     # Of a message nothing else is read.
@@ -90,15 +86,13 @@ def opened_after_it_ended(path: Path) -> bool:
 
 
 def opened(path: Path, *, before: bool) -> bool:
-    made = PrivacyLedger(**{**GIVEN, "population": 0})
+    made = ledger(population=0)
     if before:
         made.declare(10)
     made.open(path / "spent")
     made.close()
     return True
 
-
-GIVEN: dict[str, Any] = {"delta": 1e-5, "population": 10, "adjacency": "zero_out", "sampling": Sampling()}
 
 ROWS: tuple[Row, ...] = (
     row(
@@ -188,13 +182,7 @@ ROWS: tuple[Row, ...] = (
     ),
     row(
         "its W must be symmetric and stay the same; use 1.0",
-        lambda: PowerGossip(rate="auto").fitted(directed()),
-        lambda: PowerGossip(rate=1.0).fitted(directed()).rate == 1.0,
+        lambda: PowerGossip(rate="auto").fitted(topology_of("directed-ring", 4)),
+        lambda: PowerGossip(rate=1.0).fitted(topology_of("directed-ring", 4)).rate == 1.0,
     ),
 )
-
-
-def directed() -> Any:
-    from fedcomp.gossip.topology import topology_of
-
-    return topology_of("directed-ring", 4)

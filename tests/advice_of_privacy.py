@@ -14,7 +14,6 @@ from unittest import mock
 import numpy as np
 import pytest
 from advice import (
-    CODED,
     DENSE,
     KEY,
     NODES,
@@ -33,6 +32,7 @@ from advice import (
     system,
     trains,
 )
+from advice_of_flower import Unmeasured
 from advice_of_nodes import GOOD
 from datalens_toy import grid as teachers
 from datalens_toy import model as images
@@ -79,8 +79,6 @@ def noise_shares(**options: Any) -> DistributedSum:
 
 
 NOISE = Event("gaussian", noise_multiplier=1.0)
-
-
 PRIVATISE = Privatise(1e4, 0.5, insecure_deterministic=True)
 
 
@@ -151,7 +149,7 @@ PRIVACY = (
     row(
         "use Sampling('capped') or everyone",
         lambda: shares(sampling=fc.Sampling("poisson", rate=0.5)),
-        lambda: trains(shares(sampling=fc.Sampling("everyone")), CODED),
+        lambda: trains(shares(sampling=fc.Sampling("everyone"))),
     ),
     row(
         "is not a weighted mean; use one of {}, or Compressed around one",
@@ -319,7 +317,7 @@ def refining(**options: Any) -> bool:
     given = {"clip": 500.0, "tolerated": 1, "scale": 7500, **options}
     clients = given.pop("clients", NODES)
     strategy = DistributedDp(quiet(), fc.ShareSettings(**given), **{**PROMISE, "population": clients})
-    app = client_app([half() for half in CODED])
+    app = client_app([fc.compression()])
     with fc.InProcessGrid(app, clients, seed=4) as grid:
         return bool(stack(fit(strategy, grid, model(), 1, timeout=9.0).arrays).any())
 
@@ -560,13 +558,6 @@ NODES_OWN = (
 )
 
 
-class Unmeasured(fc.TopK):
-    """A codec of somebody's own, that does not say how long its frames get."""
-
-    def longest(self, layout: Any) -> None:
-        return None
-
-
 def taught(**options: Any) -> bool:
     """Whether teachers move a generator."""
     return bool(taught_row(fit(datalens(**options), teachers(), images(), 1, timeout=9.0).arrays).any())
@@ -601,12 +592,12 @@ SYSTEMS = (
     row(
         "shows the server single updates; make the strategy with DistributedDp(...)",
         lambda: fc.Compressed(NoisyMean(quiet(), fc.ShareSettings(clip=500.0, tolerated=1), **PROMISE), fc.QSGD(7)),
-        lambda: trains(shares(), CODED),
+        lambda: trains(shares()),
     ),
     row(
         "has none; use DistributedDp(...)",
         lambda: NoisySum(codec=fc.FixedPoint(fc.RandomK(1.0), clip=0.5), threshold=1, contributors=4),
-        lambda: trains(shares(), CODED),
+        lambda: trains(shares()),
     ),
     row(
         "use another codec, or accept that with pad=False",

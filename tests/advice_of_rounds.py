@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from advice import CODED, INTEGERS, NODES, Row, coded_sum, quiet, row, shares
+from advice import INTEGERS, NODES, Row, coded_sum, quiet, row, shares
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 from linear_toy import client as device
@@ -15,11 +15,8 @@ from linear_toy import uncoded, vector
 from toy import model, stack, with_halves
 
 import fedcomp as fc
-from fedcomp.clients.app import app as node_app
 from fedcomp.flower.records import to_record
 from fedcomp.flower.rounds import fit
-from fedcomp.tasks import get_task
-from fedcomp.tasks.arrays import to_arrays
 
 Step = Callable[[int, np.ndarray], np.ndarray]
 """What partition p adds to a tensor."""
@@ -37,20 +34,12 @@ def by_little(partition: int, tensor: np.ndarray) -> np.ndarray:
     return np.full_like(tensor, 0.25)
 
 
-def round_of(
-    strategy: Strategy,
-    step: Step = everywhere,
-    *,
-    halves: Any = CODED,
-    keeps: bool = False,
-    examples: int = 1,
-    **own: Any,
-) -> Any:
+def round_of(strategy: Strategy, step: Step = everywhere, *, keeps: bool = False, examples: int = 1, **own: Any) -> Any:
     """Return what a round adds to a model of zeros; raise what the report says of a node that had no part in it.
 
     Clients add what ``step`` says, weigh p + 1 times ``examples``, and remember it in their state where one ``keeps``.
     """
-    app = with_halves([half() for half in halves])
+    app = with_halves([fc.compression()])
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -95,7 +84,7 @@ def dense_or_fine_or_noisy(**options: Any) -> bool:
 
 
 def gradients(**options: Any) -> Any:
-    return round_of(fc.CodedFedAvg(quiet(), construction="gradcode", losses=1), halves=(fc.compression,), **options)
+    return round_of(fc.CodedFedAvg(quiet(), construction="gradcode", losses=1), **options)
 
 
 def descent(given: dict[str, Any], **options: Any) -> bool:
@@ -104,14 +93,6 @@ def descent(given: dict[str, Any], **options: Any) -> bool:
     with fc.InProcessGrid(device(), NODES, seed=4) as grid:
         after = fit(strategy, grid, weights(), 1, train_config=ConfigRecord(given), timeout=9.0).arrays
     return bool(np.abs(vector(after) - uncoded(strategy.plan.partitions, [True])).max() < 1e-10)
-
-
-def task_descends(name: str) -> bool:
-    start = to_record(to_arrays(get_task(name).model(0)))
-    given = ConfigRecord({"task": name, "clients": 3, "seed": 0})
-    with fc.InProcessGrid(node_app, 3, seed=4) as grid:
-        strategy = fc.CodedLinearGD(partitions=2, parities=1, code="mds", lr=0.5)
-        return bool(stack(fit(strategy, grid, start, 1, train_config=given, timeout=9.0).arrays).any())
 
 
 ROWS: tuple[Row, ...] = (

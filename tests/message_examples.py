@@ -13,11 +13,7 @@ from flwr.app import ConfigRecord, RecordDict
 
 from fedcomp.clients import memory, optimizer
 from fedcomp.errors import ConfigError
-from fedcomp.flower import (
-    asks,
-    folder,
-    state,
-)
+from fedcomp.flower import asks, folder, state
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.schema import Document, Field, Schema, Version
 from fedcomp.layout import Layout
@@ -122,11 +118,6 @@ def content_of(message: Schema) -> RecordDict:
     content = RecordDict()
     content[message.KEY] = ConfigRecord(message.values())
     return content
-
-
-def fields_of(content: RecordDict, key: str) -> dict[str, Any]:
-    """Return what a record holds, by name; nothing where there is none."""
-    return dict(content.config_records.get(key, {}))
 
 
 def taken(schema: type[Schema], content: RecordDict) -> Schema:

@@ -17,18 +17,7 @@ from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.private.topagg import votes_only
 from fedcomp.clients.programs import Brought, bringing
-from fedcomp.codecs import (
-    LGC,
-    QSGD,
-    FixedPoint,
-    GradiVeQ,
-    Identity,
-    PowerSGD,
-    RandomK,
-    ScaleCom,
-    SignSGD,
-    TopK,
-)
+from fedcomp.codecs import LGC, QSGD, FixedPoint, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -126,10 +115,6 @@ def plain(*mods: Any) -> Callable[..., Any]:
     return lambda *outer: client_app([*outer, *mods])
 
 
-def coded_app(*outer: Any) -> Any:
-    return client_app([*outer, compression()])
-
-
 def pair(inner: Callable[[], Strategy], codec: Any, **options: Any) -> Callable[[], Strategy]:
     return lambda: Compressed(inner(), codec, policy=DENSE_BIAS, **options)
 
@@ -155,45 +140,32 @@ PATHS: dict[str, Path] = {
         pair(lambda: quiet(FedTrimmedAvg, beta=0.2), Identity(), downlink=TopK(density=0.2)), COMPRESSED
     ),
     "a strategy of one's own": Path(pair(lambda: quiet(Stepping), RandomK(density=0.3)), COMPRESSED),
-    "shared support": Path(
-        lambda: SharedSupport(ScaleCom(density=0.05), policy=DENSE_BIAS),
-        lambda *o: client_app([*o, compression()]),
-    ),
-    "shared basis": Path(
-        lambda: SharedBasis(PowerSGD(rank=2), policy=DENSE_BIAS),
-        lambda *o: client_app([*o, compression()]),
-    ),
+    "shared support": Path(lambda: SharedSupport(ScaleCom(density=0.05), policy=DENSE_BIAS), COMPRESSED),
+    "shared basis": Path(lambda: SharedBasis(PowerSGD(rank=2), policy=DENSE_BIAS), COMPRESSED),
     "shared basis, two exchanges": Path(
-        lambda: SharedBasis(PowerSGD(rank=2, form="two-exchange", memory="aggregated"), policy=DENSE_BIAS),
-        lambda *o: client_app([*o, compression()]),
+        lambda: SharedBasis(PowerSGD(rank=2, form="two-exchange", memory="aggregated"), policy=DENSE_BIAS), COMPRESSED
     ),
     "fitted basis": Path(
-        lambda: FittedBasis(GradiVeQ(width=40), sampling=3, compression=2, policy=DENSE_BIAS),
-        lambda *o: client_app([*o, compression()]),
+        lambda: FittedBasis(GradiVeQ(width=40), sampling=3, compression=2, policy=DENSE_BIAS), COMPRESSED
     ),
     "fitted basis, shared grids": Path(
-        lambda: FittedBasis(GradiVeQ(width=40, levels=127), sampling=3, compression=2, policy=DENSE_BIAS),
-        lambda *o: client_app([*o, compression()]),
+        lambda: FittedBasis(GradiVeQ(width=40, levels=127), sampling=3, compression=2, policy=DENSE_BIAS), COMPRESSED
     ),
-    "latents in a ring": Path(
-        lambda: latents(LGC(0.05, raw=0, ef="decoded")),
-        lambda *o: client_app([*o, compression()]),
-    ),
+    "latents in a ring": Path(lambda: latents(LGC(0.05, raw=0, ef="decoded")), COMPRESSED),
     "latents of a common node": Path(
-        lambda: latents(LGC(0.05, raw=0, innovation=0.005, instance="server")),
-        lambda *o: client_app([*o, compression()]),
+        lambda: latents(LGC(0.05, raw=0, innovation=0.005, instance="server")), COMPRESSED
     ),
-    "relay": Path(lambda: CodedFedAvg(Compressed(quiet(), SPARSE, policy=DENSE_BIAS), symbols=2), coded_app),
+    "relay": Path(lambda: CodedFedAvg(Compressed(quiet(), SPARSE, policy=DENSE_BIAS), symbols=2), COMPRESSED),
     "coded sum": Path(
         lambda: CodedFedAvg(
             Compressed(quiet(), INTEGERS, policy=DENSE_BIAS), construction="sumcode", symbols=2, threshold=1
         ),
-        coded_app,
+        COMPRESSED,
         buffers=False,
     ),
     "distributed noise": Path(
         lambda: DistributedDp(quiet(), ShareSettings(clip=500.0, tolerated=2), **NOISY),
-        coded_app,
+        COMPRESSED,
         updates_only=True,
         buffers=False,
     ),

@@ -45,17 +45,6 @@ def run(codec: Codec, updates: np.ndarray, layout: Layout = LAYOUT) -> tuple[np.
     return np.array(sent), state, frames
 
 
-INNER = (
-    TopK(0.05),
-    TopK(0.1, scope="layer"),
-    TopK(0.05, values="fp16"),
-    TopK(0.05, values="bf16"),
-    RandomK(0.1),
-    QSGD(3, bucket=64),
-    Identity(),
-)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

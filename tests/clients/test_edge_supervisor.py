@@ -207,7 +207,7 @@ def test_a_node_gives_up_with_a_status_of_its_own(start) -> None:
     assert node.left() == {}
 
 
-def test_a_node_in_contact_does_not_give_up(start, tmp_path) -> None:
+def test_a_node_in_contact_does_not_give_up(start) -> None:
     code = "say(JOINED)\nfor _ in range(60): time.sleep(0.1); say('INFO :      Sent successfully')\nsys.exit(9)"
     node = start(("supernode", code), give_up=5.0)
     events = node.until("failed")

@@ -275,7 +275,7 @@ def test_a_message_that_is_done_soon_after_the_next_one_is_there_is_not_ended(
 
 
 def test_an_app_that_cannot_be_kept_is_imported_for_every_message(
-    runs: Executor, fakes: Fakes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    runs: Executor, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(what: str) -> None:
         if "app" in what:

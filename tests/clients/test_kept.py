@@ -138,6 +138,11 @@ def refused(msg: Message, error: tuple[int, str]) -> Message:
     return Message(Error(*error), reply_to=msg)
 
 
+def stack_of_round(round_: int) -> np.ndarray:
+    parts = [update(round_, 0, array.shape, i) for i, array in enumerate(model().values())]
+    return np.concatenate([each.astype(np.float64).reshape(-1) for each in parts])
+
+
 class Node:
     """One client of a server, and what can happen to both."""
 
@@ -161,8 +166,7 @@ class Node:
             with contextlib.suppress(Exception):
                 self.strategy.aggregate_train(self.round, self.grid.send_and_receive(messages, timeout=9))
             if self.round not in lost:
-                parts = [update(self.round, 0, array.shape, i) for i, array in enumerate(model().values())]
-                self.made += np.concatenate([each.astype(np.float64).reshape(-1) for each in parts])
+                self.made += stack_of_round(self.round)
 
     @property
     def report(self):
@@ -400,11 +404,6 @@ def test_an_old_backup_sends_nothing_twice(tmp_path: Path) -> None:
     assert not np.array_equal(before, node.made)
     np.testing.assert_array_equal(node.inner.delivered - delivered_until(node, 5), made)
     assert delivered is node.inner.delivered
-
-
-def stack_of_round(round_: int) -> np.ndarray:
-    parts = [update(round_, 0, array.shape, i) for i, array in enumerate(model().values())]
-    return np.concatenate([each.astype(np.float64).reshape(-1) for each in parts])
 
 
 def delivered_until(node: Node, round_: int) -> np.ndarray:

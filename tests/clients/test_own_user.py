@@ -129,7 +129,7 @@ def test_a_guarded_superlink_takes_orders_of_its_own_user_alone(tmp_path):
     assert "gRPC" not in printed
 
 
-def test_a_server_that_is_not_the_guarded_one_does_not_listen(tmp_path):
+def test_a_server_that_is_not_the_guarded_one_does_not_listen():
     """Should a later Flower listen in another way, there is no port rather than an open one."""
     code = (
         "import socket, sys; sys.argv = ['x', 'y']; from fedcomp.clients.edge import own_user; own_user._guard()\n"

@@ -30,11 +30,9 @@ from fedcomp.flower.payload import FRAME, PayloadError
 from fedcomp.flower.privacy import PRIVATE
 from fedcomp.flower.protocol import RESYNC
 from fedcomp.privacy.accounting import Unaccountable
-from fedcomp.privacy.bounds import round_conditionally
 from fedcomp.privacy.errors import BudgetExceeded, PrivacyError, PrivacyLedgerError, Unbounded
 from fedcomp.privacy.local import LocalPolicy, Privatise
 from fedcomp.privacy.votes import TopkSign
-from fedcomp.rng import Key
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.private.datalens import Teachers
 from fedcomp.systems.private.local import Local
@@ -183,7 +181,7 @@ def test_a9_teachers_tell_nothing(caplog: pytest.LogCaptureFixture) -> None:
 
 
 OF_SETTINGS = (ConfigError, BudgetExceeded, PrivacyLedgerError, StateError, LayoutError, PayloadError)
-OF_DATA = (Unbounded, PrivacyError, Unaccountable, NonFiniteUpdate, FedcompError, ValueError)
+OF_DATA = (Unbounded, PrivacyError, Unaccountable, NonFiniteUpdate, FedcompError, ValueError, OfTheApp)
 
 
 def with_record_level_privacy(act: Callable[[Message], Message]) -> Message:
@@ -221,32 +219,3 @@ def test_a9_errors_of_settings_are_told_and_those_with_figures_of_the_data_are_n
         reply = send(act)
     assert (reply.error.code, reply.error.reason) == (2, STAYS)
     assert "4711" in caplog.text
-
-
-@pytest.mark.parametrize("vector", [np.full(5, 3.0), np.full(5, np.nan)], ids=["too long", "not finite"])
-def test_a9_figures_of_an_update_that_has_no_bound_stay_on_the_node(
-    vector: np.ndarray, caplog: pytest.LogCaptureFixture
-) -> None:
-    def act(msg: Message) -> Message:
-        round_conditionally(vector, 1.0, Key(1, "draws"))
-        raise AssertionError("not reached")
-
-    with caplog.at_level(logging.ERROR, "flwr.fedcomp"):
-        reply = with_record_level_privacy(act)
-    assert (reply.error.code, reply.error.reason) == (2, STAYS)
-    assert "Unbounded" in caplog.text
-
-
-def test_a9_a_training_with_record_level_privacy_tells_of_settings_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever the app does around the training, such as reading its records; a budget that is spent is said."""
-
-    def spent(msg: Message) -> Message:
-        raise BudgetExceeded("epsilon 8 is spent")
-
-    for act in FAILURES[:-1]:
-        with caplog.at_level(logging.ERROR, "flwr.fedcomp"):
-            reply = with_record_level_privacy(act)
-        assert (reply.error.code, reply.error.reason) == (2, STAYS)
-        assert "4711" in caplog.text
-    with pytest.raises(BudgetExceeded, match="is spent"):
-        with_record_level_privacy(spent)

@@ -166,6 +166,10 @@ class Node:
         if not kind.startswith("query") and not head.base:
             content = RecordDict({"arrays": model() if arrays is None else arrays, **content})
         asks.put(content, head, say, data or {})
+        return self.deliver(content, kind)
+
+    def deliver(self, content: RecordDict, kind: str = "train") -> Message:
+        """Return the node's reply to a message with this content."""
         with acting_as(1, 0):
             message = Message(content, 2, kind)
         with acting_as(1, 2):
@@ -250,10 +254,7 @@ def test_an_answer_says_who_and_what_and_leaves_the_model_out() -> None:
 def test_a_message_without_an_ask_passes_untouched() -> None:
     node = Node()
     content = RecordDict({"arrays": model(), "config": ConfigRecord({"lr": 0.5})})
-    with acting_as(1, 0):
-        message = Message(content, 2, "train")
-    with acting_as(1, 2):
-        reply = node.half.mod(message, node.context, node.train)
+    reply = node.deliver(content)
     assert list(reply.content) == ["arrays", "metrics"]
     assert node.seen is content
     assert not node.context.state
@@ -649,10 +650,8 @@ def test_heads_that_break_a_rule_are_refused_and_change_nothing() -> None:
             broken += 1
         else:
             continue
-        with acting_as(1, 0):
-            message = Message(content, 2, "train")
-        with acting_as(1, 2), pytest.raises(SchemaError):
-            print(what, node.half.mod(message, node.context, node.train))
+        with pytest.raises(SchemaError):
+            print(what, node.deliver(content))
     assert broken > 100
     assert stored(node) == before
     assert node.trained == 1
@@ -766,10 +765,7 @@ def test_what_an_app_brings_stands_for_its_training() -> None:
     assert node.trained == 0
     content = RecordDict({"arrays": to_record(wide), "config": ConfigRecord({PRIVATE: True})})
     asks.put(content, node.head(2, **fields), Measure(0.5))
-    with acting_as(1, 0):
-        message = Message(content, 2, "train")
-    with acting_as(1, 2):
-        assert node.half.mod(message, node.context, node.train).has_error()
+    assert node.deliver(content).has_error()
     assert len(seen) == 1
 
 

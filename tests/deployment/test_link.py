@@ -205,18 +205,6 @@ def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere
     site.link()
 
 
-def test_a_port_in_use_and_a_second_link_are_one_line(site, capfd):
-    create(site.folder.path, ["127.0.0.1"], 0)
-    import socket
-
-    with socket.create_server(("127.0.0.1", site.port)):
-        asked = [str(site.folder.path), "--listen", f"127.0.0.1:{site.public}", "--port", str(site.port)]
-        assert fedcomp(["link", *asked]) == 78
-    printed = capfd.readouterr()
-    assert printed.err.count("\n") == 1
-    assert "Address already in use" in printed.err
-
-
 @pytest.mark.parametrize("victim", ["link", "SuperExec"])
 def test_a_run_whose_link_or_superexec_is_killed_goes_on_by_the_same_command(site, tmp_path, victim):
     """The run has failed, and what it has come to is in its checkpoint: nodes keep their ids, the server its rounds."""

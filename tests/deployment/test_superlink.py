@@ -29,7 +29,7 @@ SPEC = RunSpec(
 
 
 @pytest.mark.long
-def test_a_deployment_gives_the_result_of_this_process_and_leaves_nothing(monkeypatch, tmp_path):
+def test_a_deployment_gives_the_result_of_this_process_and_leaves_nothing(monkeypatch):
     """After an app that failed on the same deployment, which is an error with its log and leaves nothing, either."""
     # The bundle holds the two apps only.
     quicken(monkeypatch, "fedcomp.clients.app", "torch")
@@ -123,7 +123,7 @@ def test_nodes_get_links_to_each_other_where_the_system_uses_them(system, linked
 
 
 @pytest.mark.long
-def test_a_node_killed_on_purpose_is_not_missed(tmp_path, monkeypatch):
+def test_a_node_killed_on_purpose_is_not_missed(tmp_path):
     sleeper = [sys.executable, "-c", "import subprocess, sys; subprocess.run(['sleep', '60'])"]
     deployment = Deployment(2)
     deployment.folder = tmp_path

@@ -28,7 +28,7 @@ OF_THEIR_KIND = {
 
 
 @pytest.mark.long
-def test_the_examples_pass_the_tests_of_their_kind(tmp_path: Path) -> None:
+def test_the_examples_pass_the_tests_of_their_kind() -> None:
     """In a process of its own: what the page registers is known there alone."""
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("tests/docs", "tests"))
     command = [sys.executable, "-m", "pytest", "-v", "-p", "contributing_examples", "-p", "no:cacheprovider"]

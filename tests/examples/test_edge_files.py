@@ -61,7 +61,7 @@ def test_units_restart_whatever_happens_but_a_wrong_configuration(name):
     assert "time-sync.target" in found["Unit"]["After"]
 
 
-def test_the_link_of_the_unit_starts(monkeypatch):
+def test_the_link_of_the_unit_starts():
     words = shlex.split(unit("fedcomp-link.service")["Service"]["ExecStart"])
     assert words[:2] == ["/opt/fedcomp/bin/fedcomp", "link"]
     args = link._parser("fedcomp link").parse_args(words[2:])

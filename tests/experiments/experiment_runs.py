@@ -80,9 +80,3 @@ def ran(
     )
     assert re.search(r"\d", findings.answer), "the answer is made of figures"
     return Ran(config, results, findings, kept, judged[-1])
-
-
-def resumes(experiment: Experiment, run: Ran) -> bool:
-    """Whether a run that is resumed with all its cells makes none anew and finds the same."""
-    say = Say(kept=json.loads(json.dumps(run.kept)), keep=lambda name, cell: pytest.fail(f"{name} was made again"))
-    return find(experiment, run.config, run.results, say).to_json() == run.findings.to_json()

@@ -11,8 +11,6 @@ from fedcomp.experiments.bench import BENCHMARKS
 from fedcomp.experiments.bench.__main__ import Benchmarks, main
 from fedcomp.measuring import HISTORY
 
-ROOT = Path(__file__).parents[2]
-
 MODULE = """
 from fedcomp.measuring import Bound, Case
 

@@ -11,7 +11,7 @@ import pytest
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.averaging import fit_line
-from fedcomp.experiments.convex import Convex, ErrorCurve, error_curve, optimum
+from fedcomp.experiments.convex import Convex, ErrorCurve, error_curve
 from fedcomp.experiments.decentralised import (
     ENERGY_OPTIONS,
     Energy,
@@ -74,15 +74,6 @@ def test_the_optimum_is_a_zero_of_the_gradient_written_out_by_hand(problem: Conv
     full = [np.c_[x, np.ones(len(x))] for x in rows]
     curvature = [np.linalg.eigvalsh(x.T @ x / (4 * len(x)) + penalty)[-1] for x in full]
     assert problem.smoothness == pytest.approx(max(curvature), rel=1e-12)
-
-
-def test_objectives_without_a_unique_minimum_are_refused() -> None:
-    objectives = [
-        LocalObjective(get_task("breast-cancer", model="svm", l2=0.1), i, 2, batch_size=0, dtype="float64")
-        for i in range(2)
-    ]
-    with pytest.raises(ConfigError, match="not s"):
-        optimum(objectives, Layout.of(objectives[0].start()))
 
 
 @pytest.mark.slow

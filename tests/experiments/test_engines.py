@@ -17,6 +17,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.engines import ray
 from fedcomp.experiments.federation import Cohorts, NodesMissing, wait_for_nodes
+from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.serve import serve
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.flower.faults import Fault
@@ -24,10 +25,6 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 
 SMALL = {"task.hidden": "32", "task.partition": "dirichlet:0.5"}
-
-
-def same(a, b) -> bool:
-    return list(a) == list(b) and all(x.tobytes() == y.tobytes() for x, y in zip(a.values(), b.values(), strict=True))
 
 
 @pytest.mark.long
@@ -99,7 +96,7 @@ def test_an_interrupted_run_continues_to_the_same_bits_and_bytes(tmp_path, syste
     resumed = engines.run(spec, on_round=new.append, checkpoint=file)
     assert [record.round for record in new] == [3, 4]
     assert [record.round for record in resumed] == [0, 1, 2, 3, 4]
-    assert same(resumed.arrays, whole.arrays)
+    assert different_bytes(resumed.arrays, whole.arrays) == 0
     assert resumed.ledger == whole.ledger
 
 
@@ -111,17 +108,9 @@ def test_a_finished_checkpoint_is_only_read_and_may_be_extended(tmp_path):
     new = []
     again = engines.run(spec, on_round=new.append, checkpoint=file)
     assert new == []
-    assert same(again.arrays, done.arrays)
+    assert different_bytes(again.arrays, done.arrays) == 0
     longer = dataclasses.replace(spec, rounds=3)
-    assert same(engines.run(longer, checkpoint=file).arrays, engines.run(longer).arrays)
-
-
-def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    file = tmp_path / "checkpoint"
-    spec = RunSpec("topk", rounds=1, clients=3, settings=SMALL)
-    engines.run(spec, checkpoint=file)
-    with pytest.raises(ConfigError, match="resume with the same specification"):
-        engines.run(dataclasses.replace(spec, seed=1), checkpoint=file)
+    assert different_bytes(engines.run(longer, checkpoint=file).arrays, engines.run(longer).arrays) == 0
 
 
 def test_an_engine_that_cannot_resume_says_so_before_starting_anything(tmp_path):
@@ -129,11 +118,6 @@ def test_an_engine_that_cannot_resume_says_so_before_starting_anything(tmp_path)
         engines.run(RunSpec("topk", engine="ray", clients=2), checkpoint=tmp_path / "checkpoint")
     with pytest.raises(ConfigError, match="checkpoint_every is for engine="):
         engines.run(RunSpec("topk", engine="ray", clients=2), checkpoint_every=2)
-
-
-def test_too_many_supernodes_are_refused():
-    with pytest.raises(ConfigError, match="one operating-system process per client"):
-        engines.run(RunSpec("fedavg", engine="superlink", clients=100))
 
 
 def cohorts(grid, **shares) -> Cohorts:

@@ -9,7 +9,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import get_experiment
 from fedcomp.experiments.kit import Record, Records
@@ -89,12 +88,6 @@ def test_what_was_not_measured_is_no_success() -> None:
     found = gcn.quantities(CONFIG, groups, exact, biases)
     assert len(found) == len(set(found)) > 20
     assert all(math.isnan(value) for value in found.values())
-
-
-def test_a_single_owner_is_refused_before_anything_is_trained() -> None:
-    experiment = get_experiment("gcn")
-    with pytest.raises(ConfigError, match=r"clients=1 is not valid.*2 or more"):
-        specs_of(experiment, experiment.configure(clients=1))
 
 
 @pytest.fixture(scope="module")

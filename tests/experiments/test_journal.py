@@ -242,7 +242,7 @@ def test_who_did_not_answer_last_time_is_asked_and_not_waited_for(silent: set[in
     assert (waited >= timeout) == (silent != {2})
 
 
-def test_messages_end_with_their_round(tmp_path: Path) -> None:
+def test_messages_end_with_their_round() -> None:
     ours = strategy(SEED, deadline=7.0)
     with InProcessGrid(client, NODES) as grid:
         arrays = begin(SEED, HIDDEN)

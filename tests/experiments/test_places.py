@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -40,15 +39,6 @@ def test_an_address_is_for_ray_alone_and_has_to_be_one() -> None:
     for wrong in ("auto", "127.0.0.1", ":6379", "127.0.0.1:ray"):
         with pytest.raises(ConfigError, match="HOST:PORT"):
             engines.run(RunSpec("topk", engine="ray"), ray_address=wrong)
-
-
-def test_where_no_cluster_answers_the_error_says_how_to_start_one() -> None:
-    with socket.socket() as held:
-        # Bound, and nobody listens: the port stays free of others while it is tried.
-        held.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{held.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"ray start --address={address}"):
-            engines.run(RunSpec("topk", engine="ray"), ray_address=address)
 
 
 def test_the_command_line_hands_the_address_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +110,7 @@ def command(pid: int) -> str:
 
 
 @pytest.mark.long
-def test_two_raylets_share_the_clients_of_a_run(cluster: tuple[str, list[Child]], tmp_path: Path) -> None:
+def test_two_raylets_share_the_clients_of_a_run(cluster: tuple[str, list[Child]]) -> None:
     address, children = cluster
     actors: list[int] = []
 

@@ -16,11 +16,10 @@ from fake_engine import TINY, FakeEngine
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.experiments import store
 from fedcomp.experiments.options import Option
-from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.experiments.spec import RoundRecord
 from fedcomp.experiments.store import JsonLines, RunFolder, finite, to_json_text, write_text
 from fedcomp.experiments.tables import specs_of
 from fedcomp.files import write
-from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.rules import Int, Real
 
 
@@ -186,18 +185,6 @@ def test_values_that_are_not_finite_come_back_and_every_line_is_strict_json(fold
     kept = folder.cells()["a"]
     assert math.isnan(kept["loss"])
     assert kept["each"] == [math.inf, -math.inf, 1.0]
-
-
-def test_a_result_that_diverged_is_strict_json_and_comes_back(tmp_path: Path) -> None:
-    spec = RunSpec("topk", settings={"codec.density": 0.1, "lr": math.inf})
-    record = RoundRecord(1, 0.1, math.nan, metrics={"client.loss": math.nan})
-    result = RunResult(spec, [record], {"w": np.zeros(2, np.float32)}, TrafficLedger(), 1.0, 0.0, {"figure": math.inf})
-    result.save(tmp_path)
-    json.loads((tmp_path / "result.json").read_text(), parse_constant=lambda name: pytest.fail(name))
-    again = RunResult.load(tmp_path)
-    assert again.spec == spec
-    assert math.isnan(again.rounds[0].loss)
-    assert math.isnan(again.rounds[0].metrics["client.loss"])
 
 
 def test_a_text_with_a_folder_s_name_that_is_not_utf8_is_written(tmp_path: Path) -> None:

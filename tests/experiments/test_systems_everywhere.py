@@ -314,7 +314,7 @@ BUFFERED = {"kind": "buffered", "options": {"concurrency": 2, "buffer": 1}, "rou
 
 
 @pytest.fixture(scope="module")
-def deployed(tmp_path_factory: pytest.TempPathFactory, ledgers: Path) -> dict[str, Any]:
+def deployed(ledgers: Path) -> dict[str, Any]:
     """Systems one after the other in one run: each message costs a process, the start of a run five of them."""
     asked = [*(spec(name, "superlink") for name in DEPLOYED), linear("superlink"), edad("superlink")]
     asked += [small(DEPLOYED_PRIVATE, engine="superlink", clients=2, budget=BUDGETS[DEPLOYED_PRIVATE])]

@@ -245,22 +245,20 @@ def test_a_running_link_writes_its_counters(tmp_path):
     assert process.returncode == 0
 
 
-def test_a_superlink_that_does_not_start_is_a_temporary_failure(tmp_path):
-    process = start(tmp_path, stand_in="import sys; sys.exit(3)")
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        # The word is explicit, and what it means is said.
+        ({"stand_in": "import sys; sys.exit(3)"}, ("superlink ended with status 3", "Anybody who reaches")),
+        # It would be alive, and no node could reach it.
+        ({"change": "Proxy.serve = lambda *_: 1 / 0"}, ("ZeroDivisionError", "the proxy ended")),
+    ],
+)
+def test_a_link_without_its_superlink_or_proxy_ends_as_a_temporary_failure(tmp_path, broken, said):
+    process = start(tmp_path, **broken)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert "superlink ended with status 3" in printed
-    # The word is explicit, and what it means is said.
-    assert "Anybody who reaches" in printed
-
-
-def test_a_link_whose_proxy_has_ended_ends_too(tmp_path):
-    """It would be alive, and no node could reach it."""
-    process = start(tmp_path, change="Proxy.serve = lambda *_: 1 / 0")
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 75
-    assert "ZeroDivisionError" in printed
-    assert "the proxy ended" in printed
+    assert all(words in printed for words in said), printed
 
 
 def test_neither_command_needs_more_than_the_library_itself():
