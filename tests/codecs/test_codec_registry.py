@@ -147,6 +147,7 @@ def test_wrong_combinations_and_nested_parameters_are_named(config: dict, named:
     "config",
     [
         {"id": "adacomp"},
+        {"id": "keyregion"},
         {"id": "scaledsign"},
         {"id": "signsgd", "step": 0.25, "scope": "layer"},
         {"id": "terngrad"},

@@ -25,7 +25,6 @@ from fedcomp.codecs import (
     TopK,
     chain,
     fixed_point_of,
-    get_codec,
 )
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.fixedpoint import IntegerGrid
@@ -170,19 +169,6 @@ def test_a_code_beyond_the_levels_is_refused() -> None:
         codec.open(forged, layout)
 
 
-def test_error_feedback_keeps_what_was_rounded_and_cut() -> None:
-    """A constant update of three times the clip arrives in full in the end; nothing of it is lost on the way."""
-    codec = ErrorFeedback(FixedPoint(RandomK(1.0), clip=1.0, levels=4))
-    layout = Layout.flat(50)
-    state, sent = codec.init(layout), np.zeros(50)
-    for round_ in range(1, 13):
-        given = Update(np.full(50, 3.0 if round_ <= 3 else 0.0, np.float32), layout)
-        frame, state = codec.encode(given, state, KEY.at(round=round_))
-        sent += codec.decode(frame, layout)
-        assert (sent + state["memory"] == 3.0 * min(round_, 3)).all()
-    assert (sent == 9.0).all()
-
-
 REFUSED = {
     "not linear": (TopK(0.1), QSGD(7), ScaledSign(), chain(Clip(1.0), RandomK(0.1))),
     "a support for every client": (RandomK(0.1, shared=False), RandomBlock(0.1, shared=False)),
@@ -227,11 +213,6 @@ def test_impossible_grids_are_refused(parameters: dict) -> None:
 def test_a_sum_of_another_length_is_refused() -> None:
     with pytest.raises(LayoutError, match="integers, not"):
         CODECS[0].place(np.zeros(3, np.int64), 1, LAYOUT, KEY)
-
-
-def test_it_travels_by_its_configuration() -> None:
-    for codec in CODECS:
-        assert get_codec(codec.to_config()) == codec
 
 
 @pytest.mark.parametrize("codec", EXAMPLES, ids=repr)

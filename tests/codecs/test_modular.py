@@ -186,14 +186,6 @@ def test_sums_in_a_prime_field_compose_bit_for_bit() -> None:
     assert codec.place(centred, CLIENTS, LAYOUT, KEY, ones()).tobytes() == plain.tobytes()
 
 
-def test_adding_in_gf256_is_another_thing() -> None:
-    """Addition there is XOR: what it makes of two packed frames is not the frame of their sum."""
-    codec = ModularSum(RandomK(1.0), clip=1.0, levels=3, summands=2)
-    _x, frames, layout = flat_frames(codec, 2, 64)
-    one, other = (np.frombuffer(frame, np.uint8) for frame in frames)
-    assert (one ^ other).tobytes() not in (codec.add(frames, layout), codec.add(frames[::-1], layout))
-
-
 def test_a_frame_says_whose_dithers_it_has_and_others_are_refused() -> None:
     codec = CODECS[1]
     frame = frames_of(codec)[1]

@@ -139,16 +139,6 @@ def test_the_dense_rest_is_averaged() -> None:
     assert set(np.unique(out.vector[: layout.compressed_size])) <= {-STEP, np.float32(0.0), STEP}
 
 
-def test_bytes_are_one_bit_each() -> None:
-    """Spec 5: n bits and a header, which holds four bytes of weight and does not grow with n."""
-    overhead = []
-    for n in (1000, 8001, 1_000_000):
-        frame = _frame(update(Layout.flat(n)).vector)
-        overhead.append(len(frame) - (-(-n // 8)))
-    assert max(overhead) <= 56
-    assert max(overhead) - min(overhead) <= 12
-
-
 @pytest.mark.parametrize(("scale", "block"), [(2.0, 0), (0.5, 0), (1.0, 10), (1.0, 5)])
 def test_nobody_has_more_than_one_vote(scale: float, block: int) -> None:
     layout = Layout.flat(10)

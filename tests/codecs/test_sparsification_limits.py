@@ -353,12 +353,6 @@ def test_7_1_7_density_one_is_the_uncompressed_run(codec: Codec, name: str) -> N
     check_uncompressed(codec, LAYOUTS[name])
 
 
-def test_7_1_7_masked_momentum_at_density_one_is_the_plain_run() -> None:
-    """DGC with momentum masks all of it away when it sends all; nothing dense stands beside it here."""
-    check_uncompressed(DGC(1.0, momentum=0.9), LAYOUTS["flat"])
-    caught(check_uncompressed, DGC(1.0, momentum=0.9, masking=False), LAYOUTS["flat"], match="another run")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("selector", ["exact", "chunk"])
 @pytest.mark.parametrize("beta", [1.0, 0.3])
@@ -516,6 +510,7 @@ LOW = 1e-6
         ChunkTop1(LOW),
         SIDCo(LOW),
         SIDCo(LOW, "exponential", 1),
+        SIDCo(LOW, "gamma-pareto"),
         KeyRegion(LOW, LOW),
         DGC(LOW, warmup=0),
         ScaleCom(LOW),
