@@ -5,7 +5,6 @@ The tests of the section on modular sums in the specification are all here; each
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -245,12 +244,3 @@ def test_residues_are_centred_as_masks_are(modulus: int) -> None:
     span = span[(span >= -half) & (span <= (modulus - 1) // 2)]
     values = wire.Residues(span % modulus, modulus, 1.0)
     np.testing.assert_array_equal(values.centred(), span)
-
-
-def test_every_pair_of_relays_gives_the_same_bytes() -> None:
-    codec = CODECS[3]
-    frames = frames_of(codec)
-    whole = codec.add(frames, LAYOUT)
-    for group in itertools.combinations(range(CLIENTS), 2):
-        rest = [frames[c] for c in range(CLIENTS) if c not in group]
-        assert codec.add([codec.add([frames[c] for c in group], LAYOUT), *rest], LAYOUT) == whole
