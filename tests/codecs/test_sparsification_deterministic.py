@@ -6,10 +6,10 @@ is declared is worked out a second time by ``naive_codecs``. Where the tests of 
 =====  ===============================================================================================================
 7.1.1  here. With faults: systems/test_every_codec_conserves.py, over messages with systems/test_over_messages.py. With
        momentum: test_feedback.py::test_conservation_with_momentum
-7.1.2  here. Other k, any vector, guesses that mislead: kernels/test_select_topk.py. Bins, tails: kernels/test_bins.py,
+7.1.2  frames of all codecs here. Selection: kernels/test_select_topk.py. Bins, tails: kernels/test_bins.py,
        kernels/test_tails.py
 7.1.3  here. What a receiver refuses: test_codec_protocol.py. Reported sizes of messages: flower/test_ledger.py
-7.1.4  here. Any n and chunk: test_chunk_top1.py::test_sends_the_largest_of_every_chunk
+7.1.4  here. Chunks: test_chunk_top1.py::test_sends_the_largest_of_every_chunk
 7.1.5  test_sparsification_limits.py. In rounds: systems/test_contract.py::test_equals_its_reference
 7.1.6  test_sparsification_limits.py
 7.1.7  test_sparsification_limits.py. Momentum at d = 1: test_dgc.py. N = 1 in rounds: systems/
@@ -25,11 +25,9 @@ is declared is worked out a second time by ``naive_codecs``. Where the tests of 
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -53,7 +51,6 @@ from wrong_codecs import (
     SendsRawValues,
     SharesSearch,
     caught,
-    ties_by_arrival,
 )
 
 from fedcomp import wire
@@ -96,10 +93,9 @@ from fedcomp.codecs import (
     TopK,
     chain,
     known,
-    topk,
 )
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.kernels import select_topk, tiers
+from fedcomp.kernels import tiers
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.votes import TopkSign
@@ -298,57 +294,6 @@ def test_7_1_1_finds_wrong_memories() -> None:
     check(ForgetsRounding(TopK(0.05)))
 
 
-def data(kind: str, n: int) -> np.ndarray:
-    rng = np.random.default_rng(n)
-    made = {
-        "laplace": lambda: rng.laplace(size=n),
-        "t(2)": lambda: rng.standard_t(2, size=n),
-        "ties": lambda: rng.integers(-3, 4, size=n),
-        "equal": lambda: np.full(n, -1.5),
-        "99 % zeros": lambda: np.where(rng.random(n) < 0.01, rng.normal(size=n), 0.0),
-        "denormals": lambda: rng.integers(-9, 10, size=n) * 1.4e-45,
-        "zeros of both signs": lambda: np.where(rng.random(n) < 0.5, 0.0, -0.0),
-    }[kind]()
-    return made.astype(np.float32)
-
-
-KINDS = ("laplace", "t(2)", "ties", "equal", "99 % zeros", "denormals", "zeros of both signs")
-WAYS = tuple(itertools.product(("numba", "numpy"), (0, 1, 2**63)))
-
-
-def payload(select: Callable[..., np.ndarray], x: np.ndarray, k: int) -> bytes:
-    layout = Layout.flat(x.size)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topk, "select_topk", select)
-        return TopK(k / x.size).encode(Update(x, layout), {}, KEY)[0]
-
-
-def check_exact(select: Callable[..., np.ndarray], kind: str, n: int) -> None:
-    """The magnitudes of a full sort's first k, ascending, the same indices and payload from any tier and seed."""
-    x = data(kind, n)
-    order = np.argsort(-np.abs(x), kind="stable")  # magnitude falling, then index rising
-    for k in sorted({1, n - 1, n} - {0}):
-        chosen = order[:k]
-        frames = set()
-        for tier, seed in WAYS if n < 10**6 else WAYS[::2]:
-            got = select(x, k, tier=tier, seed=seed)
-            assert (np.diff(got) > 0).all(), "indices do not ascend"
-            magnitudes = np.sort(np.abs(x[got]))[::-1]
-            np.testing.assert_array_equal(magnitudes, np.abs(x[chosen]), err_msg="not the largest")
-            np.testing.assert_array_equal(got, np.sort(chosen), err_msg="ties are not the lowest indices")
-            if n < 10**6 or k == 1:
-                frames.add(payload(functools.partial(select, tier=tier, seed=seed), x, k))
-        assert len(frames) <= 1, "the payload depends on tier or seed"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1000, 10**6])
-def test_7_1_2_selection_is_the_full_sorts(kind: str, n: int) -> None:
-    """Exactly the k largest, ties to the lowest index, bit for bit from both tiers and every sampling seed."""
-    check_exact(select_topk, kind, n)
-
-
 # Without any compiled tier Auto sends another codec's frames; its own are compared in test_auto.py.
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", [c for c in EXAMPLES if not isinstance(c, Auto)], ids=repr)
@@ -368,14 +313,6 @@ def test_7_1_2_payloads_do_not_depend_on_the_tier(codec: Codec, monkeypatch: pyt
     portable, other = run()
     assert compiled == portable
     assert_same(state, other, "the states differ")
-
-
-def test_7_1_2_finds_ties_by_arrival() -> None:
-    """Whoever keeps the ties a scan meets first sends other bytes for another seed."""
-    for n in (63, 1000):
-        check_exact(ties_by_arrival, "laplace", n)  # without ties nothing is wrong with it
-        for kind in ("ties", "equal", "denormals"):
-            caught(check_exact, ties_by_arrival, kind, n, match="ties are not the lowest")
 
 
 def heavy_tailed(layout: Layout) -> list[Update]:
@@ -591,32 +528,3 @@ def test_7_1_4_key_regions_send_the_top_k_of_their_own_counts() -> None:
             expected = np.flatnonzero(region)[largest(total[region], k)]
             np.testing.assert_array_equal(np.flatnonzero(travelled & region), expected)
     assert min(sent) > 100
-
-
-def check_chunks(codec: ChunkTop1, n: int, kind: str) -> None:
-    """At most one index per chunk, one wherever something is not zero, and at least 1/c of the energy."""
-    layout = Layout.flat(n)
-    x = data(kind, n)
-    frame, _ = codec.encode(Update(x, layout), {}, KEY)
-    decoded = codec.decode(frame, layout).astype(np.float64)
-    c = min(n, round(1 / codec.density))
-    filled = [np.any(x[a : a + c]) for a in range(0, n, c)]
-    sent = [np.count_nonzero(decoded[a : a + c]) for a in range(0, n, c)]
-    assert sent == [int(f) for f in filled], "not one index per chunk"
-    # Exactly: the squares of the largest, times c, are at least all squares.
-    assert c * math.fsum(decoded**2) >= math.fsum(x.astype(np.float64) ** 2) * (1 - 1e-15), (
-        "less than 1/c of the energy"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_7_1_4_chunk_top_1_sends_one_index_per_chunk(kind: str) -> None:
-    """One index of each chunk that is not zero, and no less than a c-th of the energy, equal magnitudes included."""
-    for chunk, n in itertools.product((1, 7, 64, 3000), (1, 64, 1000, 1003)):
-        check_chunks(ChunkTop1(1 / chunk), n, kind)
-
-
-def test_7_1_4_finds_plain_top_k_instead_of_chunks() -> None:
-    """As many values, but not one of each chunk."""
-    caught(check_chunks, TopK(1 / 10), 1000, "t(2)", match="not one index per chunk")

@@ -370,7 +370,6 @@ def child(**variables: str) -> list[str]:
 def test_a_changed_target_gives_the_right_bytes_and_does_not_abort(
     variables: dict[str, str], tiers: tuple[str, ...]
 ) -> None:
-    a = np.random.default_rng(5).integers(0, 256, (9, 20), dtype=np.uint8)
     rng = np.random.default_rng(5)
     a, b = (rng.integers(0, 256, shape, dtype=np.uint8) for shape in ((9, 20), (20, 1003)))
     tier, start, rank = child(**variables)
