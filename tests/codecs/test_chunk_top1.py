@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from codec_examples import update
+from codec_examples import sent, update
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcomp import wire
-from fedcomp.codecs import ChunkTop1, TopK
+from fedcomp.codecs import ChunkTop1
 from fedcomp.layout import Layout, Update
-from fedcomp.rng import Key
-
-KEY = Key(9, "codec", round=1, partition=2)
-
-
-def sent(codec: ChunkTop1 | TopK, given_: Update) -> tuple[bytes, np.ndarray]:
-    frame, _ = codec.encode(given_, codec.init(given_.layout), KEY)
-    return frame, codec.decode(frame, given_.layout)
 
 
 def chunkwise(x: np.ndarray, chunk: int) -> np.ndarray:

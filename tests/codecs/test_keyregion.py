@@ -100,17 +100,6 @@ def test_key_blocks_by_hand() -> None:
     assert not KeyRegion(kappa=1.0).key_blocks(np.ones(2 * BLOCK, np.float32)).any(), "a share above, not at"
 
 
-def test_the_first_round_is_the_exact_quantile() -> None:
-    x = draw("mixture", np.random.default_rng(0), 20 * BLOCK + 77)
-    codec = KeyRegion()
-    indices, state, _ = sent(codec, x)
-    key = codec.key_blocks(x).repeat(BLOCK)[: x.size]
-    for inside, wanted in zip((key, ~key), KeyRegion.wanted(state)["0"], strict=True):
-        members = np.flatnonzero(inside)
-        largest = members[np.argsort(-np.abs(x[members]), kind="stable")[:wanted]]
-        np.testing.assert_array_equal(indices[inside[indices]], np.sort(largest))
-
-
 def test_the_fraction_follows_the_entropy() -> None:
     """One magnitude: H = 0, half of the density. The wider magnitudes spread, the nearer all of it."""
     rng, n = np.random.default_rng(0), 200 * BLOCK

@@ -3,15 +3,13 @@ conservation: test_sparsification_limits.py and test_sparsification_deterministi
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from codec_examples import LAYOUTS, model
 from codec_examples import update as an_update
 
 from fedcomp import wire
-from fedcomp.codecs import ScaleCom, TopK, get_codec
+from fedcomp.codecs import ScaleCom, TopK
 from fedcomp.codecs.scalecom import FixedSupport, held_support, open_support, support_frame, support_id_of
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.layout import Layout, SmallDense, Update
@@ -76,21 +74,13 @@ def test_no_memory_forgets() -> None:
     assert not codec.settle(waiting, LAYOUT)["memory"].any()
 
 
-def test_bad_numbers_leave_the_state_alone() -> None:
-    """Spec 7.1.9: NaN and infinity raise before anything is touched; a zero leader makes an empty support."""
+def test_what_overflows_and_what_is_zero() -> None:
+    """Spec 7.1.9: a sum that overflows is refused; a zero leader makes an empty support."""
     codec = ScaleCom(0.05)
-    state = codec.begin(gradient(0, 0), codec.init(LAYOUT), KEY)
-    kept = {name: array.copy() for name, array in state.items()}
-    for bad in (np.nan, np.inf):
-        vector = gradient(0, 1).vector.copy()
-        vector[7] = bad
-        with pytest.raises(NonFiniteUpdate):
-            codec.begin(Update(vector, LAYOUT), state, KEY)
-    huge = np.full(LAYOUT.size, 3e38, np.float32)
+    memory = np.full(LAYOUT.size, 3e38, np.float32)
     with pytest.raises(NonFiniteUpdate, match="overflows"):
-        codec.begin(Update(huge, LAYOUT), {"memory": huge}, KEY)
-    for name, array in state.items():
-        np.testing.assert_array_equal(array, kept[name])
+        codec.begin(Update(memory.copy(), LAYOUT), {"memory": memory}, KEY)
+    assert (memory == np.float32(3e38)).all()
     zero = codec.begin(Update(np.zeros(LAYOUT.size, np.float32), LAYOUT), codec.init(LAYOUT), KEY)
     supports = codec.choose(zero, LAYOUT, KEY)
     assert all(s.size == 0 for s in supports)
@@ -159,8 +149,6 @@ def test_configuration() -> None:
             ScaleCom(0.1, **wrong)
     with pytest.raises(ConfigError, match="memory=False"):
         ScaleCom(0.1, memory=False, beta=0.5)
-    codec = ScaleCom(0.1, beta=0.5, selector="chunk")
-    assert get_codec(json.loads(json.dumps(codec.to_config()))) == codec
-    assert codec.phases == 2
+    assert ScaleCom(0.1).phases == 2
     with pytest.raises(ConfigError, match="index block"):
         FixedSupport((), 1).to_config()

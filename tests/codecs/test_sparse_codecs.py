@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from codec_examples import model, update
+from codec_examples import model, sent, update
 
 from fedcomp import wire
 from fedcomp.codecs import STC, ChunkTop1, Codec, RandomBlock, RandomK, SIDCo, TopK, chain
@@ -26,11 +26,6 @@ def policy(name: str, shape: tuple[int, ...], dtype: str) -> float | None:
     if len(shape) < 2:
         return 1.0
     return 0.5 if name == "head.weight" else None
-
-
-def _sent(codec: Codec, given: Update, key: Key = KEY) -> tuple[bytes, np.ndarray]:
-    frame, _ = codec.encode(given, codec.init(given.layout), key)
-    return frame, codec.decode(frame, given.layout)
 
 
 def test_count_is_the_ceiling() -> None:
@@ -58,7 +53,7 @@ def test_count_is_exact_at_every_size() -> None:
 def test_what_rounds_to_zero_does_not_travel(make: type[Codec], values: str, tiny: float) -> None:
     layout, codec = Layout.flat(4), make(1.0, values=values)
     given = Update(np.array([tiny, tiny, 1.0, tiny], np.float32), layout)
-    frame, decoded = _sent(codec, given)
+    frame, decoded = sent(codec, given)
     np.testing.assert_array_equal(decoded, [0.0, 0.0, 1.0, 0.0])
     assert not np.signbit(decoded).any()
     assert wire.decode(frame).tensors[0].values.k == 1
@@ -69,7 +64,7 @@ def test_topk_error_bound_is_reached_by_equal_magnitudes() -> None:
     """Spec 5: err = (1 - k/n)‖x‖² exactly when all magnitudes agree."""
     layout = Layout.flat(1000)
     x = np.where(np.arange(1000) % 2, 1.0, -1.0).astype(np.float32)
-    _, decoded = _sent(TopK(0.05), Update(x, layout))
+    _, decoded = sent(TopK(0.05), Update(x, layout))
     assert ((x - decoded) ** 2).sum() == 950
     assert TopK(0.05).contraction(layout) == 0.05
 
@@ -84,7 +79,7 @@ def test_bf16_costs_what_is_declared(codec: Codec, mantissa: float) -> None:
     layout = Layout.flat(1000)
     for exponent in (-100, 0, 127):
         x = np.full(1000, mantissa * 2.0**exponent, np.float32)
-        _, decoded = _sent(codec, Update(x, layout))
+        _, decoded = sent(codec, Update(x, layout))
         error = ((x.astype(np.float64) - decoded) ** 2).sum() / (x.astype(np.float64) ** 2).sum()
         assert error <= 1 - codec.contraction(layout)
         kept = np.count_nonzero(decoded) / 1000
@@ -101,7 +96,7 @@ def test_layer_scope_honours_densities_of_tensors(codec: Codec) -> None:
     layout = Layout.of(model(), policy)
     given = update(layout)
     layout.view(given.vector, "head.weight")[:] *= 1e-3
-    frame, decoded = _sent(codec, given)
+    frame, decoded = sent(codec, given)
     assert np.count_nonzero(layout.view(decoded, "embed.weight")) == 120
     assert np.count_nonzero(layout.view(decoded, "head.weight")) == 750
     tensors = wire.decode(frame).tensors
@@ -184,7 +179,7 @@ def test_every_index_codec_fits_the_receivers_limits(index: str, density: float)
     for size in (1, 1000, 30_000):
         given = update(Layout.flat(size))
         for vector in (given.vector, np.where(np.arange(size) < 5, given.vector, np.float32(0.0))):
-            _, decoded = _sent(TopK(density, index=index), Update(vector, given.layout))
+            _, decoded = sent(TopK(density, index=index), Update(vector, given.layout))
             assert np.count_nonzero(decoded) == min(count(density, size), np.count_nonzero(vector))
 
 

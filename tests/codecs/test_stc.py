@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from codec_examples import update
+from codec_examples import through, update
 
 from fedcomp import wire
 from fedcomp.codecs import STC, TopK
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import Layout
 from fedcomp.rng import Key
 
 KEY = Key(12, "codec")
-
-
-def _through(x: np.ndarray, codec: STC) -> np.ndarray:
-    layout = Layout.flat(x.size)
-    return codec.decode(codec.encode(Update(x.astype(np.float32), layout), {}, KEY)[0], layout)
 
 
 @pytest.mark.parametrize(("n", "k"), [(100, 1), (100, 5), (100, 10), (100, 50), (100, 100), (7, 3)])
@@ -27,7 +22,7 @@ def test_contraction_is_the_worst_of_two_ends(n: int, k: int) -> None:
     assert bound == pytest.approx(min(k / n, 1 / k), rel=1e-12)
 
     def kept(x: np.ndarray) -> float:
-        return float(1 - np.square(x - _through(x, codec).astype(np.float64)).sum() / np.square(x).sum())
+        return float(1 - np.square(x - through(codec, x).astype(np.float64)).sum() / np.square(x).sum())
 
     equal = np.where(np.arange(n) % 2, 1.0, -1.0)
     assert kept(equal) == pytest.approx(k / n, rel=1e-9)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from codec_examples import update
+from codec_examples import sent, update
 
 from fedcomp import wire
-from fedcomp.codecs import Codec, Threshold
+from fedcomp.codecs import Threshold
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
@@ -14,25 +14,20 @@ from fedcomp.rng import Key
 KEY = Key(3, "codec", round=1, partition=2)
 
 
-def _sent(codec: Codec, given: Update) -> tuple[bytes, np.ndarray]:
-    frame, _ = codec.encode(given, codec.init(given.layout), KEY)
-    return frame, codec.decode(frame, given.layout)
-
-
 def test_nothing_above_the_level_is_a_legal_empty_frame() -> None:
     layout = Layout.flat(5000)
     given = update(layout)
-    frame, decoded = _sent(Threshold(1e6), given)
+    frame, decoded = sent(Threshold(1e6), given)
     assert not decoded.any()
     assert wire.decode(frame).tensors[0].values.k == 0
     assert len(frame) < 60
-    assert len(_sent(Threshold(1e300), given)[0]) == len(frame)
+    assert len(sent(Threshold(1e300), given)[0]) == len(frame)
 
 
 def test_everything_above_the_level_is_taken_by_the_receiver() -> None:
     given = Update(np.full(2000, -3.0, np.float32), Layout.flat(2000))
-    np.testing.assert_array_equal(_sent(Threshold(2.0), given)[1], given.vector)
-    np.testing.assert_array_equal(_sent(Threshold(2.0, index="rice"), given)[1], given.vector)
+    np.testing.assert_array_equal(sent(Threshold(2.0), given)[1], given.vector)
+    np.testing.assert_array_equal(sent(Threshold(2.0, index="rice"), given)[1], given.vector)
 
 
 def test_the_level_itself_does_not_travel_and_is_not_rounded_up() -> None:
@@ -41,10 +36,10 @@ def test_the_level_itself_does_not_travel_and_is_not_rounded_up() -> None:
     assert float(at) > 0.1
     layout = Layout.flat(3)
     given = Update(np.array([at, np.nextafter(at, np.float32(0)), -at], np.float32), layout)
-    np.testing.assert_array_equal(np.flatnonzero(_sent(Threshold(0.1), given)[1]), [0, 2])
-    assert not _sent(Threshold(float(at)), given)[1].any()
+    np.testing.assert_array_equal(np.flatnonzero(sent(Threshold(0.1), given)[1]), [0, 2])
+    assert not sent(Threshold(float(at)), given)[1].any()
     tiny = Update(np.array([1e-45, 0.0, -1e-45], np.float32), layout)
-    np.testing.assert_array_equal(np.flatnonzero(_sent(Threshold(1e-60), tiny)[1]), [0, 2])
+    np.testing.assert_array_equal(np.flatnonzero(sent(Threshold(1e-60), tiny)[1]), [0, 2])
 
 
 def test_error_feedback_collects_what_stays_below() -> None:

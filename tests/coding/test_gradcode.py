@@ -61,14 +61,6 @@ def test_fractional_repetition_gives_the_same_bits_whoever_survives(n: int, s: i
             assert code.decode({i: sent[i] for i in survivors}).tobytes() == wanted.tobytes()
 
 
-def test_fractional_repetition_of_integers_is_the_plain_sum_bit_for_bit() -> None:
-    vectors = [np.floor(v * 1000) for v in gradients(6)]
-    code = FractionalRepetition(6, 2)
-    sent = answers(code, vectors)
-    for survivors in kept(6, 2):
-        assert np.array_equal(code.decode({i: sent[i] for i in survivors}), np.sum(vectors, axis=0))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS, ids=lambda f: f.name)
 def test_a_cyclic_code_over_a_field_is_exact_for_all_120_sets(field) -> None:
