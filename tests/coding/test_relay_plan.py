@@ -271,20 +271,12 @@ def test_damaged_foreign_and_unasked_packets_are_refused_with_a_reason() -> None
     assert collector.missing(0) == 3
 
 
-def test_private_shards_tell_t_relays_nothing() -> None:
-    """Bytes of any T shards of two very different payloads are alike: uniform. Chi-square over 256 values."""
-    plan = RelayPlan("mds", 3, 8, 1, 2, max_payload=1 << 20)
-    for data in (b"\0" * 60_000, b"\xff" * 60_000):
-        packets = [Packet.from_bytes(p, plan.limits) for p in plan.packets(0, data)]
-        for pair in ((0, 1), (2, 7)):
-            both = np.concatenate([packets[i].body.reshape(-1) for i in pair])
-            joint = packets[pair[0]].body.reshape(-1) ^ packets[pair[1]].body.reshape(-1)
-            for sample in (both, joint):
-                expected = sample.size / 256
-                chi = float(((np.bincount(sample, minlength=256) - expected) ** 2 / expected).sum())
-                assert chi < 255 + 6 * (2 * 255) ** 0.5
-    bare = RelayPlan("mds", 3, 8, 1, max_payload=1 << 20).packets(0, b"\0" * 60_000)
-    assert not Packet.from_bytes(bare[0], plan.limits).body.any(), "without random symbols a relay sees the payload"
+@pytest.mark.parametrize("threshold", [0, 2])
+def test_a_plan_with_a_threshold_sends_random_symbols(threshold: int) -> None:
+    """Without them a relay sees the payload. That any T of the shards say nothing: test_mds.py."""
+    plan = RelayPlan("mds", 3, 8, 1, threshold, max_payload=1 << 20)
+    bodies = [Packet.from_bytes(data, plan.limits).body for data in plan.packets(0, b"\0" * 60_000)]
+    assert [bool(body.any()) for body in bodies] == [threshold > 0] * 8
 
 
 def test_numbers_follow_from_the_relays_there_are() -> None:
