@@ -105,14 +105,6 @@ def test_the_largest_draw_rounds_no_number_beyond_the_last_level() -> None:
     assert grid.round(values, Largest()).tolist() == [32767, 32767, 32767, 13]
 
 
-def test_quantising_in_blocks_is_one_stream() -> None:
-    codec = FixedPoint(RandomK(1.0), clip=1.0)
-    values = update(Layout.flat(200_000), scale=0.2).vector
-    draws = KEY.uniform(values.size)
-    expected = np.floor(np.clip(values.astype(np.float64) / codec.step, -127, 127) + draws)
-    np.testing.assert_array_equal(codec.grid.round(values, KEY), expected)
-
-
 def test_frames_of_another_grid_or_seed_are_refused() -> None:
     codec = CODECS[0]
     for other in (FixedPoint(RandomK(0.1), clip=4.0, levels=126), FixedPoint(RandomK(0.1), clip=4.1)):

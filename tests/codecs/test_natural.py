@@ -74,14 +74,6 @@ def test_what_cannot_be_rounded_up_is_refused(value: float) -> None:
             codec.encode(Update(x, layout), codec.init(layout), KEY)
 
 
-def test_the_quantiser_is_that_of_the_wire() -> None:
-    """For normal numbers, draw by draw, also over many blocks."""
-    layout = Layout.flat((1 << 17) + 1000)
-    x = update(layout).vector
-    whole = wire.Natural.quantise(x, KEY.at(layer=0).uniform(x.size)).decode()
-    np.testing.assert_array_equal(through(NaturalCompression(), x, KEY), whole)
-
-
 def test_many_values_take_what_they_tell() -> None:
     """Spec 5: in a million no more than the entropy of signs and exponents."""
     layout = Layout.flat(1_000_000)

@@ -57,16 +57,6 @@ def test_the_smallest_bucket_makes_frames_that_receivers_take(levels: int) -> No
         QSGD(levels, bucket=1)
 
 
-@pytest.mark.slow
-def test_blocks_do_not_show() -> None:
-    """Quantising in bucket-aligned blocks gives what one pass gives."""
-    layout = Layout.flat((1 << 20) + 1000)
-    given = update(layout)
-    frame, _ = QSGD(7, bucket=300).encode(given, {}, KEY)
-    whole = wire.QsgdLevels.quantise(given.vector, 7, 300, KEY.at(layer=0).uniform(layout.size))
-    np.testing.assert_array_equal(QSGD(7, bucket=300).decode(frame, layout), whole.decode())
-
-
 def test_packing_holds_blocks_not_vectors() -> None:
     """Four bytes of level per value grow with the vector, and little else does: 9 bytes at a million (30 when every
     draw was held; measured)."""

@@ -382,6 +382,27 @@ def test_7_1_3_decoding_gives_the_declared_output_of_structured_updates(codec: C
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "codec",
+    [
+        TernGrad(),
+        TernGrad(clip=2.0),
+        NaturalCompression(),
+        QSGD(7, bucket=300),
+        Dithering(),
+        ScaledSign(),
+        ScaledSign(block=300),
+        ScaledSign(block=70_000),
+        FixedPoint(RandomK(1.0), clip=1.0),
+    ],
+    ids=repr,
+)
+def test_7_1_3_what_is_drawn_or_summed_block_by_block_is_one_pass(codec: Codec) -> None:
+    layout = Layout.flat((1 << 17) + 1000)
+    check_declared(codec, layout, updates=[an_update(layout)])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("index", ["rice", "bitmap"])
 @pytest.mark.parametrize("values", ["float32", "bf16"])
 def test_7_1_3_sizes_to_the_byte(index: str, values: str) -> None:

@@ -7,13 +7,11 @@ import math
 
 import numpy as np
 import pytest
-from codec_examples import through, update
+from codec_examples import through
 
 from fedcomp.codecs import TernGrad
 from fedcomp.layout import Layout
-from fedcomp.rng import Key
 
-KEY = Key(9, "codec")
 CODEC = TernGrad()
 DRAWS = 4000
 
@@ -62,16 +60,3 @@ def test_extremes_neither_overflow_nor_warn() -> None:
     # Squares that float32 has not: the deviation is that of float64, and the largest always travels.
     for x in (top, np.float32([1e-30, 2e-30])):
         assert np.abs(through(TernGrad(clip=0.5), x)).max() == np.float32(0.5 * x.astype(np.float64).std())
-
-
-@pytest.mark.parametrize("clip", [0.0, 2.0])
-def test_blocks_do_not_show(clip: float) -> None:
-    """Drawing block by block gives what one pass of key.uniform(n) gives; the deviation is that of the whole."""
-    layout = Layout.flat((1 << 17) + 1000)
-    x = update(layout).vector
-    magnitude, scale = np.abs(x), np.abs(x).max()
-    if clip:
-        scale = np.float32(clip * x.astype(np.float64).std())
-        magnitude = np.minimum(magnitude, scale)
-    sent = KEY.at(layer=0).uniform(x.size) < magnitude / np.float64(scale)
-    np.testing.assert_array_equal(through(TernGrad(clip), x, KEY), np.where(sent, np.sign(x) * scale, 0))

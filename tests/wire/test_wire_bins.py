@@ -266,12 +266,3 @@ def test_what_decodes_is_valid_and_encodes_back(case: Case, where: int, byte: in
     assert bool(np.all(np.diff(got) > 0))
     assert all(0 <= i < n for i in got.tolist())
     assert (got.tolist() == indices) == (bytes(damaged) == section)
-
-
-def test_a_receiver_may_leave_bins_out() -> None:
-    frame = wire.encode([wire.sparse((10,), np.array([1, 6]), wire.Ones(2), index="bins:5")])
-    allowed = frozenset({"rice", "bins"})
-    wire.decode(frame, (wire.Expected("", (10,), index_codecs=allowed, value_codecs=frozenset({"ones"})),))
-    for forbidden in ({"index_codecs": frozenset({"rice"})}, {"value_codecs": frozenset({"raw"})}):
-        with pytest.raises(wire.UnsupportedCodec, match="not allowed"):
-            wire.decode(frame, (wire.Expected("", (10,), **forbidden),))
