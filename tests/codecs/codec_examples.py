@@ -54,6 +54,8 @@ from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
 
+KEY = Key(3, "codec", round=1, partition=2)
+
 # Every registered codec stands here at least once; test_codec_protocol.py checks that.
 EXAMPLES: tuple[Codec, ...] = (
     Identity(),
@@ -264,3 +266,14 @@ def measured(layout: Layout, key: Key) -> Update:
         outer[t.name] = OuterProducts.of_signed(SignedRows(slopes, key.u64(), t.name, rows), inputs)
         vector[t.slice] = outer[t.name].matrix().reshape(-1)
     return Update(vector, layout, outer)
+
+
+def sent(codec: Codec, given: Update, key: Key = KEY) -> tuple[bytes, np.ndarray]:
+    """The frame of a first round, and what arrives."""
+    frame, _ = codec.encode(given, codec.init(given.layout), key)
+    return frame, codec.decode(frame, given.layout)
+
+
+def through(codec: Codec, vector: np.ndarray, key: Key = KEY) -> np.ndarray:
+    """What arrives of a vector that is one tensor."""
+    return sent(codec, Update(vector.astype(np.float32), Layout.flat(vector.size)), key)[1]

@@ -1,12 +1,11 @@
-"""Fixtures that iterate over the example codecs and layouts."""
+"""A fixture that iterates over the example codecs."""
 
 from __future__ import annotations
 
 import pytest
-from codec_examples import EXAMPLES, LAYOUTS
+from codec_examples import EXAMPLES
 
 from fedcomp.codecs import Codec
-from fedcomp.layout import Layout
 
 
 def _id(codec: Codec) -> str:
@@ -17,9 +16,3 @@ def _id(codec: Codec) -> str:
 def codec(request: pytest.FixtureRequest) -> Codec:
     """Every example codec in turn."""
     return request.param
-
-
-@pytest.fixture(params=LAYOUTS)
-def layout(request: pytest.FixtureRequest) -> Layout:
-    """Every example layout in turn."""
-    return LAYOUTS[request.param]

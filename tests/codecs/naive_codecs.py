@@ -300,7 +300,7 @@ def normsign(codec: NormSign, x: np.ndarray, part: Part, key: Key) -> np.ndarray
 
 
 def dithering(codec: Dithering, x: np.ndarray, part: Part, key: Key) -> np.ndarray:
-    top, norm = 2 ** (codec.bits - 1), float(max(map(abs, x.tolist())))
+    top, norm = 2 ** (codec.bits - 1), float(max(map(abs, x.tolist()))) or 1.0
     draws = key.at(layer=part.index).uniform(x.size)
     levels = [math.floor(abs(float(v)) / norm * top + u) for v, u in zip(x, draws, strict=True)]
     return np.array([F32(math.copysign(norm * s / top, v)) if s else F32(0) for s, v in zip(levels, x, strict=True)])
@@ -359,9 +359,11 @@ def threshold(codec: Threshold, x: np.ndarray, part: Part, key: Key) -> np.ndarr
     return only(x, np.flatnonzero([abs(v) > codec.level for v in x.tolist()]), codec.values)
 
 
-def estimate(a: np.ndarray, ratio: float, family: str, stages: int) -> float:
+def estimate(a: np.ndarray, ratio: float, family: str, stages: int, first: float = 0.25) -> float:
     """SIDCo's peaks over threshold for the non-zero magnitudes ``a``, on copies, in float64."""
-    ratios = [ratio] if stages == 1 or ratio >= 0.25 else [0.25] + [(ratio / 0.25) ** (1 / (stages - 1))] * (stages - 1)
+    ratios = [ratio]
+    if stages > 1 and ratio < first:
+        ratios = [first] + [(ratio / first) ** (1 / (stages - 1))] * (stages - 1)
     t = 0.0
     for stage, r in enumerate(ratios):
         e = a[a > t] - t
@@ -370,14 +372,14 @@ def estimate(a: np.ndarray, ratio: float, family: str, stages: int) -> float:
         mu, v = float(e.mean()), float(e.var())
         if family == "exponential":
             step = -mu * math.log(r)
+        elif v == 0.0:
+            return t + mu  # nothing lies above
         elif family == "gamma-pareto" and stage == 0:
             from scipy.special import gammaincinv
 
             s = math.log(mu) - float(np.log(e).mean())
             shape = (3 - s + math.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
             step = mu / shape * float(gammaincinv(shape, 1 - r))
-        elif v == 0.0:
-            return t + mu  # nothing lies above
         else:
             kappa, alpha = (mu * mu / v - 1) / 2, mu * (mu * mu / v + 1) / 2
             step = alpha * (1 - r**kappa) / kappa

@@ -9,7 +9,6 @@ import pytest
 
 from fedcomp.codecs import DCT, DFT, FFT, Domain, TopK, diminishing, get_codec
 from fedcomp.codecs.axes import ORDERS, read_in, write_back
-from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
@@ -231,15 +230,3 @@ def test_c7_leaving_out_less_with_the_step_reaches_the_dense_loss_and_a_constant
     dense, falling, constant = (loss_after(1000, theta) for theta in ("none", "falling", "constant"))
     assert falling <= 1.1 * dense
     assert constant >= 2.5 * dense
-
-
-def test_memory_around_the_transform_keeps_all_mass() -> None:
-    layout = Layout.of({"w": np.zeros((8, 4, 3, 3)), "b": np.zeros(9)}, ALL)
-    codec = ErrorFeedback(FFT(0.1, order="HWDF"))
-    state, given, arrived = codec.init(layout), np.zeros(layout.size), np.zeros(layout.size)
-    for t in range(1, 6):
-        x = np.random.default_rng(t).standard_normal(layout.size).astype(np.float32)
-        frame, state = codec.encode(Update(x, layout), state, Key(1, round=t))
-        given += x
-        arrived += codec.decode(frame, layout)
-    np.testing.assert_allclose(arrived + codec.residual(state), given, atol=1e-5)

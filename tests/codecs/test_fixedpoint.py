@@ -25,7 +25,6 @@ from fedcomp.codecs import (
     TopK,
     chain,
     fixed_point_of,
-    get_codec,
 )
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.fixedpoint import IntegerGrid
@@ -79,16 +78,6 @@ def test_the_mean_of_many_lies_within_a_step_of_the_true_one(codec: FixedPoint) 
     assert np.sqrt(np.mean(error**2)) <= 0.5 * codec.step / np.sqrt(clients)
 
 
-@pytest.mark.slow
-def test_rounding_is_unbiased_within_the_clip() -> None:
-    codec = FixedPoint(RandomK(1.0), clip=1.0, levels=3)
-    values = np.linspace(-1.0, 1.0, 41, dtype=np.float32)
-    drawn = np.stack([codec.grid.round(values, KEY.at(round=r)) for r in range(4000)])
-    assert np.abs(drawn).max() == 3
-    mean, deviation = drawn.mean(axis=0) * codec.step, drawn.std(axis=0) * codec.step / np.sqrt(4000)
-    assert (np.abs(mean - values) <= 5 * deviation + 1e-6).all()
-
-
 def test_what_is_on_the_grid_is_not_changed_and_what_is_beyond_is_cut() -> None:
     codec = FixedPoint(RandomK(1.0), clip=2.0, levels=8)
     values = np.array([0.0, -0.0, 0.25, -1.75, 2.0, -2.0, 2.01, -1e30, 3e38], np.float32)
@@ -116,36 +105,6 @@ def test_the_largest_draw_rounds_no_number_beyond_the_last_level() -> None:
     assert grid.round(values, Largest()).tolist() == [32767, 32767, 32767, 13]
 
 
-def test_draws_differ_between_clients_rounds_and_tensors() -> None:
-    codec = FixedPoint(RandomK(1.0, scope="layer"), clip=1.0, levels=2)
-    layout = Layout.of({"a": np.zeros((40, 40), np.float32), "b": np.zeros((40, 40), np.float32)})
-    half = Update(np.full(layout.size, 0.25, np.float32), layout)
-
-    def drawn(key: Key) -> np.ndarray:
-        return codec.grid.integers(codec.open(codec.encode(half, {}, key)[0], layout))
-
-    one = drawn(KEY)
-    assert not np.array_equal(one[:1600], one[1600:])
-    assert not np.array_equal(one, drawn(KEY.at(partition=1)))
-    assert not np.array_equal(one, drawn(KEY.at(round=3)))
-    np.testing.assert_array_equal(one, drawn(KEY))
-
-
-def test_quantising_in_blocks_is_one_stream() -> None:
-    codec = FixedPoint(RandomK(1.0), clip=1.0)
-    values = update(Layout.flat(200_000), scale=0.2).vector
-    draws = KEY.uniform(values.size)
-    expected = np.floor(np.clip(values.astype(np.float64) / codec.step, -127, 127) + draws)
-    np.testing.assert_array_equal(codec.grid.round(values, KEY), expected)
-
-
-@pytest.mark.parametrize(("levels", "bits"), [(1, 2), (7, 4), (127, 8), (128, 9), (32767, 16)])
-def test_a_value_takes_as_many_bits_as_its_levels_need(levels: int, bits: int) -> None:
-    layout = Layout.flat(8000)
-    frame, _ = FixedPoint(RandomK(1.0), clip=1.0, levels=levels).encode(update(layout), {}, KEY)
-    assert abs(len(frame) - 1000 * bits) < 80
-
-
 def test_frames_of_another_grid_or_seed_are_refused() -> None:
     codec = CODECS[0]
     for other in (FixedPoint(RandomK(0.1), clip=4.0, levels=126), FixedPoint(RandomK(0.1), clip=4.1)):
@@ -168,19 +127,6 @@ def test_a_code_beyond_the_levels_is_refused() -> None:
     forged = wire.encode([wire.seeded((3,), tensor.index.seed, 3, values)])
     with pytest.raises(wire.SchemaMismatch, match="a code of 255, beyond 254"):
         codec.open(forged, layout)
-
-
-def test_error_feedback_keeps_what_was_rounded_and_cut() -> None:
-    """A constant update of three times the clip arrives in full in the end; nothing of it is lost on the way."""
-    codec = ErrorFeedback(FixedPoint(RandomK(1.0), clip=1.0, levels=4))
-    layout = Layout.flat(50)
-    state, sent = codec.init(layout), np.zeros(50)
-    for round_ in range(1, 13):
-        given = Update(np.full(50, 3.0 if round_ <= 3 else 0.0, np.float32), layout)
-        frame, state = codec.encode(given, state, KEY.at(round=round_))
-        sent += codec.decode(frame, layout)
-        assert (sent + state["memory"] == 3.0 * min(round_, 3)).all()
-    assert (sent == 9.0).all()
 
 
 REFUSED = {
@@ -227,11 +173,6 @@ def test_impossible_grids_are_refused(parameters: dict) -> None:
 def test_a_sum_of_another_length_is_refused() -> None:
     with pytest.raises(LayoutError, match="integers, not"):
         CODECS[0].place(np.zeros(3, np.int64), 1, LAYOUT, KEY)
-
-
-def test_it_travels_by_its_configuration() -> None:
-    for codec in CODECS:
-        assert get_codec(codec.to_config()) == codec
 
 
 @pytest.mark.parametrize("codec", EXAMPLES, ids=repr)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fedcomp import wire
 from fedcomp.codecs import Codec, RandomK, TopK
 from fedcomp.errors import ConfigError
-from fedcomp.layout import Layout, TensorSpec, Update
+from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 from fedcomp.wire import Expected
 
@@ -45,9 +45,6 @@ def frames_of(codec: Codec, layout: Layout) -> list[bytes]:
                 frame, state = codec.encode(given_, state, KEY.at(round=1 + r))
             found.append(frame)
     return found
-
-
-KEPT = Layout((TensorSpec("w", (100, 40), "float32", 0, 4000),), (), ("w",))
 
 
 @pytest.mark.slow

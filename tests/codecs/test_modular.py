@@ -5,7 +5,6 @@ The tests of the section on modular sums in the specification are all here; each
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -186,14 +185,6 @@ def test_sums_in_a_prime_field_compose_bit_for_bit() -> None:
     assert codec.place(centred, CLIENTS, LAYOUT, KEY, ones()).tobytes() == plain.tobytes()
 
 
-def test_adding_in_gf256_is_another_thing() -> None:
-    """Addition there is XOR: what it makes of two packed frames is not the frame of their sum."""
-    codec = ModularSum(RandomK(1.0), clip=1.0, levels=3, summands=2)
-    _x, frames, layout = flat_frames(codec, 2, 64)
-    one, other = (np.frombuffer(frame, np.uint8) for frame in frames)
-    assert (one ^ other).tobytes() not in (codec.add(frames, layout), codec.add(frames[::-1], layout))
-
-
 def test_a_frame_says_whose_dithers_it_has_and_others_are_refused() -> None:
     codec = CODECS[1]
     frame = frames_of(codec)[1]
@@ -253,12 +244,3 @@ def test_residues_are_centred_as_masks_are(modulus: int) -> None:
     span = span[(span >= -half) & (span <= (modulus - 1) // 2)]
     values = wire.Residues(span % modulus, modulus, 1.0)
     np.testing.assert_array_equal(values.centred(), span)
-
-
-def test_every_pair_of_relays_gives_the_same_bytes() -> None:
-    codec = CODECS[3]
-    frames = frames_of(codec)
-    whole = codec.add(frames, LAYOUT)
-    for group in itertools.combinations(range(CLIENTS), 2):
-        rest = [frames[c] for c in range(CLIENTS) if c not in group]
-        assert codec.add([codec.add([frames[c] for c in group], LAYOUT), *rest], LAYOUT) == whole

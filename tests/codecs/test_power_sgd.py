@@ -489,27 +489,6 @@ def test_the_aggregated_memory_takes_the_mean_of_its_own_basis_only() -> None:
         codec.correct(after, step, MIXED)
 
 
-def test_a_client_without_others_sends_a_basis_of_its_own() -> None:
-    """As leaders without followers do: error feedback around LowRank."""
-    codec, given, state = PowerSGD(2), drawn(MIXED), PowerSGD(2).init(MIXED)
-    sent = np.zeros(MIXED.size)
-    for t in range(1, 4):
-        frame, state = codec.encode(given, state, KEY.at(round=t))
-        sent += codec.decode(frame, MIXED)
-    np.testing.assert_allclose(sent + state["memory"], 3.0 * given.vector, rtol=0, atol=1e-4)
-
-
-def test_updates_that_are_not_finite_are_refused_before_anything_changes() -> None:
-    codec = PowerSGD(2)
-    broken = drawn(MIXED)
-    broken.vector[5] = np.nan
-    with pytest.raises(NonFiniteUpdate, match="w0"):
-        codec.begin(broken, codec.init(MIXED), KEY)
-    large = Update(np.full(MIXED.size, 3e38, np.float32), MIXED)
-    with pytest.raises(NonFiniteUpdate):
-        LowRank(1).encode(large, {}, KEY)
-
-
 @pytest.mark.parametrize("length", [1e-30, 1e-3, 1.0, 1e3, 1e25])
 def test_what_is_multiplied_first_has_a_length_of_its_own(length: float) -> None:
     """The basis that is found does not depend on how long the last factors were, to the last bit."""

@@ -3,15 +3,13 @@ conservation: test_sparsification_limits.py and test_sparsification_deterministi
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from codec_examples import LAYOUTS, model
 from codec_examples import update as an_update
 
 from fedcomp import wire
-from fedcomp.codecs import ScaleCom, TopK, get_codec
+from fedcomp.codecs import ScaleCom, TopK
 from fedcomp.codecs.scalecom import FixedSupport, held_support, open_support, support_frame, support_id_of
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.layout import Layout, SmallDense, Update
@@ -33,30 +31,6 @@ def clt_round(codec: ScaleCom, states: list, updates: list[Update], leader: int,
     done = [codec.send(w, supports, number, layout, KEY) for w in waiting]
     fixed = codec.on(supports, number)
     return [fixed.decode(frame, layout) for frame, _ in done], [state for _, state in done], supports
-
-
-def test_average_case_of_a_support_that_misses() -> None:
-    """Spec 7.2: with the q missed coordinates drawn uniformly the mean residual is at most q/k + (1 - q/k) gamma_0; the
-    deterministic form is false: y = (10, 1, .9, .1) with the set {1, 2} leaves .982, the formula says .504."""
-    rng = np.random.default_rng(0)
-    n, k = 200, 20
-    x = rng.standard_t(4, n)
-    energy = x @ x
-    order = np.argsort(-np.abs(x))
-    best = 1 - (x[order[:k]] ** 2).sum() / energy
-    for missed in (5, 10, 15, 20):
-        residuals = []
-        for _ in range(400):
-            kept = rng.choice(order[:k], k - missed, replace=False)
-            other = rng.choice(order[k:], missed, replace=False)
-            residuals.append(1 - (x[np.concatenate([kept, other])] ** 2).sum() / energy)
-        assert np.mean(residuals) <= missed / k + (1 - missed / k) * best + 1e-9
-    y = np.array([10.0, 1.0, 0.9, 0.1])
-    residual = 1 - (y[[1, 2]] ** 2).sum() / (y @ y)
-    formula = 0.5 + 0.5 * (1 - (y[[0, 1]] ** 2).sum() / (y @ y))
-    assert residual == pytest.approx(0.982, abs=1e-3)
-    assert formula == pytest.approx(0.504, abs=1e-3)
-    assert ScaleCom(0.5).contraction(LAYOUT) is None
 
 
 def test_an_update_without_a_support_joins_the_memory() -> None:
@@ -100,21 +74,13 @@ def test_no_memory_forgets() -> None:
     assert not codec.settle(waiting, LAYOUT)["memory"].any()
 
 
-def test_bad_numbers_leave_the_state_alone() -> None:
-    """Spec 7.1.9: NaN and infinity raise before anything is touched; a zero leader makes an empty support."""
+def test_what_overflows_and_what_is_zero() -> None:
+    """Spec 7.1.9: a sum that overflows is refused; a zero leader makes an empty support."""
     codec = ScaleCom(0.05)
-    state = codec.begin(gradient(0, 0), codec.init(LAYOUT), KEY)
-    kept = {name: array.copy() for name, array in state.items()}
-    for bad in (np.nan, np.inf):
-        vector = gradient(0, 1).vector.copy()
-        vector[7] = bad
-        with pytest.raises(NonFiniteUpdate):
-            codec.begin(Update(vector, LAYOUT), state, KEY)
-    huge = np.full(LAYOUT.size, 3e38, np.float32)
+    memory = np.full(LAYOUT.size, 3e38, np.float32)
     with pytest.raises(NonFiniteUpdate, match="overflows"):
-        codec.begin(Update(huge, LAYOUT), {"memory": huge}, KEY)
-    for name, array in state.items():
-        np.testing.assert_array_equal(array, kept[name])
+        codec.begin(Update(memory.copy(), LAYOUT), {"memory": memory}, KEY)
+    assert (memory == np.float32(3e38)).all()
     zero = codec.begin(Update(np.zeros(LAYOUT.size, np.float32), LAYOUT), codec.init(LAYOUT), KEY)
     supports = codec.choose(zero, LAYOUT, KEY)
     assert all(s.size == 0 for s in supports)
@@ -167,16 +133,6 @@ def test_means_name_their_support() -> None:
     assert support_id_of(rest, codec, dense) is None
 
 
-def test_half_width_values_keep_their_rounding_in_the_memory() -> None:
-    codec = ScaleCom(0.05, values="bf16")
-    update = gradient(0, 0)
-    decoded, states, _ = clt_round(codec, [codec.init(LAYOUT)], [update], 0)
-    rest = states[0]["memory"]
-    np.testing.assert_allclose(decoded[0] + rest, update.vector, atol=1e-6)
-    sent = decoded[0] != 0
-    assert np.any(rest[sent] != 0), "rounding errors of sent values were dropped"
-
-
 def test_layer_densities_of_a_policy_are_honoured() -> None:
     arrays = {"a": np.zeros((50, 40), np.float32), "b": np.zeros((50, 40), np.float32)}
     layout = Layout.of(arrays, lambda name, shape, dtype: 0.1 if name == "a" else 0.01)
@@ -193,8 +149,6 @@ def test_configuration() -> None:
             ScaleCom(0.1, **wrong)
     with pytest.raises(ConfigError, match="memory=False"):
         ScaleCom(0.1, memory=False, beta=0.5)
-    codec = ScaleCom(0.1, beta=0.5, selector="chunk")
-    assert get_codec(json.loads(json.dumps(codec.to_config()))) == codec
-    assert codec.phases == 2
+    assert ScaleCom(0.1).phases == 2
     with pytest.raises(ConfigError, match="index block"):
         FixedSupport((), 1).to_config()

@@ -1,4 +1,8 @@
-"""SIDCo: the quality of its estimates, its rules for data no family fits, and the search for the number of stages."""
+"""SIDCo: its estimates, its rules for data no family fits, and the search for the number of stages.
+
+The quality of the estimates: test_sparsification_statistical.py; the exact top k of its own count, conservation and
+what is refused: test_sparsification_deterministic.py and test_sparsification_limits.py.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,19 @@ import functools
 import math
 import subprocess
 import sys
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 from codec_examples import model, update
+from naive_codecs import estimate as naive_estimate
+from wrong_codecs import SharesSearch
 
 from fedcomp import wire
 from fedcomp.codecs import Codec, SIDCo, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.sidco import EVENTS, Estimate, estimate_threshold
-from fedcomp.errors import NonFiniteUpdate, StateError
+from fedcomp.errors import StateError
 from fedcomp.kernels import Exceedances, select_above
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
@@ -47,38 +53,6 @@ def achieved(vector: np.ndarray, density: float, estimate: Estimate) -> float:
     return select_above(vector, estimate.threshold).size / (density * vector.size)
 
 
-@pytest.mark.parametrize(("density", "stages"), [(0.001, 1), (0.001, 2), (0.001, 3), (0.001, 4), (0.01, 1), (0.01, 3)])
-def test_exponential_fits_laplace(density: float, stages: int) -> None:
-    """Spec 7.2: with the right family any number of stages selects what is wanted."""
-    x = data("laplace")
-    assert 0.95 <= achieved(x, density, estimate_threshold(x, density, "exponential", stages)) <= 1.05
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "density"),
-    [
-        ("laplace", 0.001),
-        ("normal", 0.01),
-        ("t4", 0.001),
-        ("t2.5", 0.001),
-        ("layers x t4", 0.001),
-        ("layers x laplace", 0.001),
-    ],
-)
-def test_two_pareto_stages_fit_everything(name: str, density: float) -> None:
-    """Spec 3.3 and 7.2, every row of the table; the default."""
-    x = data(name)
-    assert 0.6 <= achieved(x, density, estimate_threshold(x, density)) <= 1.3
-    assert SIDCo(density).init(Layout.flat(x.size))["0.search"][0] == 2
-
-
-def test_one_exponential_stage_does_not_fit_heavy_tails() -> None:
-    """Spec 3.3: why one stage, the authors' default, is not ours."""
-    assert achieved(data("t4"), 0.001, estimate_threshold(data("t4"), 0.001, "exponential", 1)) > 2.0
-    assert achieved(data("normal"), 0.01, estimate_threshold(data("normal"), 0.01, "exponential", 1)) < 0.1
-
-
 def with_epsilon(vector: np.ndarray, density: float) -> float:
     """The usual mistake: the gamma fit to all elements, a machine epsilon keeping the logarithm of zeros finite."""
     from scipy.special import gammaincinv
@@ -101,32 +75,6 @@ def test_exact_zeros_do_not_spoil_the_gamma_fit(density: float) -> None:
     assert achieved(x, density, Estimate(with_epsilon(x, density), 1, x.size, None)) < 0.3
 
 
-def by_numpy(vector: np.ndarray, density: float, family: str, stages: int, first: float) -> float:
-    """Section 3.2 written down once more, on copies."""
-    a = np.abs(vector.astype(np.float64))
-    a = a[a > 0]
-    wanted = density * vector.size / a.size
-    ratios = [wanted]
-    if stages > 1 and wanted < first:
-        ratios = [first] + [(wanted / first) ** (1 / (stages - 1))] * (stages - 1)
-    t = 0.0
-    for stage, r in enumerate(ratios):
-        e = a[a > np.float32(t)] - np.float32(t)
-        mu, v = e.mean(), e.var()
-        if family == "exponential":
-            t = float(np.float32(t)) - mu * math.log(r)
-        elif family == "gamma-pareto" and stage == 0:
-            from scipy.special import gammaincinv
-
-            s = math.log(mu) - np.log(e).mean()
-            shape = (3 - s + math.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
-            t = mu / shape * gammaincinv(shape, 1 - r)
-        else:
-            kappa, alpha = (mu * mu / v - 1) / 2, mu * (mu * mu / v + 1) / 2
-            t = float(np.float32(t)) + alpha * (1 - r**kappa) / kappa
-    return float(t)
-
-
 @pytest.mark.parametrize("family", ["exponential", "pareto", "gamma-pareto"])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_estimates_are_the_formulas(family: str, stages: int) -> None:
@@ -134,7 +82,9 @@ def test_estimates_are_the_formulas(family: str, stages: int) -> None:
     x[::5] = 0.0
     for density, first in ((0.002, 0.25), (0.01, 0.1), (0.3, 0.25)):
         estimate = estimate_threshold(x, density, family, stages, first)
-        assert estimate.threshold == pytest.approx(by_numpy(x, density, family, stages, first), rel=1e-6)
+        a = np.abs(x[x != 0].astype(np.float64))
+        naive = naive_estimate(a, density * x.size / a.size, family, stages, first)
+        assert estimate.threshold == pytest.approx(naive, rel=1e-6)
         assert estimate.stages == (1 if density / 0.8 >= first else stages)
         assert estimate == estimate_threshold(x, density, family, stages, first, tier="numpy")
 
@@ -149,36 +99,6 @@ def test_pareto_is_continuous_where_its_shape_vanishes() -> None:
         for variance in (1.0 + nudge, 1.0 - nudge):
             near = _quantile("pareto", Exceedances(9, 1.0, variance, math.nan), 0.01)
             assert near == pytest.approx(exact, rel=10 * nudge + 1e-14)
-
-
-def through(codec: Codec, given: Update) -> np.ndarray:
-    return codec.decode(codec.encode(given, codec.init(given.layout), KEY)[0], given.layout)
-
-
-EXACTNESS = (
-    SIDCo(0.01),
-    SIDCo(0.05, family="exponential", stages=1),
-    SIDCo(0.02, family="gamma-pareto", values="bf16"),
-    SIDCo(0.001, stages=3),
-)
-
-
-@pytest.mark.parametrize("codec", EXACTNESS, ids=repr)
-def test_it_is_the_exact_top_k_of_its_own_count(codec: SIDCo) -> None:
-    """Spec 7.1.4, over rounds of error feedback as well."""
-    layout = Layout.flat(4000)
-    outer = ErrorFeedback(codec)
-    state = outer.init(layout)
-    for r in range(8):
-        given = update(layout, seed=r)
-        total = Update(state["memory"] + given.vector, layout)
-        frame, state = outer.encode(given, state, KEY.at(round=r))
-        k = wire.decode(frame).tensors[0].values.k
-        assert 1 <= k <= 2 * math.ceil(codec.density * 4000)
-        exact = TopK(k / 4000, values=codec.values)
-        np.testing.assert_array_equal(
-            codec.decode(frame, layout), exact.decode(exact.encode(total, {}, KEY)[0], layout)
-        )
 
 
 def counted(codec: SIDCo, vector: np.ndarray, rounds: int = 1) -> tuple[np.ndarray, dict[str, int], dict]:
@@ -215,16 +135,6 @@ def test_a_stage_without_exceedances_is_recorded() -> None:
     decoded, events, _ = counted(SIDCo(0.01, family="exponential", stages=3), x)
     assert events == {"exhausted": 1, "largest": 1, "short": 1}
     assert np.flatnonzero(decoded).tolist() == [np.argmax(x)]
-
-
-def test_a_lone_element_travels() -> None:
-    for family in ("exponential", "pareto", "gamma-pareto"):
-        for n, k in ((1, 1), (5000, 50)):
-            x = np.zeros(n, np.float32)
-            x[n // 2] = -1e-42
-            decoded, events, _ = counted(SIDCo(k / n, family=family), x)
-            np.testing.assert_array_equal(decoded, x)
-            assert events == {}
 
 
 def test_fewer_non_zeros_than_wanted_all_travel_and_teach_nothing() -> None:
@@ -366,76 +276,28 @@ def test_first_number_of_stages(density: float, family: str, expected: int) -> N
     assert SIDCo.stages_of(SIDCo(0.01, stages=50).init(Layout.flat(10_000))) == {"0": 7}
 
 
-class SharedSearch(SIDCo):
-    """The mistake of a class-level adaptation state: one for all layers and clients of the process."""
-
-    shared: ClassVar[dict[str, np.ndarray]] = {}
-
-    def pack_next(self, values, stretch, state, key):  # type: ignore[no-untyped-def]
-        mine = {name: SharedSearch.shared.get(name, array) for name, array in state.items()}
-        tensor, after = super().pack_next(values, stretch, mine, key)
-        SharedSearch.shared.update({name: after[name] for name in ("search", "ratios")})
-        return tensor, after
-
-
 def is_isolated(codec: SIDCo) -> bool:
-    """Whether a client's frames, and a layer's tensor, are what they would be without the other client and layer."""
+    """Whether the tensors of two layers are what each would be without the other."""
     heavy, light = data("t4", 50_000), data("laplace", 50_000)
     pair = {"a": heavy.reshape(250, 200), "b": light.reshape(250, 200)}
-    both, one = Layout.of(pair), Layout.flat(50_000)
 
-    def alone(vector: np.ndarray) -> list[bytes]:
-        SharedSearch.shared.clear()
-        state, frames = codec.init(one), []
+    def frames(layout: Layout, vector: np.ndarray) -> list[bytes]:
+        SharesSearch.shared.clear()
+        state, found = codec.init(layout), []
         for r in range(20):
-            frame, state = codec.encode(Update(vector, one), state, KEY.at(round=r))
-            frames.append(codec.decode(frame, one).tobytes())
-        return frames
+            frame, state = codec.encode(Update(vector, layout), state, KEY.at(round=r))
+            found.append(codec.decode(frame, layout).tobytes())
+        return found
 
-    expected = alone(heavy), alone(light)
-    SharedSearch.shared.clear()
-    states = [codec.init(one), codec.init(one)]
-    layers = codec.init(both)
-    joint = np.concatenate([heavy, light])
-    for r in range(20):
-        for i, vector in enumerate((heavy, light)):
-            frame, states[i] = codec.encode(Update(vector, one), states[i], KEY.at(round=r))
-            if codec.decode(frame, one).tobytes() != expected[i][r]:
-                return False
-        frame, layers = codec.encode(Update(joint, both), layers, KEY.at(round=r))
-        if codec.decode(frame, both).tobytes() != expected[0][r] + expected[1][r]:
-            return False
-    return True
+    alone = zip(*(frames(Layout.flat(50_000), vector) for vector in (heavy, light)), strict=True)
+    return frames(Layout.of(pair), np.concatenate([heavy, light])) == [a + b for a, b in alone]
 
 
-def test_adaptation_belongs_to_one_client_and_one_layer() -> None:
-    """Spec 3.3: the authors' state is class-level."""
+def test_adaptation_belongs_to_one_layer() -> None:
+    """Spec 3.3: the authors' state is class-level. To one client: test_sparsification_deterministic.py, 7.1.3."""
     options: dict[str, Any] = {"density": 0.002, "family": "exponential", "stages": 1, "scope": "layer"}
     assert is_isolated(SIDCo(**options))
-    assert not is_isolated(SharedSearch(**options))
-
-
-@pytest.mark.parametrize(
-    "codec", [SIDCo(0.02), SIDCo(0.02, "exponential", 1, scope="layer"), SIDCo(0.05, values="fp16")]
-)
-def test_mass_is_conserved_and_lost_frames_come_back(codec: SIDCo) -> None:
-    """Σ delivered + memory = Σ g when every third frame is lost; what was learnt of the data stays."""
-    layout = Layout.of(model(), SmallDense(share=1.0))
-    outer = ErrorFeedback(codec)
-    state = outer.init(layout)
-    given, delivered = np.zeros(layout.size), np.zeros(layout.size)
-    for r in range(15):
-        g = update(layout, seed=r)
-        frame, state = outer.encode(g, state, KEY.at(round=r))
-        given += g.vector
-        if r % 3:
-            delivered += outer.decode(frame, layout)
-        else:
-            learnt = {k: v for k, v in state.items() if k.startswith("codec.")}
-            state = outer.rollback(state, frame, layout)
-            assert all(state[name] is array for name, array in learnt.items())
-    np.testing.assert_allclose(delivered + state["memory"], given, rtol=0, atol=2e-4)
-    assert state["codec.0.search"][4] == 0  # fifteen estimates: three whole periods
+    assert not is_isolated(SharesSearch(**options))
 
 
 def test_density_one_is_lossless_up_to_the_sign_of_zero() -> None:
@@ -502,20 +364,6 @@ def test_foreign_states_are_refused() -> None:
     for first in (77, 0, -(10**18)):
         spoilt = {**good, "0.search": np.array([3, 1, 0, 0, 0, first, 1])}
         assert 1 <= np.count_nonzero(codec.decode(codec.encode(given, spoilt, KEY)[0], layout)) <= 300
-
-
-def test_a_bad_update_leaves_every_stretch_as_it_was() -> None:
-    """The second layer is bad: the first one's adaptation must not have moved."""
-    codec = SIDCo(0.1, scope="layer")
-    layout = Layout.of(model(), SmallDense(share=1.0))
-    state = codec.init(layout)
-    kept = {name: array.copy() for name, array in state.items()}
-    given = update(layout)
-    layout.view(given.vector, "head.weight").flat[3] = np.nan
-    with pytest.raises(NonFiniteUpdate, match=r"head\.weight"):
-        codec.encode(given, state, KEY)
-    for name in kept:
-        np.testing.assert_array_equal(state[name], kept[name])
 
 
 @pytest.mark.slow

@@ -1,15 +1,7 @@
 """The convergence tests of the sparsifiers, 7.3: what memory is for, and what a memory must not do.
 
-Plain loops over codecs, with the two exchanges of ScaleCom where clients share a support. A
-check takes a scheme; the same scheme without memory, or with a leader that never changes, fails it. Where the tests
-are:
-
-=============  =======================================================================================================
-three workers  here; test_feedback.py::test_three_workers_in_three_dimensions
-quadratics     here, with and without memory at both rates; test_feedback.py::test_heterogeneous_quadratics
-memory bound   here, 1000 rounds; test_feedback.py::test_memory_of_local_topk_stays_bounded
-digits         here, a few rows; all rows, three seeds, clients sorted by label: marked slow, here as well
-=============  =======================================================================================================
+Plain loops over codecs, with the two exchanges of ScaleCom where clients share a support. A check takes a scheme; the
+same scheme without memory, or with a leader that never changes, fails it.
 """
 
 from __future__ import annotations

@@ -31,12 +31,15 @@ from wrong_codecs import (
 
 from fedcomp.codecs import (
     DGC,
+    LGC,
     STC,
     AdaComp,
     ChunkTop1,
     Codec,
+    GradiVeQ,
     Identity,
     KeyRegion,
+    PowerSGD,
     RandomBlock,
     RandomK,
     ScaleCom,
@@ -47,6 +50,7 @@ from fedcomp.codecs import (
 )
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.scalecom import FixedSupport
+from fedcomp.codecs.waiting import Waiting
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.kernels import tiers
 from fedcomp.layout import Layout, Update
@@ -353,12 +357,6 @@ def test_7_1_7_density_one_is_the_uncompressed_run(codec: Codec, name: str) -> N
     check_uncompressed(codec, LAYOUTS[name])
 
 
-def test_7_1_7_masked_momentum_at_density_one_is_the_plain_run() -> None:
-    """DGC with momentum masks all of it away when it sends all; nothing dense stands beside it here."""
-    check_uncompressed(DGC(1.0, momentum=0.9), LAYOUTS["flat"])
-    caught(check_uncompressed, DGC(1.0, momentum=0.9, masking=False), LAYOUTS["flat"], match="another run")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("selector", ["exact", "chunk"])
 @pytest.mark.parametrize("beta", [1.0, 0.3])
@@ -478,9 +476,9 @@ def test_7_1_9_numbers_that_are_none_change_nothing(codec: Codec) -> None:
         check_refuses(codec, layout)
 
 
-def test_7_1_9_waiting_updates_and_named_supports_are_refused_alike() -> None:
-    """ScaleCom's first exchange, and the values of its second."""
-    codec = ScaleCom(0.05)
+@pytest.mark.parametrize("codec", [ScaleCom(0.05), PowerSGD(), GradiVeQ(), LGC()], ids=lambda codec: codec.codec_id)
+def test_7_1_9_waiting_updates_and_named_supports_are_refused_alike(codec: Waiting) -> None:
+    """The first exchange of codecs with several, and the values of ScaleCom's second."""
     state = codec.begin(an_update(LAYOUT), codec.init(LAYOUT), KEY)
     kept = snapshot(state)
     for bad in (np.nan, np.inf, -np.inf):
@@ -516,6 +514,7 @@ LOW = 1e-6
         ChunkTop1(LOW),
         SIDCo(LOW),
         SIDCo(LOW, "exponential", 1),
+        SIDCo(LOW, "gamma-pareto"),
         KeyRegion(LOW, LOW),
         DGC(LOW, warmup=0),
         ScaleCom(LOW),

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from fedcomp import params, wire
+from fedcomp import wire
 from fedcomp.codecs import QSGD, STC, AdaComp, RandomK, ScaleCom, ScaledSign, SIDCo, TernGrad, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_dense, expected_sparse
@@ -226,10 +226,3 @@ class LetsNaNPass(TopK):
 
     def encode(self, update: Update, state: dict, key: Key) -> tuple[bytes, dict]:
         return super().encode(Update(np.nan_to_num(update.vector), update.layout), state, key)
-
-
-def ties_by_arrival(vector: np.ndarray, k: int, *, tier: str = "auto", seed: int = 0) -> np.ndarray:
-    """Exact top-k that keeps, among equal magnitudes, those its scan met first; the scan begins where the seed says."""
-    params.choice("tier", tier, ("auto", "numba", "numpy"))
-    order = np.roll(np.arange(vector.size), seed)
-    return np.sort(order[np.argsort(-np.abs(vector[order]), kind="stable")[:k]])

@@ -57,11 +57,6 @@ def test_singular_matrices_are_as_frequent_as_they_must_be() -> None:
     assert within_four_sigma(binary, 5000, failure(8, 0, 2))
 
 
-def test_the_rank_test_does_not_tell_where_coefficients_come_from() -> None:
-    """Coefficients limited to 0..15 pass: it checks the elimination. Their source is pinned by byte vectors instead."""
-    assert within_four_sigma(batch_failures(drawn_rows(50_000) & 15), 50_000, failure(8, 0, 256))
-
-
 @pytest.mark.slow
 @given(st.integers(1, 70), st.integers(1, 80), st.integers(0, 2**32), st.sampled_from([0.0, 0.7, 0.98]))
 def test_elimination_finds_the_rank_arrival_by_arrival(symbols: int, count: int, seed: int, zeros: float) -> None:

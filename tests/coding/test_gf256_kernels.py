@@ -233,13 +233,6 @@ def test_isal_is_a_tier_but_never_the_choice() -> None:
     assert kernels.best_tier() != "isal"
 
 
-@pytest.mark.parametrize("tier", [*HERE, "auto"])
-def test_the_cauchy_vectors(tier: str) -> None:
-    parity = np.array([[71, 167, 122, 186], [167, 71, 186, 122], [122, 186, 71, 167]], np.uint8)
-    data = np.arange(16, dtype=np.uint8).reshape(4, 4)
-    assert [row.tobytes().hex() for row in matmul(parity, data, tier=tier)] == ["3a1a7a5a", "ba9afada", "27076747"]
-
-
 @pytest.mark.parametrize("tier", [tier for tier in HERE if tier != "numpy"])
 def test_kernels_stay_within_their_working_memory(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They compute addresses themselves: nothing would tell, until something else breaks."""
@@ -370,7 +363,6 @@ def child(**variables: str) -> list[str]:
 def test_a_changed_target_gives_the_right_bytes_and_does_not_abort(
     variables: dict[str, str], tiers: tuple[str, ...]
 ) -> None:
-    a = np.random.default_rng(5).integers(0, 256, (9, 20), dtype=np.uint8)
     rng = np.random.default_rng(5)
     a, b = (rng.integers(0, 256, shape, dtype=np.uint8) for shape in ((9, 20), (20, 1003)))
     tier, start, rank = child(**variables)

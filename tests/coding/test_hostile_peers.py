@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_transport import RUN, files, parcel
 
 from fedcomp.coding import transport as transport_module
 from fedcomp.coding.errors import TransportError
-from fedcomp.coding.transport import DeliveryFailed, Parcel, Spool, SpoolRoot, StoreFull, deliver, transport_of
+from fedcomp.coding.transport import DeliveryFailed, Spool, SpoolRoot, StoreFull, deliver, transport_of
 from fedcomp.errors import ConfigError
-
-RUN = b"run-0001"
-
-
-def parcel(source: int = 2, body: bytes = b"shard", **fields: Any) -> Parcel:
-    return replace(Parcel(RUN, 7, 3, source, 9, body), **fields)
-
-
-def files(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
 
 
 @pytest.mark.parametrize(

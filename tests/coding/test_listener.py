@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from running_listener import Running, free_port, open_files
+from test_transport import RUN, parcel
 
 from fedcomp.coding import listener
 from fedcomp.coding.errors import TransportError
@@ -32,12 +33,6 @@ from fedcomp.coding.transport import (
     transport_of,
 )
 from fedcomp.errors import ConfigError
-
-RUN = b"run-0001"
-
-
-def parcel(source: int = 2, body: bytes = b"shard") -> Parcel:
-    return Parcel(RUN, 7, 3, source, 9, body)
 
 
 @pytest.fixture

@@ -97,17 +97,6 @@ def test_any_k_packets_decode(symbols: int, length: int, seed: int, cauchy: bool
 
 
 @pytest.mark.slow
-def test_every_loss_of_three_in_ten_decodes() -> None:
-    payload = data(5000)
-    packets = encoder("mds", payload, symbols=7, shards=10, **WHERE).packets(range(10))
-    for lost in itertools.combinations(range(10), 3):
-        assert decode([packet for place, packet in enumerate(packets) if place not in lost]) == payload
-    for lost in itertools.combinations(range(10), 4):
-        with pytest.raises(NotDecodable, match="1 more"):
-            decode([packet for place, packet in enumerate(packets) if place not in lost])
-
-
-@pytest.mark.slow
 def test_a_relay_may_recode_mds_packets() -> None:
     payload = data(5000)
     packets = encoder("mds", payload, symbols=7, shards=10, **WHERE).packets(range(10))

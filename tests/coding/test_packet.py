@@ -223,9 +223,7 @@ def forged(data: bytes, rest: bytes | None = None, **claims: int) -> bytes:
     """Return the packet with other claims in its header, and its checksum right again."""
     header = bytearray(data[:40])
     for name, value in claims.items():
-        offset, kind = {**OFFSETS, "version": (2, "<B"), "field": (3, "<B"), "mode": (4, "<B"), "flags": (5, "<B")}[
-            name
-        ]
+        offset, kind = OFFSETS[name]
         struct.pack_into(kind, header, offset, value)
     return sealed(bytes(header), data[40:] if rest is None else rest)
 

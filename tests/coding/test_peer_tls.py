@@ -166,42 +166,31 @@ def test_who_connects_and_says_nothing_is_cut_off(start, keys: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_key_has_a_share_of_the_store_and_no_more(start, keys: Path) -> None:
-    there = start("--key-bytes", "3000")
+@pytest.mark.parametrize(
+    ("option", "room", "size", "said"),
+    [
+        (("--key-bytes", "3000"), 2, 1400, "partition 1 has 2872 bytes here, and sends 1436 more"),
+        # By number, where bytes would let thousands in: every writer looks through all files there.
+        (("--key-parcels", "4"), 4, 1, "partition 1 has 4 parcels here"),
+    ],
+    ids=["bytes", "parcels"],
+)
+def test_one_key_has_a_share_of_the_store_and_no_more(option, room, size, said, start, keys: Path) -> None:
+    there = start(*option)
     sender, other = (TcpSender(tls=tls(keys, i)) for i in (HERE, 3))
-    for i in range(2):
-        sender.send(there.address, parcel(body=bytes([i]) * 1400))
+    for i in range(room):
+        sender.send(there.address, parcel(body=bytes([i]) * size))
     with pytest.raises(DeliveryFailed, match="store is full"):
-        sender.send(there.address, parcel(body=b"x" * 1400))
-    other.send(there.address, parcel(source=3, body=bytes(1400)))
-    assert len(stored(there)) == 3
+        sender.send(there.address, parcel(body=b"x" * size))
+    other.send(there.address, parcel(source=3, body=bytes(size)))
+    assert len(stored(there)) == room + 1
     # What the round's app takes makes room.
     Spool(there.store).drop_before(RUN, 8)
-    sender.send(there.address, parcel(body=b"x" * 1400))
+    sender.send(there.address, parcel(body=b"x" * size))
     status, _, err = there.end()
     assert status == 0
     assert "(quota 1)" in err
-    assert "partition 1 has 2872 bytes here, and sends 1436 more" in err
-
-
-@pytest.mark.slow
-def test_a_flood_of_small_parcels_under_one_key_leaves_room_for_others(start, keys: Path) -> None:
-    """By number, where bytes would let thousands in: every writer looks through all files there."""
-    there = start("--key-parcels", "4")
-    sender, other = (TcpSender(tls=tls(keys, i)) for i in (HERE, 3))
-    for i in range(4):
-        sender.send(there.address, parcel(body=bytes([i])))
-    for i in range(4, 6):
-        with pytest.raises(DeliveryFailed, match="store is full"):
-            sender.send(there.address, parcel(body=bytes([i])))
-    other.send(there.address, parcel(source=3))
-    assert len(stored(there)) == 5
-    # What the round's app takes makes room.
-    Spool(there.store).drop_before(RUN, 8)
-    sender.send(there.address, parcel(body=b"x"))
-    status, _, err = there.end()
-    assert status == 0
-    assert "partition 1 has 4 parcels here" in err
+    assert said in err
 
 
 @pytest.mark.slow

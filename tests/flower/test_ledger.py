@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
+from plain_grid import PlainGrid
 from toy import client_app, fedavg, model
 
 from fedcomp.errors import ConfigError, StateError
@@ -193,24 +194,15 @@ def test_totals_are_those_of_the_rows(stored: bool) -> None:
 # The meter counts every message once and evens out what differs between engines.
 
 
-class SimulationLikeGrid(Grid):
+class SimulationLikeGrid(PlainGrid):
     """Behaves as Flower's simulation grid does towards its caller: names messages by UUIDs, refuses unknown nodes by
     returning fewer ids although it has named them, answers only after some polls, knows no partitions and no sizes."""
 
     def __init__(self, engine: InProcessGrid, polls: int = 2) -> None:
-        self.engine, self.polls = engine, polls
+        super().__init__(engine)
+        self.polls = polls
         self.names: dict[str, str] = {}
         self.asked: dict[str, int] = {}
-
-    def set_run(self, run) -> None:
-        self.engine.set_run(run)
-
-    @property
-    def run(self):
-        return self.engine.run
-
-    def create_message(self, *args, **kwargs) -> Message:
-        return self.engine.create_message(*args, **kwargs)
 
     def get_node_ids(self) -> Iterable[int]:
         return reversed(self.engine.get_node_ids())

@@ -92,25 +92,6 @@ def test_replacing_a_frame_changes_its_holder() -> None:
     assert list(record) == ["f"]
 
 
-def test_absent_is_none_and_foreign_is_an_error() -> None:
-    record = RecordDict(
-        {
-            "metrics": MetricRecord({"loss": 1.0}),
-            "config": ConfigRecord({"lr": 0.1}),
-            "model": ArrayRecord({"w": Array(np.zeros(3, np.float32))}),
-            "lies": ArrayRecord({STYPE: Array("uint8", (5,), STYPE, b"abc")}),
-            "text": ConfigRecord({STYPE: "not bytes"}),
-            "two": ConfigRecord({STYPE: b"x", "more": 1}),
-        }
-    )
-    assert take_frame(record, "nothing") is None
-    for key in record:
-        with pytest.raises(PayloadError, match=key):
-            take_frame(record, key)
-    with pytest.raises(PayloadError, match="str"):
-        put_frame(record, "f", "text")  # type: ignore[arg-type]
-
-
 def test_frames_are_found_among_other_records() -> None:
     record = RecordDict({"metrics": MetricRecord({"loss": 1.0})})
     put_frame(record, "a", b"one")
@@ -118,8 +99,11 @@ def test_frames_are_found_among_other_records() -> None:
     assert {k: len(v) for k, v in frames(record).items()} == {"a": 3, "b": INLINE_LIMIT + 5}
 
 
-def test_records_that_only_look_like_frames_are_left_out() -> None:
+def test_absent_is_none_and_what_is_foreign_or_only_looks_like_a_frame_is_an_error_and_left_out() -> None:
     hostile = {
+        "plain metrics": MetricRecord({"loss": 1.0}),
+        "config": ConfigRecord({"lr": 0.1}),
+        "model": ArrayRecord({"w": Array(np.zeros(3, np.float32))}),
         "metrics": MetricRecord({STYPE: 1.0}),
         "arrays": ArrayRecord({STYPE: Array(np.zeros(3, np.float32))}),
         "lies": ArrayRecord({STYPE: Array("uint8", (5,), STYPE, b"abc")}),
@@ -131,6 +115,9 @@ def test_records_that_only_look_like_frames_are_left_out() -> None:
     put_frame(record, "good", b"frame")
     received = unpack(Packer().pack(message(record))).content
     assert frames(received) == {"good": b"frame"}
+    assert take_frame(received, "nothing") is None
+    with pytest.raises(PayloadError, match="str"):
+        put_frame(record, "f", "text")  # type: ignore[arg-type]
     for key in hostile:
         with pytest.raises(PayloadError, match=key):
             take_frame(received, key)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, Result
+from plain_grid import PlainGrid
 from toy import client_app, fedavg, model, stack
 
 from fedcomp.errors import ConfigError
@@ -535,23 +536,19 @@ def test_rounds_that_share_a_push_wait_for_all_of_it() -> None:
 
 
 def test_an_engine_that_runs_by_itself_is_not_asked_again_once_it_is_enough() -> None:
-    class ByItself:
+    class ByItself(PlainGrid):
         """Hands out one more reply at every look, as a SuperLink does while nodes work."""
 
-        def __init__(self, inner: InProcessGrid) -> None:
-            self.inner, self.waiting, self.looks = inner, [], 0
+        looks = 0
 
-        def push_messages(self, batch):
-            ids = self.inner.push_messages(batch)
-            self.waiting = self.inner.pull_messages(ids)
+        def push_messages(self, messages):
+            ids = super().push_messages(messages)
+            self.waiting = super().pull_messages(ids)
             return ids
 
         def pull_messages(self, message_ids):
             self.looks += 1
             return [self.waiting.pop()] if self.waiting else []
-
-        def get_node_ids(self):
-            return self.inner.get_node_ids()
 
     with InProcessGrid(answer, 4) as grid:
         engine = ByItself(grid)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_select_topk import data
 
 from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
 from fedcomp.kernels import adaptive_step, select_adaptive, select_bins, tiers
@@ -17,20 +18,6 @@ TIERS = ("numba", "numpy", "auto")
 SIZES = (1, 2, 63, 64, 65, 1000, 100_003)
 LENGTHS = (1, 2, 7, 15, 16, 17, 50, 63, 64, 65, 100, 128, 500, 1000, 200_000)
 KINDS = ("laplace", "student", "ties", "equal", "sparse", "denormal", "signed zeros")
-
-
-def _data(kind: str, n: int, seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng([n, seed])
-    made = {
-        "laplace": lambda: rng.laplace(size=n),
-        "student": lambda: rng.standard_t(2, size=n),
-        "ties": lambda: rng.integers(-3, 4, size=n),
-        "equal": lambda: np.full(n, -1.5),
-        "sparse": lambda: np.where(rng.random(n) < 0.01, rng.normal(size=n), 0.0),
-        "denormal": lambda: rng.integers(-9, 10, size=n) * 1.4e-45,
-        "signed zeros": lambda: np.where(rng.random(n) < 0.5, 0.0, -0.0),
-    }[kind]()
-    return made.astype(np.float32)
 
 
 def _by_sorting(x: np.ndarray, length: int) -> np.ndarray:
@@ -60,7 +47,7 @@ def _by_rule(total: np.ndarray, gradient: np.ndarray, length: int, factor: float
 @pytest.mark.parametrize("kind", KINDS)
 def test_arg_max_of_every_bin(kind: str, tier: str) -> None:
     for n in SIZES:
-        x = _data(kind, n)
+        x = data(kind, n)
         before = x.copy()
         for length in LENGTHS:
             got = select_bins(x, length, tier=tier)
@@ -93,7 +80,7 @@ def test_any_finite_vector(values: list[float], length: int, factor: float) -> N
 @pytest.mark.parametrize("kind", KINDS)
 def test_adaptive_rule(kind: str, tier: str) -> None:
     for n in SIZES:
-        total, gradient = _data(kind, n), _data(kind, n, seed=1)
+        total, gradient = data(kind, n), data(kind, n, seed=1)
         before = total.copy(), gradient.copy()
         for length in (1, 7, 16, 17, 50, 64, 65, 500, 200_000):
             for factor in (1.0, 2.0):
@@ -110,7 +97,7 @@ def test_adaptive_rule(kind: str, tier: str) -> None:
 
 
 def test_tiers_agree_on_many_short_bins() -> None:
-    total, gradient = _data("student", 100_003), _data("laplace", 100_003)
+    total, gradient = data("student", 100_003), data("laplace", 100_003)
     for length in range(1, 50):
         one, other = (select_adaptive(total, gradient, length, tier=tier) for tier in ("numba", "numpy"))
         np.testing.assert_array_equal(one.indices, other.indices)
@@ -147,7 +134,7 @@ def test_soft_threshold_follows_the_gradient() -> None:
 def test_adaptive_step_equals_its_parts(kind: str, tier: str) -> None:
     """Add, select, subtract, each in float32: bit for bit, signed zeros included."""
     for n in SIZES:
-        residue, update = _data(kind, n), _data(kind, n, seed=1)
+        residue, update = data(kind, n), data(kind, n, seed=1)
         before = residue.copy(), update.copy()
         total = residue + update
         for length in (1, 16, 50, 64, 500, 200_000):
@@ -197,7 +184,7 @@ def test_tiers_add_the_peaks_in_the_same_order(length: int) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_non_finite_raises(bad: float, tier: str) -> None:
     for n in (1, 70, 40_000):
-        good = _data("laplace", n)
+        good = data("laplace", n)
         for at in {0, n // 2, n - 1}:
             x = good.copy()
             x[at] = bad
@@ -256,7 +243,7 @@ def test_empty_vectors() -> None:
 
 
 def test_read_only_and_strided_vectors_are_accepted() -> None:
-    x = _data("laplace", 30_000)
+    x = data("laplace", 30_000)
     frozen = np.frombuffer(x.tobytes(), np.float32)
     np.testing.assert_array_equal(select_bins(frozen, 50), select_bins(x, 50))
     np.testing.assert_array_equal(select_bins(x[::2], 50), select_bins(x[::2].copy(), 50))

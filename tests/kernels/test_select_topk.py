@@ -19,8 +19,9 @@ TIERS = ("numba", "numpy", "auto")
 SIZES = (1, 2, 63, 64, 65, 1000, 30_011)
 
 
-def _data(kind: str, n: int) -> np.ndarray:
-    rng = np.random.default_rng(n)
+def data(kind: str, n: int, seed: int = 0) -> np.ndarray:
+    """Vectors of every kind that a selection may meet; test_bins.py and test_tails.py take them, too."""
+    rng = np.random.default_rng([n, seed])
     made = {
         "laplace": lambda: rng.laplace(size=n),
         "student": lambda: rng.standard_t(2, size=n),
@@ -34,6 +35,8 @@ def _data(kind: str, n: int) -> np.ndarray:
         "sorted": lambda: np.linspace(0.0, 1.0, n),
         "falling": lambda: np.linspace(1.0, 0.0, n),
         "rising steps": lambda: np.exp(np.arange(n) // 64 * min(0.1, 3000 / n)),
+        "rising": lambda: np.exp(np.arange(n) % 5000 / 100.0),
+        "largest": lambda: rng.uniform(2e38, 3.4e38, size=n),
     }[kind]()
     return made.astype(np.float32)
 
@@ -54,10 +57,13 @@ KINDS = (
 )
 
 
+def _by_magnitude(x: np.ndarray) -> np.ndarray:
+    """Everything by (magnitude falling, index rising): the definition, by another way."""
+    return np.lexsort((np.arange(x.size), -np.abs(x.astype(np.float64))))
+
+
 def _by_full_sort(x: np.ndarray, k: int) -> np.ndarray:
-    """Sort everything by (magnitude falling, index rising): the definition, by another way."""
-    order = np.lexsort((np.arange(x.size), -np.abs(x.astype(np.float64))))
-    return np.sort(order[:k])
+    return np.sort(_by_magnitude(x)[:k])
 
 
 @pytest.mark.slow
@@ -66,7 +72,7 @@ def _by_full_sort(x: np.ndarray, k: int) -> np.ndarray:
 def test_equals_the_full_sort(kind: str, tier: str) -> None:
     """Spec 7.1.2: multiset of magnitudes, ties by lowest index, strictly ascending, any sampling seed."""
     for n in SIZES:
-        x = _data(kind, n)
+        x = data(kind, n)
         for k in sorted({1, max(1, n // 100), max(1, n // 3), n - 1, n} - {0}):
             expected = _by_full_sort(x, k)
             for seed in (0, 1, 2**63):
@@ -91,18 +97,22 @@ def test_any_finite_vector(values: list[float], k: int, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tier", ["numba", "numpy"])
-def test_one_million(tier: str) -> None:
+@pytest.mark.parametrize("kind", ["student", "ties", "equal", "denormal", "signed zeros"])
+def test_one_million(kind: str) -> None:
     """Spec 7.1.2 at n = 1e6."""
-    x = _data("student", 1_000_000)
-    for k in (1, 1000, 100_000, 999_999):
-        np.testing.assert_array_equal(select_topk(x, k, tier=tier), _by_full_sort(x, k))
+    x = data(kind, 1_000_000)
+    order = _by_magnitude(x)
+    for k in (1, 1000, 100_000, 999_999, 1_000_000):
+        expected = np.sort(order[:k])
+        for tier in TIERS[:2]:
+            for seed in (0, 2**63):
+                np.testing.assert_array_equal(select_topk(x, k, tier=tier, seed=seed), expected)
 
 
 @pytest.mark.parametrize("tier", ["numba", "numpy"])
 def test_a_sample_that_misleads_costs_only_time(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses far too high, or so low that the candidates overflow, must fall back and still be exact."""
-    x = _data("laplace", 50_000)
+    x = data("laplace", 50_000)
     expected = _by_full_sort(x, 500)
     for guess in (1, int(np.float32(1e30).view(np.int32)), MAGNITUDE):
         monkeypatch.setattr(select, "_guess", lambda *_, guess=guess: guess)
@@ -141,7 +151,7 @@ def test_no_input_takes_more_than_two_passes(kind: str, tier: str, monkeypatch: 
     n, k = 200_000, 2000
     kernels = _Counting(tiers.ops(tier, n))
     monkeypatch.setattr(tiers, "ops", lambda *_: kernels)
-    x = _data(kind, n)
+    x = data(kind, n)
     # Compiling takes memory of its own.
     select_topk(x, k)
     kernels.seen.update(collect=0)
@@ -167,7 +177,7 @@ def test_a_start_far_too_low_is_given_up_for_a_sample(kind: str, tier: str, monk
     n, k = 200_000, 2000
     kernels = _Counting(tiers.ops(tier, n))
     monkeypatch.setattr(tiers, "ops", lambda *_: kernels)
-    memory, update = _data(kind, n), _data(kind, n)
+    memory, update = data(kind, n), data(kind, n)
     cold = feedback_step(memory, update, k)
     kernels.seen.update(collect=0)
     warm = feedback_step(memory, update, k, threshold=cold.threshold / 1000, out=memory)
@@ -182,7 +192,7 @@ def test_non_finite_raises(bad: float, tier: str) -> None:
     """Spec 7.1.9: NaN is never selected and never ignored, wherever it lies, for every k."""
     for n in (70, 40_000):
         for at in (0, n // 2, n - 1):
-            x = _data("laplace", n)
+            x = data("laplace", n)
             x[at] = bad
             for k in (1, n // 2, n):
                 with pytest.raises(NonFiniteUpdate, match=f"first at index {at}"):
@@ -202,7 +212,7 @@ def test_arguments_are_checked() -> None:
 
 
 def test_read_only_and_strided_vectors_are_accepted() -> None:
-    x = _data("laplace", 30_000)
+    x = data("laplace", 30_000)
     frozen = np.frombuffer(x.tobytes(), np.float32)
     assert not frozen.flags.writeable
     np.testing.assert_array_equal(select_topk(frozen, 30), select_topk(x, 30))
@@ -216,7 +226,7 @@ def test_read_only_and_strided_vectors_are_accepted() -> None:
 def test_fused_step_is_add_select_clear(decay: float, threshold: float | None, tier: str) -> None:
     """The fused step equals its three parts bit for bit, whatever the warm start."""
     for n in (1, 64, 1000, 30_011):
-        memory, update = _data("student", n), _data("laplace", n)
+        memory, update = data("student", n), data("laplace", n)
         before = memory.copy()
         total = memory * np.float32(decay) + update
         for k in {1, max(1, n // 50), n}:
@@ -234,7 +244,7 @@ def test_fused_step_is_add_select_clear(decay: float, threshold: float | None, t
 
 @pytest.mark.parametrize("tier", ["numba", "numpy"])
 def test_fused_step_in_place(tier: str) -> None:
-    memory, update = _data("student", 30_011), _data("laplace", 30_011)
+    memory, update = data("student", 30_011), data("laplace", 30_011)
     apart = feedback_step(memory, update, 300, tier=tier)
     same = feedback_step(memory, update, 300, out=memory, tier=tier)
     assert same.memory is memory

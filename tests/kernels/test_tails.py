@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_select_topk import data
 
 from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
 from fedcomp.kernels import Exceedances, exceedances, select_above
@@ -16,22 +17,6 @@ from fedcomp.kernels import Exceedances, exceedances, select_above
 TIERS = ("numba", "numpy")
 SIZES = (1, 2, 31, 32, 63, 64, 65, 1000, 2048, 2049, 100_003)
 KINDS = ("laplace", "student", "ties", "equal", "sparse", "denormal", "signed zeros", "rising", "largest")
-
-
-def _data(kind: str, n: int) -> np.ndarray:
-    rng = np.random.default_rng(n)
-    made = {
-        "laplace": lambda: rng.laplace(size=n),
-        "student": lambda: rng.standard_t(2, size=n),
-        "ties": lambda: rng.integers(-3, 4, size=n),
-        "equal": lambda: np.full(n, -1.7),
-        "sparse": lambda: np.where(rng.random(n) < 0.01, rng.normal(size=n), 0.0),
-        "denormal": lambda: rng.integers(-9, 10, size=n) * 1.4e-45,
-        "signed zeros": lambda: np.where(rng.random(n) < 0.5, 0.0, -0.0),
-        "rising": lambda: np.exp(np.arange(n) % 5000 / 100.0),
-        "largest": lambda: rng.uniform(2e38, 3.4e38, size=n),
-    }[kind]()
-    return made.astype(np.float32)
 
 
 def _exactly(x: np.ndarray, threshold: float) -> Exceedances:
@@ -54,7 +39,7 @@ def _same(one: Exceedances, other: Exceedances) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_moments(kind: str) -> None:
     for n in SIZES:
-        x = _data(kind, n)
+        x = data(kind, n)
         before = x.copy()
         a = np.abs(x)
         thresholds = {
@@ -154,7 +139,7 @@ def test_the_product_stays_in_range() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_selection_is_the_comparison(kind: str, tier: str) -> None:
     for n in SIZES:
-        x = _data(kind, n)
+        x = data(kind, n)
         a = np.abs(x)
         for threshold in (
             0.0,
@@ -178,7 +163,7 @@ def test_non_finite_raises(bad: float, tier: str) -> None:
     """Wherever it lies and however high the threshold: NaN is never below one."""
     for n in (1, 70, 40_000):
         for at in {0, n // 2, n - 1}:
-            x = _data("laplace", n)
+            x = data("laplace", n)
             x[at] = bad
             for threshold in (0.0, 1.0, 3.4028235e38, math.inf):
                 with pytest.raises(NonFiniteUpdate, match=f"first at index {at}"):
@@ -212,7 +197,7 @@ def test_nothing_above() -> None:
 
 
 def test_read_only_and_strided_vectors_are_accepted() -> None:
-    x = _data("laplace", 30_000)
+    x = data("laplace", 30_000)
     frozen = np.frombuffer(x.tobytes(), np.float32)
     assert _same(exceedances(frozen, 0.5), exceedances(x, 0.5))
     assert _same(exceedances(x[::2], 0.5), exceedances(x[::2].copy(), 0.5))

@@ -20,6 +20,7 @@ from fedcomp.wire.index import Support
 from fedcomp.wire.rice import BlockRice, EliasFano, Rice, best_block_rice, best_rice, elias_fano_size, rice_size
 
 WRITERS = (*wire.PLAIN, *(f"complement:{name}" for name in wire.PLAIN))
+WIDE = ("auto", "raw", "fixed", "rice", "elias-fano", *(f"bins:{1 << log2}" for log2 in (56, 59, 62)))
 
 
 def entropy_bits(n: int, k: int) -> float:
@@ -52,7 +53,7 @@ def test_round_trip(case: tuple[int, list[int]], codec: str) -> None:
 
 
 @pytest.mark.slow
-@given(st.sets(st.integers(0, 2**62 - 1), max_size=40), st.sampled_from(["auto", "raw", "fixed", "rice", "elias-fano"]))
+@given(st.sets(st.integers(0, 2**62 - 1), max_size=40), st.sampled_from(WIDE))
 def test_round_trip_at_the_largest_size(chosen: set[int], codec: str) -> None:
     n, indices = 1 << 62, sorted(chosen)
     sent = wire.sparse((n,), np.array(indices, np.int64), np.zeros(len(indices), np.int8), index=codec)

@@ -83,16 +83,6 @@ def test_round_trip_in_a_frame(case: Case, contest: bool, backend: str) -> None:
         assert wire.encode([again]) == frame
 
 
-@pytest.mark.slow
-@given(st.sets(st.integers(0, 2**62 - 1), min_size=1, max_size=40), st.integers(56, 62))
-def test_round_trip_at_the_largest_size(chosen: set[int], log2: int) -> None:
-    n, indices = 1 << 62, sorted(chosen)
-    sent = wire.sparse((n,), np.array(indices), np.zeros(len(indices), np.int8), index=f"bins:{1 << log2}")
-    got = wire.decode(wire.encode([sent]), (wire.Expected("", (n,), "int8"),)).tensors[0]
-    assert got.indices is not None
-    assert got.indices.tolist() == indices
-
-
 @pytest.mark.parametrize(("n", "k", "length"), [(20_000, 8192, 3), (100_000, 20_001, 9), (300_000, 150_000, 2)])
 def test_round_trip_around_the_packing_threshold_and_the_stretches(n: int, k: int, length: int) -> None:
     support = wire.seeded_support(k, n, k)
@@ -276,12 +266,3 @@ def test_what_decodes_is_valid_and_encodes_back(case: Case, where: int, byte: in
     assert bool(np.all(np.diff(got) > 0))
     assert all(0 <= i < n for i in got.tolist())
     assert (got.tolist() == indices) == (bytes(damaged) == section)
-
-
-def test_a_receiver_may_leave_bins_out() -> None:
-    frame = wire.encode([wire.sparse((10,), np.array([1, 6]), wire.Ones(2), index="bins:5")])
-    allowed = frozenset({"rice", "bins"})
-    wire.decode(frame, (wire.Expected("", (10,), index_codecs=allowed, value_codecs=frozenset({"ones"})),))
-    for forbidden in ({"index_codecs": frozenset({"rice"})}, {"value_codecs": frozenset({"raw"})}):
-        with pytest.raises(wire.UnsupportedCodec, match="not allowed"):
-            wire.decode(frame, (wire.Expected("", (10,), **forbidden),))
