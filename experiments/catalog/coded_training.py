@@ -41,8 +41,8 @@ def claims(found: Found) -> str:
     return _CLAIMS + "\n".join(
         f"{code} | set-up bytes over MDS, mean over draws, off 0.5 | <= 0.04 | gate: abstract: 50 % less; at loss 0.2 "
         f"the probability of decoding is {decodes[code]}, with MDS {decodes[MDS]}; a partition with coefficient zero "
-        "is not sent. One draw of r k coefficients has a standard deviation of 0.05 at r k = 100, so the mean of many is "
-        "taken"
+        "is not sent. One draw of r k coefficients has a standard deviation of 0.05 at r k = 100, so the mean of many "
+        "is taken"
         for code in SPARSE
     )
 
