@@ -52,7 +52,7 @@ EXPERIMENT = Experiment(
             1) shards cross the server's link; without links between clients the code saves nothing
         | exact rounds, mode share & exact rounds, mode mask | == 1.0 | gate: a sum in the field is the exact sum of
             integers, or decoding fails
-        | clients missing | == 0.0 | gate: every update is in the sum the sum
+        | clients missing | == 0.0 | gate: every update is in the sum
         | difference of accuracy | <= 0.03 | gate: the same integers are added as with 8-bit uploads; weights differ by
             one example, so roundings differ after the first round
     """,
