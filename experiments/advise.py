@@ -214,7 +214,7 @@ def advise(
     if model is None:
         arrays = _flat(parameters)
     elif isinstance(model, str | Path):
-        arrays, widened = (_checked(first_model(Path(model), at.clients)), 0) if app else _load(Path(model))
+        arrays, widened = (_checked(first_model(Path(model), at.clients)), 0) if app else load(Path(model))
     else:
         arrays = _checked(model)
     at = replace(at, flat=all(a.ndim < 2 for a in arrays.values()))
@@ -380,8 +380,9 @@ def _silent() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def load(path: str | Path) -> Arrays:
-    """Return the arrays of a state dict in a file, by name; no code in it is executed.
+def load(path: Path) -> tuple[Arrays, int]:
+    """Return the arrays of a state dict in a file, by name, and how many of them were bfloat16, which numpy does not
+    have: these are float32. No code in the file is executed.
 
     Raises
     ------
@@ -390,11 +391,6 @@ def load(path: str | Path) -> Arrays:
     MissingExtra
         When it needs torch, and torch is not installed.
     """
-    return _load(Path(path))[0]
-
-
-def _load(path: Path) -> tuple[Arrays, int]:
-    """Return the arrays of a file, and how many of them were bfloat16, which numpy does not have: these are float32."""
     if not path.exists():
         raise ConfigError(f"there is no file or folder {path}")
     kind = path.suffix.lower()
