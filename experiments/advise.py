@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError, optional
 from fedcomp.experiments.advised_app import first_model
 from fedcomp.experiments.advised_lines import LINES, Line, Situation, amounts, measured_loss
+from fedcomp.experiments.report import bit_rate, short_bytes
 from fedcomp.rng import Key
 from fedcomp.rules import Flag, Int, OneOf, Real, checked
 from fedcomp.timing import Link, parse_link
@@ -40,7 +41,6 @@ SEND_AT_LEAST: Final = 0.9
 """Compression that leaves more than this part of the link time is not recommended."""
 DIFFERENT: Final = 1.1
 """Link times that differ by less are equal; the line that was measured to lose less is then first."""
-RATES: Final = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"), (1, "bit/s"))
 ADDED: Final = ("bytes", "client", "record")
 """Purposes of lines whose server adds replies into one buffer, so that one more needs no more than its own bytes."""
 
@@ -119,7 +119,7 @@ class Advice:
             amounts = (at.up, at.down, at.up_run, at.down_run)
             memory = (at.client_memory, at.server_memory, at.kept)
             lost = "not measured" if at.lost is None else f"{at.lost:.1f}"
-            cells = (*map(_size, amounts), f"{at.seconds:.3g}", *map(_size, memory), lost)
+            cells = (*map(short_bytes, amounts), f"{at.seconds:.3g}", *map(short_bytes, memory), lost)
             lines.append((at.name, *cells))
         widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
         table = [
@@ -214,7 +214,7 @@ def advise(
     if model is None:
         arrays = _flat(parameters)
     elif isinstance(model, str | Path):
-        arrays, widened = (_checked(first_model(Path(model), at.clients)), 0) if app else _load(Path(model))
+        arrays, widened = (_checked(first_model(Path(model), at.clients)), 0) if app else load(Path(model))
     else:
         arrays = _checked(model)
     at = replace(at, flat=all(a.ndim < 2 for a in arrays.values()))
@@ -259,7 +259,7 @@ def _ranked(found: Sequence[Candidate], size: int, at: Situation, link: Link) ->
     notes = [
         "up, down: bytes of a client in a round in which it takes part; messages between clients are in both.",
         f"up, run and down, run: of all {at.rounds} rounds, with {at.participants} of {at.clients} clients in each.",
-        f"s a round: link time alone, at {_rate(link.up_bits_per_s)} up, {_rate(link.down_bits_per_s)} down and "
+        f"s a round: link time alone, at {bit_rate(link.up_bits_per_s)} up, {bit_rate(link.down_bits_per_s)} down and "
         f"{1000 * link.latency_s:g} ms a message; training and encoding come on top.",
         "client, server: memory at the peak of a round, without training; the server's with the replies it holds.",
         "keeps: what is stored of a client between rounds.",
@@ -380,8 +380,9 @@ def _silent() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def load(path: str | Path) -> Arrays:
-    """Return the arrays of a state dict in a file, by name; no code in it is executed.
+def load(path: Path) -> tuple[Arrays, int]:
+    """Return the arrays of a state dict in a file, by name, and how many of them were bfloat16, which numpy does not
+    have: these are float32. No code in the file is executed.
 
     Raises
     ------
@@ -390,11 +391,6 @@ def load(path: str | Path) -> Arrays:
     MissingExtra
         When it needs torch, and torch is not installed.
     """
-    return _load(Path(path))[0]
-
-
-def _load(path: Path) -> tuple[Arrays, int]:
-    """Return the arrays of a file, and how many of them were bfloat16, which numpy does not have: these are float32."""
     if not path.exists():
         raise ConfigError(f"there is no file or folder {path}")
     kind = path.suffix.lower()
@@ -496,15 +492,3 @@ def _shrunk(arrays: Arrays, goal: int) -> Arrays:
         return np.ascontiguousarray(flat[:rows, :columns])
 
     return {name: cut(array) for name, array in arrays.items()}
-
-
-def _rate(bits_per_s: float) -> str:
-    return next(f"{bits_per_s / unit:g} {name}" for unit, name in RATES if bits_per_s >= unit or unit == 1)
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if nbytes < 999.5 or unit == "TB":
-            return f"{nbytes:.3g} {unit}" if nbytes < 999.5 else f"{nbytes:.0f} {unit}"
-        nbytes /= 1000
-    raise AssertionError

@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedcomp.experiments.findings import LONG, Findings, HeatMap
+from fedcomp.experiments.findings import LONG, Findings
 from fedcomp.experiments.findings import Table as FoundTable
 from fedcomp.experiments.report import UNMEASURED, failed_claims, promises, shortfalls, verdict
 from fedcomp.experiments.sheets import Sheet, claims_sheet, found_sheet, result_sheet
@@ -73,8 +73,8 @@ def _lines(lines: Iterable[tuple[str, str]]) -> Table:
 
 
 def close(console: Console, summary: Mapping[str, Any]) -> None:
-    """Print the end of a run: its answer and every claim that did not hold, all tables that a terminal can show (heat
-    maps as numbers; curves are for the report), what is promised, the claims, and the verdict."""
+    """Print the end of a run: its answer and every claim that did not hold, all tables that a terminal can show (curves
+    are for the report), what is promised, the claims, and the verdict."""
     wide, claims = console.width >= WIDE, summary["claims"]
     found = Findings.from_json(summary["findings"])
     console.print()
@@ -84,8 +84,7 @@ def close(console: Console, summary: Mapping[str, Any]) -> None:
         for mark, text in shortfalls(claims):
             console.print(Text.assemble((f"{mark}: ", STYLES[mark]), text))
     console.print()
-    maps = [figure.as_table() for figure in found.figures if isinstance(figure, HeatMap)]
-    for table in (*found.tables, *maps):
+    for table in found.tables:
         long = len(table.rows) > LONG
         console.print(table.title, style="bold", soft_wrap=True)
         console.print("  in the report: too long to be shown here" if long else table_of(found_sheet(table)))

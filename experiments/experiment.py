@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple
 
 from fedcomp.errors import ConfigError, nearest
@@ -76,7 +77,8 @@ Columns = Mapping[str, str | Callable[[Any, str], Any]] | Sequence[str]
 
 class Line(NamedTuple):
     """A claim as it is written: ``row | quantity | bound | gate or goal: reason``. A run fails with a gate; a goal is
-    shown as missed. Without a row the quantity is the study's."""
+    shown as missed. Without a row the quantity is the study's. Rows, or quantities, that ``&`` joins are a claim each.
+    """
 
     row: str
     quantity: str
@@ -93,19 +95,22 @@ def read_claims(text: str) -> list[Line]:
     ConfigError
         When a line has another form; what its bound may be is :func:`~fedcomp.experiments.tables.claims_of`'s.
     """
+    whole: list[str] = []
+    for line in (" ".join(each.split()) for each in text.splitlines()):
+        if not line or line.startswith("#"):
+            continue
+        if "|" in line or not whole:
+            whole.append(line)
+        else:
+            whole[-1] += f" {line}"
     lines: list[Line] = []
-    for written in filter(None, (" ".join(line.split()) for line in text.splitlines())):
-        if written.startswith("#"):
-            continue
-        if "|" not in written and lines:
-            lines[-1] = lines[-1]._replace(reason=f"{lines[-1].reason} {written}")
-            continue
+    for written in whole:
         parts = [part.strip() for part in written.split("|")]
         kind, colon, reason = parts[-1].partition(":")
         if len(parts) != 4 or not colon or kind not in ("gate", "goal") or not parts[1] or not reason.strip():
             raise ConfigError(f"claim {written!r}; expected 'row | quantity | bound | gate or goal: reason'")
-        row, quantity, bound, _ = parts
-        lines.append(Line(row, quantity, bound, kind == "gate", reason.strip()))
+        pairs = product(parts[0].split(" & "), parts[1].split(" & "))
+        lines += [Line(row, quantity, parts[2], kind == "gate", reason.strip()) for row, quantity in pairs]
     return lines
 
 

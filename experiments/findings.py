@@ -1,4 +1,4 @@
-"""The findings of an experiment: tables, curves, heat maps, pictures, claims, and the answer to its question.
+"""The findings of an experiment: tables, curves, pictures, claims, and the answer to its question.
 
 :func:`fedcomp.experiments.tables.findings` makes :class:`Findings`. They are plain data: they go into ``summary.json``
 and come back from there unchanged; :mod:`fedcomp.experiments.page` and :mod:`fedcomp.experiments.console` show them.
@@ -111,59 +111,6 @@ class Curves:
 
 
 @dataclass(frozen=True)
-class HeatMap:
-    """Numbers by row and column, coloured by size: the larger, the deeper.
-
-    Parameters
-    ----------
-    title : str
-    x_labels, y_labels : sequence of str
-        Of the columns and of the rows.
-    values : sequence of sequences of float or None
-        One row per entry of ``y_labels``; None, NaN and infinity are shown as gaps.
-    value_label : str
-        What the numbers are, with their unit.
-    log : bool
-        Whether the colours follow the logarithm of the values.
-    caption : str
-    """
-
-    title: str
-    x_labels: Sequence[str]
-    y_labels: Sequence[str]
-    values: Sequence[Sequence[float | None]]
-    value_label: str
-    log: bool = False
-    caption: str = ""
-
-    def __post_init__(self) -> None:
-        if len(self.values) != len(self.y_labels) or any(len(row) != len(self.x_labels) for row in self.values):
-            raise ValueError(
-                f"heat map {self.title!r}: expected {len(self.y_labels)} rows of {len(self.x_labels)} values"
-            )
-        for name in ("x_labels", "y_labels"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        object.__setattr__(self, "values", tuple(tuple(map(_cell, row)) for row in self.values))
-
-    def depth(self, value: float | None) -> float:
-        """Return where ``value`` lies between the smallest (0) and the largest (1) value, on the colours' scale."""
-
-        def scaled(value: float | None) -> float:
-            if value is None or (self.log and value <= 0):
-                return math.nan
-            return math.log(value) if self.log else float(value)
-
-        finite = [place for row in self.values for each in row if math.isfinite(place := scaled(each))]
-        low, high, place = min(finite, default=0.0), max(finite, default=0.0), scaled(value)
-        return (place - low) / (high - low) if math.isfinite(place) and high > low else 0.0
-
-    def as_table(self) -> Table:
-        """Return the same figures as a table, for where colours cannot be shown."""
-        rows = [[label, *row] for label, row in zip(self.y_labels, self.values, strict=True)]
-        return Table(self.title, (self.value_label, *self.x_labels), rows, self.caption)
-
-
-@dataclass(frozen=True)
 class Pictures:
     """Small grey images in rows, such as what a generator makes of each class. Make one with :meth:`of`.
 
@@ -207,7 +154,7 @@ class Pictures:
         return np.frombuffer(base64.b64decode(self.pixels), np.uint8).reshape(self.shape)
 
 
-Figure = Curves | HeatMap | Pictures
+Figure = Curves | Pictures
 
 
 @dataclass(frozen=True)
@@ -217,7 +164,7 @@ class Findings:
     Parameters
     ----------
     tables : sequence of Table
-    figures : sequence of Curves, HeatMap or Pictures
+    figures : sequence of Curves or Pictures
     claims : sequence of Claim
         Names are unique.
     answer : str
@@ -260,7 +207,7 @@ class Findings:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Findings:
         """Read :meth:`to_json`'s dictionary."""
-        kinds = {kind.__name__.lower(): kind for kind in (Curves, HeatMap, Pictures)}
+        kinds = {kind.__name__.lower(): kind for kind in (Curves, Pictures)}
         figures = [dict(figure) for figure in document["figures"]]
         found = {
             "tables": [Table(**table) for table in document["tables"]],

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from fedcomp.errors import optional
 from fedcomp.experiments import plots
-from fedcomp.experiments.findings import LONG, Curves, Findings, HeatMap, Pictures, Series
+from fedcomp.experiments.findings import LONG, Curves, Findings, Pictures, Series
 from fedcomp.experiments.kit import learning_line
 from fedcomp.experiments.options import show_value
 from fedcomp.experiments.report import (
     COUNTED,
-    aligned,
     count,
     duration,
     failed_claims,
@@ -81,7 +80,6 @@ def render_report(summary: Mapping[str, Any], rounds: Mapping[str, Sequence[Roun
         sections=[(id, sheet.title) for id, sheet in places] + [("privacy", "Privacy")] * bool(said),
         charts=[(curve, Markup(plots.line_plot(curve, known, salt=f"plot-{i}"))) for i, curve in enumerate(curves)],
         pictures=[figure for figure in found.figures if isinstance(figure, Pictures)],
-        maps=[(heat, _cells(heat)) for heat in found.figures if isinstance(heat, HeatMap)],
         sheets=places,
         long=LONG,
         privacy=privacy_sheet(summary) if said else None,
@@ -147,10 +145,3 @@ def _accuracy(summary: Mapping[str, Any], rounds: Mapping[str, Sequence[RoundRec
     ]
     # A plot of single points says less than the table.
     return [curves for curves in found if any(len(plots.points(line, curves)) > 1 for line in curves.series)]
-
-
-def _cells(heat: HeatMap) -> list[tuple[str, list[tuple[str, float]]]]:
-    """Return by row its label, and of every value the text and the depth of the colour."""
-    texts = iter(aligned([value for row in heat.values for value in row]))
-    rows = zip(heat.y_labels, heat.values, strict=True)
-    return [(label, [(next(texts), heat.depth(value)) for value in row]) for label, row in rows]

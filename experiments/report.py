@@ -215,7 +215,7 @@ def ratio(value: float | None) -> str:
 
 def short_bytes(count: float) -> str:
     """Return a byte count in decimal units, three digits: ``"1.25 MB"``."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         # From here on three digits would round up to 1000 of the smaller unit.
         if abs(count) >= 0.9995 * size:
             value = count / size
@@ -277,11 +277,15 @@ def link_name(settings: Mapping[str, Any]) -> str:
         return ""
     from fedcomp.timing.links import parse_link
 
-    rate = parse_link(text).up_bits_per_s
+    return f"{bit_rate(parse_link(text).up_bits_per_s)} uplink"
+
+
+def bit_rate(bits_per_s: float) -> str:
+    """Return a link's rate in decimal units: ``"10 Mbit/s"``."""
     for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if rate >= size:
-            return f"{rate / size:g} {unit} uplink"
-    return f"{rate:g} bit/s uplink"
+        if bits_per_s >= size:
+            return f"{bits_per_s / size:g} {unit}"
+    return f"{bits_per_s:g} bit/s"
 
 
 def verdict(summary: Mapping[str, Any]) -> str:

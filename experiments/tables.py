@@ -150,6 +150,11 @@ def _lost(found: Found, row: str, other: str) -> float:
     return found.mean(other or found.baseline, "score") - found.mean(row, "score")
 
 
+def _range(found: Found, row: str, other: str) -> str:
+    losses = found.each(row, "loss")
+    return f"{mean(losses):.3f}±{spread(losses):.3f}"
+
+
 def _differing(found: Found, row: str, other: str) -> float:
     """Of rows that the runner trained: final models are compared byte by byte."""
     return different_bytes(found.results[other or found.baseline].arrays, found.results[row].arrays)
@@ -161,6 +166,7 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "±": Quantity(lambda found, row, other: spread(found.each(row, "score")), 1),
     "final test, %": Quantity(lambda found, row, other: found.mean(row, "accuracy"), 1),
     "final loss": Quantity(lambda found, row, other: found.mean(row, "loss")),
+    "loss, ± half its range": Quantity(_range),
     "times the loss": Quantity(_part("loss"), 4),
     "points lost": Quantity(_lost, 1),
     "uplink bytes": Quantity(_each("uplink"), 0),

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fedcomp.experiments.experiment import Experiment, Studied
-from fedcomp.experiments.findings import Curves, HeatMap, Series, Table
+from fedcomp.experiments.findings import Curves, Series, Table
 from fedcomp.experiments.options import TEXT, Option
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.experiments.tables import Found
@@ -125,7 +125,6 @@ def measure(found: Found) -> Studied:
         tables=[Table("Measured <losses>", ["cell", "loss"], [[str(i), loss] for i, loss in enumerate(losses)])],
         figures=[
             Curves("Loss by cell", "cell", "loss", [Series("a < b", range(len(losses)), losses)], log_y=True),
-            HeatMap("Loss again", [str(i) for i in range(len(losses))], ["loss"], [losses], "nats", log=True),
         ],
         tasks=[{"data": DATA}],
     )

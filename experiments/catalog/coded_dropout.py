@@ -31,14 +31,8 @@ EXPERIMENT = Experiment(
         "model_rounds": Option(60, Int(2), "rounds simulated by the model for each point of a curve"),
     },
     claims="""
-        QSGD-8, MDS relay | bytes that differ from averaging the same updates uncoded | == 0.0 | gate: theory: decoding
-            returns the exact bytes of the replies
-        QSGD-8, RLNC relay | bytes that differ from averaging the same updates uncoded | == 0.0 | gate: theory: decoding
-            returns the exact bytes of the replies
-        top-1 %, MDS relay | bytes that differ from averaging the same updates uncoded | == 0.0 | gate: theory: decoding
-            returns the exact bytes of the replies
-        top-1 %, RLNC relay | bytes that differ from averaging the same updates uncoded | == 0.0 | gate: theory:
-            decoding returns the exact bytes of the replies
+        QSGD-8, MDS relay & QSGD-8, RLNC relay & top-1 %, MDS relay & top-1 %, RLNC relay | bytes that differ from \
+            averaging the same updates uncoded | == 0.0 | gate: theory: decoding returns the exact bytes of the replies
         QSGD-8, MDS relay | fraction more than by plain upload | >= {least expected of an MDS relay} | gate: the model
             on the same failures, less 0.05
         QSGD-8, RLNC relay | fraction more than by plain upload | >= {least expected of an RLNC relay} | gate: the

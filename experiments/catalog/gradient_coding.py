@@ -34,22 +34,11 @@ EXPERIMENT = Experiment(
     },
     claims="""
         # Speeds of the stragglers are redrawn every round, or are the same in all rounds.
-        gradient code, s = 1 | off in weights, redrawn every round | <= 1e-6 | gate: theory: the decoded sum is exact;
-            float64 rounds at 1e-12, float32 models at 6e-8
-        gradient code, s = 1 | off in weights, the same in all rounds | <= 1e-6 | gate: theory: the decoded sum is
-            exact; float64 rounds at 1e-12, float32 models at 6e-8
-        gradient code, s = 3 | off in weights, redrawn every round | <= 1e-6 | gate: theory: the decoded sum is exact;
-            float64 rounds at 1e-12, float32 models at 6e-8
-        gradient code, s = 3 | off in weights, the same in all rounds | <= 1e-6 | gate: theory: the decoded sum is
-            exact; float64 rounds at 1e-12, float32 models at 6e-8
-        gradient code, s = 1 | off in a round's loss, redrawn every round | <= 1e-6 | gate: theory: the same curve,
-            step by step
-        gradient code, s = 1 | off in a round's loss, the same in all rounds | <= 1e-6 | gate: theory: the same curve,
-            step by step
-        gradient code, s = 3 | off in a round's loss, redrawn every round | <= 1e-6 | gate: theory: the same curve,
-            step by step
-        gradient code, s = 3 | off in a round's loss, the same in all rounds | <= 1e-6 | gate: theory: the same curve,
-            step by step
+        gradient code, s = 1 & gradient code, s = 3 | off in weights, redrawn every round & off in weights, the same \
+            in all rounds | <= 1e-6 | gate: theory: the decoded sum is exact; float64 rounds at 1e-12, float32 models at
+            6e-8
+        gradient code, s = 1 & gradient code, s = 3 | off in a round's loss, redrawn every round & off in a round's \
+            loss, the same in all rounds | <= 1e-6 | gate: theory: the same curve, step by step
         over GF(2^31 - 1), s = 3 | bytes of models that differ from those with s = 0 | == 0 | gate: theory: sums in a
             field are exact whichever devices answer
         | off Flower's FedAvg | <= 1e-4 | gate: derived: Flower adds in float32, the code in float64
@@ -57,18 +46,11 @@ EXPERIMENT = Experiment(
             answers that determine the sum
         gradient code, s = 3 | uplink payload over that with s = 0 | == 1.0 | gate: derived: an answer is as long as an
             update, so nothing is saved
-        gradient code, s = 1 | seconds over waiting for all, redrawn every round | <= 1.0 | goal: the paper's aim; it
-            holds for heavy tails only and depends on the draws
-        gradient code, s = 1 | seconds over waiting for all, the same in all rounds | <= 1.0 | goal: the paper's aim; it
-            holds for heavy tails only and depends on the draws
-        gradient code, s = 3 | seconds over waiting for all, redrawn every round | <= 1.0 | goal: the paper's aim; it
-            holds for heavy tails only and depends on the draws
-        gradient code, s = 3 | seconds over waiting for all, the same in all rounds | <= 1.0 | goal: the paper's aim; it
-            holds for heavy tails only and depends on the draws
-        gradient code, s = 1 | seconds over waiting for all, redrawn every round, if they stop | <= 1.0 | goal: as
-            above, computed from the same draws
-        gradient code, s = 3 | seconds over waiting for all, redrawn every round, if they stop | <= 1.0 | goal: as
-            above, computed from the same draws
+        gradient code, s = 1 & gradient code, s = 3 | seconds over waiting for all, redrawn every round & seconds over \
+            waiting for all, the same in all rounds | <= 1.0 | goal: the paper's aim; it holds for heavy tails only \
+            and depends on the draws
+        gradient code, s = 1 & gradient code, s = 3 | seconds over waiting for all, redrawn every round, if they stop \
+            | <= 1.0 | goal: as above, computed from the same draws
         ignore the 3 slowest | test loss over that of the code, the same in all rounds | >= 1.1 | gate: data are sorted
             by label, so the labels of the slow devices are never learnt
     """,

@@ -23,19 +23,14 @@ EXPERIMENT = Experiment(
         "deployed_rounds": Option(8, Int(2), "rounds there"),
     },
     claims="""
-        width 1 | relative distance from its recursion | <= 1e-5 | gate: float32
-        width 2 | relative distance from its recursion | <= 1e-5 | gate: float32
-        width 3 | relative distance from its recursion | <= 1e-5 | gate: float32
+        width 1 & width 2 & width 3 | relative distance from its recursion | <= 1e-5 | gate: float32
         | wrong recursions: times further from width 2, least | >= 100 | gate: a comparison that never fails would show
             nothing
         | period, events against law: largest relative difference | <= 1e-9 | gate: derived
-        width 1 by cohorts | seconds per step on the clock, over the law's | <= 1.001 | gate: the law
-        width 2 by cohorts | seconds per step on the clock, over the law's | <= 1.001 | gate: the law
-        width 4 by cohorts | seconds per step on the clock, over the law's | <= 1.001 | gate: the law
-        0 steps of delay | largest stable step, by bisection over the formula, off 1 by | <= 0.01 | gate: derived
-        1 steps of delay | largest stable step, by bisection over the formula, off 1 by | <= 0.01 | gate: derived
-        2 steps of delay | largest stable step, by bisection over the formula, off 1 by | <= 0.01 | gate: derived
-        3 steps of delay | largest stable step, by bisection over the formula, off 1 by | <= 0.01 | gate: derived
+        width 1 by cohorts & width 2 by cohorts & width 4 by cohorts | seconds per step on the clock, over the law's \
+            | <= 1.001 | gate: the law
+        0 steps of delay & 1 steps of delay & 2 steps of delay & 3 steps of delay | largest stable step, by bisection \
+            over the formula, off 1 by | <= 0.01 | gate: derived
         step size .1 | points lost by one step of delay | <= 1.0 | gate: measured for the specification: .3
         step size 1 | points lost by one step of delay | >= 5.0 | gate: measured for the specification: 17; the stable
             step size has less than a factor of two left
@@ -49,8 +44,7 @@ EXPERIMENT = Experiment(
             claims to be faster than both
         width 2 | seconds over those of width 1, deployed | <= 0.8 | gate: chosen: the hidden time must justify the
             complexity
-        width 1 | largest distance of a weight from the recursion, deployed | <= 1e-5 | gate: float32
-        width 2 | largest distance of a weight from the recursion, deployed | <= 1e-5 | gate: float32
+        width 1 & width 2 | largest distance of a weight from the recursion, deployed | <= 1e-5 | gate: float32
     """,
     answer=(
         "{where}two cohorts reach {target, %:g} % after {two cohorts | seconds to the target} s, synchronous rounds "

@@ -78,12 +78,8 @@ EXPERIMENT = Experiment(
         decaying matrices | error of the best CHOCO over rank 1 | >= 1.0 | gate: design study, 8.4e-2 over 4.2e-2
         | largest change of the sum of all matrices by PowerGossip | <= 1e-10 | gate: theory, one end adds what the \
             other subtracts, bit for bit
-        D-PSGD | model bytes that differ | <= 0.0 | gate: the same relay and the same nodes
-        D-PSGD | message bytes that differ | <= 0.0 | gate: the same relay and the same nodes
-        PowerGossip, rank 1 | model bytes that differ | <= 0.0 | gate: the same relay and the same nodes
-        PowerGossip, rank 1 | message bytes that differ | <= 0.0 | gate: the same relay and the same nodes
-        CHOCO, top-k, gamma 0.1 | model bytes that differ | <= 0.0 | gate: the same relay and the same nodes
-        CHOCO, top-k, gamma 0.1 | message bytes that differ | <= 0.0 | gate: the same relay and the same nodes
+        D-PSGD & PowerGossip, rank 1 & CHOCO, top-k, gamma 0.1 | model bytes that differ & message bytes that differ \
+            | <= 0.0 | gate: the same relay and the same nodes
     """,
     answer=(
         "Untuned, rank 1 sends messages {PowerGossip, rank 1 | messages smaller than dense ones:.0f} times smaller "

@@ -22,12 +22,8 @@ EXPERIMENT = Experiment(
         "float_draws": Option(100_000, Int(1000), "noisy values whose last bits are looked at"),
     },
     claims="""
-        tier A | verdicts against a system | == 0 | gate: what the system itself states
-        tier B | verdicts against a system | == 0 | gate: what the system itself states
-        tier C | verdicts against a system | == 0 | gate: what the system itself states
-        tier E | verdicts against a system | == 0 | gate: what the system itself states
-        tier F | verdicts against a system | == 0 | gate: what the system itself states
-        tier D | verdicts against a system | == 0 | gate: what the system itself states
+        tier A & tier B & tier C & tier E & tier F & tier D | verdicts against a system | == 0 | gate: what the system
+            itself states
         tier D | forgotten noise is noticed | == 1 | gate: goal
         tier C | weakest attack's bound over mu | >= 0.2 | gate: an attack that detects nothing cannot refute anything
         | mutants not told from their originals | == 0 | gate: goal: all are caught

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from fedcomp.experiments.experiment import Experiment
 from fedcomp.experiments.options import TEXT, Option, numbers
-from fedcomp.experiments.studies.readme import COHORTS, FEDAVG, TASKS, compare, lost, names, where
-from fedcomp.rules import OneOf
+from fedcomp.experiments.studies.readme import COHORTS, TASKS, compare, lost, names, where
 
 if TYPE_CHECKING:
     from fedcomp.experiments.tables import Found
@@ -56,7 +55,6 @@ EXPERIMENT = Experiment(
             "step sizes tried on a validation split, as multiples of the task's step size",
             check=numbers,
         ),
-        "tune": Option(FEDAVG, OneOf(FEDAVG, "every row"), "rows whose step size is searched; all others use FedAvg's"),
         "workers": 1,
     },
     repeats=False,

@@ -50,9 +50,9 @@ EXPERIMENT = Experiment(
             vector, in addition to the 4/3 for the sum of the masks
         | sum through the server: it receives, over that with links between clients | >= 5.0 | gate: derived: all N (N -
             1) shards cross the server's link; without links between clients the code saves nothing
-        | exact rounds, mode share | == 1.0 | gate: a sum in the field is the exact sum of integers, or decoding fails
-        | exact rounds, mode mask | == 1.0 | gate: a sum in the field is the exact sum of integers, or decoding fails
-        | clients missing | == 0.0 | gate: every update is in the sum the sum
+        | exact rounds, mode share & exact rounds, mode mask | == 1.0 | gate: a sum in the field is the exact sum of
+            integers, or decoding fails
+        | clients missing | == 0.0 | gate: every update is in the sum
         | difference of accuracy | <= 0.03 | gate: the same integers are added as with 8-bit uploads; weights differ by
             one example, so roundings differ after the first round
     """,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedcomp.experiments.experiment import Experiment
+from fedcomp.experiments.experiment import Curve, Experiment
 from fedcomp.experiments.options import Option
 from fedcomp.experiments.studies.topagg import EPSILONS, FEDAVG, FINITE, METHODS, SENT, number, rows, study
 from fedcomp.rules import Flag, Int
@@ -65,6 +65,7 @@ EXPERIMENT = Experiment(
         ),
         "tune_seeds": Option(1, Int(1, 10), "trainings per candidate when tuning"),
     },
+    curves=[Curve(title="Test accuracy against uplink bytes", caption="The rows that ran over messages, one seed.")],
     claims="\n".join(_CLAIMS),
     answer="Votes send {times fewer bytes:.0f} times fewer bytes than DP-FedAvg's dense updates; accuracy: "
     + ", ".join(

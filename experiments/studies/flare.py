@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from fedcomp.experiments.drifting import DATA, SCHEDULERS, TICK, WINDOW
 from fedcomp.experiments.experiment import Studied
 from fedcomp.experiments.findings import mean
-from fedcomp.experiments.kit import Records, Sweep, repetitions, table
+from fedcomp.experiments.kit import Records, repetitions, table
 from fedcomp.experiments.tables import Found
 
 SLOW: Final = "fixed, every 50 ticks"
@@ -74,9 +73,8 @@ def study(found: Found) -> Studied:
     from fedcomp.experiments.drifting_rounds import ROWS
     from fedcomp.tasks import get_task
 
-    config, say = found.config, found.say
-    s = config.settings
-    seeds, processes, ticks = list(repetitions(config)), int(s["workers"]), int(s["ticks"])
+    s, seeds = found.config.settings, list(repetitions(found.config))
+    ticks = int(s["ticks"])
     cells = [
         {"scheduler": scheduler, "drift": drift, "seed": seed}
         for drift in DATA
@@ -85,17 +83,11 @@ def study(found: Found) -> Studied:
         if drift != SWAPPED or scheduler in (SLOW, OURS, MEANS, LOSS)
         for seed in seeds
     ]
-    ran = Sweep(partial(sensors, ticks=ticks), cells, "sensors")(say, processes)
-    groups = ran.groups("drift", "scheduler")
-    counted = Sweep(
-        partial(alarms, ticks=int(s["quiet_ticks"]), level=float(s["level"])),
-        {"window": list(WINDOWS), "seed": seeds},
-        "without drift",
-    )(say, processes)
-    between = Sweep(
-        partial(federated, rounds=int(s["federated_rounds"])), {"row": list(ROWS), "seed": seeds[:3]}, "rounds"
-    )
-    rows = between(say, processes).groups("row")
+    groups = found.sweep(sensors, cells, "sensors", ticks=ticks).groups("drift", "scheduler")
+    quiet = {"ticks": int(s["quiet_ticks"]), "level": float(s["level"])}
+    counted = found.sweep(alarms, {"window": WINDOWS, "seed": seeds}, "without drift", **quiet)
+    asked = {"row": list(ROWS), "seed": seeds[:3]}
+    rows = found.sweep(federated, asked, "rounds", rounds=int(s["federated_rounds"])).groups("row")
 
     def average(drift: str, scheduler: str, name: str) -> float:
         return mean(groups[drift, scheduler].each(name))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.experiments.experiment import Studied
 from fedcomp.experiments.findings import mean, spread
-from fedcomp.experiments.kit import Records, Sweep, repetitions, table
+from fedcomp.experiments.kit import Records, repetitions, table
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.tables import TUNING_SEED, Found, Training, by_messages
 from fedcomp.rng import Key
@@ -91,16 +91,14 @@ def reached(line: Sequence[Sequence[float]], column: int, most: float) -> float:
 
 def _mnist(found: Found) -> dict[str, Records]:
     """Return the trainings by estimate, each at the best step size on a validation split."""
-    config, say, processes = found.config, found.say, found.workers
+    config = found.config
     steps, width = int(config.settings["mnist_steps"]), int(config.settings["mnist_hidden"])
     grid = [0.03, 0.1, 0.3, 1.0, 10.0, 30.0, 100.0]
-    shared = {"steps": max(1, steps // 4), "tuning": True, "width": width}
-    axes: dict[str, list[Any]] = {"row": list(ESTIMATES), "lr": grid, "seed": [config.seed + TUNING_SEED]}
-    tried = Sweep(estimate, axes, "tuning on MNIST", shared)(say, processes)
+    axes: dict[str, Any] = {"row": ESTIMATES, "lr": grid, "seed": [config.seed + TUNING_SEED]}
+    tried = found.sweep(estimate, axes, "tuning on MNIST", steps=max(1, steps // 4), tuning=True, width=width)
     best = {row: max(group, key=lambda r: r.accuracy).lr for row, group in tried.groups("row").items()}
     cells = [{"row": row, "lr": best[row], "seed": seed} for row in ESTIMATES for seed in repetitions(config)]
-    shared = {"steps": steps, "tuning": False, "width": width}
-    return Sweep(estimate, cells, "MNIST", shared)(say, processes).groups("row")
+    return found.sweep(estimate, cells, "MNIST", steps=steps, tuning=False, width=width).groups("row")
 
 
 def network(inputs: int, width: int, *, local: bool, key: Key) -> nn.Module:

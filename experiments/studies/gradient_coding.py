@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -186,18 +185,16 @@ def replay(
 def expected_seconds(clients: int, losses: int, tail: float) -> float:
     """Return the mean seconds of a round in which all devices restart, with Pareto times of index ``tail``.
 
-    The k-th smallest of n such times has the mean G(n + 1) G(n - k + 1 - 1/a) / (G(n - k + 1) G(n + 1 - 1/a)) (G: the
-    gamma function; recalled, and checked against draws in the tests). With fractional repetition the first answer of
-    each group counts; its time has the index (s + 1) a, and the slowest group ends the round.
+    The k-th smallest of n such times has as its mean the product of j / (j - 1/a) over j from n - k + 1 to n (recalled,
+    and checked against draws in the tests). With fractional repetition the first answer of each group counts; its time
+    has the index (s + 1) a, and the slowest group ends the round.
     """
     n, rank, index = clients, clients - losses, tail
     if clients % (losses + 1) == 0:
         n = rank = clients // (losses + 1)
         index = tail * (losses + 1)
-    x = 1.0 / index
-    # With logarithms, because the gamma function overflows at 171.
-    logs = math.lgamma(n + 1) + math.lgamma(n - rank + 1 - x) - math.lgamma(n - rank + 1) - math.lgamma(n + 1 - x)
-    return (losses + 1) * math.exp(logs)
+    j = np.arange(n - rank + 1, n + 1)
+    return (losses + 1) * float(np.prod(j / (j - 1.0 / index)))
 
 
 def _flat(result: RunResult) -> NDArray[np.float64]:

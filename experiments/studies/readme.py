@@ -148,20 +148,11 @@ def compare(found: Found) -> Studied:
     return Studied(quantities, tables, figures, [get_task(task).record() for task in tasks])
 
 
-def _best(tried: Records) -> dict[str, float]:
-    """Return each row's step size: FedAvg's, unless another was tried and is better by more than chance.
-
-    FedAvg's is the smallest of those that end alike: the others may still swing in the first rounds, in which rows are
-    compared as well.
-    """
-    reached = {(r.row, r.lr): 0.0 if math.isnan(r.settled) else r.settled for r in tried}
-    steps = {row: max(group, key=lambda r: reached[row, r.lr]).lr for row, group in tried.groups("row").items()}
-    enough = reached[FEDAVG, steps[FEDAVG]] - CHANCE
-    usual = min(lr for row, lr in reached if row == FEDAVG and reached[row, lr] >= enough)
-    return {
-        row: steps[row] if row in steps and reached[row, steps[row]] > reached[row, usual] + CHANCE else usual
-        for row in ROWS
-    }
+def _best(tried: Records) -> float:
+    """Return FedAvg's step size, which all rows have: the smallest of those that end alike, for the others may still
+    swing in the first rounds, in which rows are compared as well."""
+    reached = {r.lr: 0.0 if math.isnan(r.settled) else r.settled for r in tried}
+    return min(lr for lr, settled in reached.items() if settled >= max(reached.values()) - CHANCE)
 
 
 def _at(task: str, cohort: str, place: str, found: Found) -> tuple[Table, Curves, float, float]:
@@ -170,11 +161,10 @@ def _at(task: str, cohort: str, place: str, found: Found) -> tuple[Table, Curves
     config = found.config
     here: dict[str, Any] = {"task": [task], "cohort": [cohort]}
     steps = [TASKS[task][0] * times for times in numbers(str(config.settings["steps"]))]
-    tuned = [FEDAVG] if config.settings["tune"] == FEDAVG else list(ROWS)
-    axes = {**here, "row": tuned, "lr": steps, "seed": [config.seed]}
-    best = _best(found.sweep(train, axes, "tuning", config=config, tuning=True))
+    axes = {**here, "row": [FEDAVG], "lr": steps, "seed": [config.seed]}
+    lr = _best(found.sweep(train, axes, "tuning", config=config, tuning=True))
     cells = [
-        {"task": task, "cohort": cohort, "row": row, "lr": best[row], "seed": seed}
+        {"task": task, "cohort": cohort, "row": row, "lr": lr, "seed": seed}
         for row in ROWS
         for seed in repetitions(config)
     ]
@@ -195,7 +185,6 @@ def _at(task: str, cohort: str, place: str, found: Found) -> tuple[Table, Curves
     after = moments(config)
     columns: dict[str, Any] = {
         "row": lambda row: row,
-        "step size": lambda row: best[row] if len(set(best.values())) > 1 else None,
         "up, MB": lambda row: round(of(row, "up") / 1e6, 2),
         "times fewer up": lambda row: round(times(row, "up"), 1),
         "down, MB": lambda row: round(of(row, "down") / 1e6, 2),
@@ -206,8 +195,7 @@ def _at(task: str, cohort: str, place: str, found: Found) -> tuple[Table, Curves
     caption = (
         "Bytes of all serialised messages, all clients and rounds. Accuracy is on the test split, mean of seeds ± half "
         f"their range; after {config.rounds} rounds is the mean of the last {LAST} evaluations, one every {EVERY} "
-        f"rounds. FedAvg's step size, {best[FEDAVG]:g}, did best on a validation split of the training examples; with "
-        f"tune='every row' a row has another if it does {CHANCE:g} point better."
+        f"rounds. FedAvg's step size, {lr:g}, did best on a validation split of the training examples."
     )
     figure = curves(
         f"Accuracy against bytes: {place}",
@@ -220,5 +208,4 @@ def _at(task: str, cohort: str, place: str, found: Found) -> tuple[Table, Curves
         log_x=True,
         x_bytes=True,
     )
-    shown = table(place, columns, ROWS, caption, optional=["step size"])
-    return shown, figure, most(SAFE), times(SAFE, "up")
+    return table(place, columns, ROWS, caption), figure, most(SAFE), times(SAFE, "up")

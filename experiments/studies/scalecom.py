@@ -15,11 +15,11 @@ from fedcomp.experiments.kit import curves, table
 from fedcomp.experiments.spec import RunResult
 from fedcomp.experiments.studies.memories import SEED, memory_norm
 from fedcomp.experiments.tables import Found
-from fedcomp.layout import NONE_DENSE, Layout
-from fedcomp.program import Answer, Ask, Me, Now, Round, System
+from fedcomp.layout import NONE_DENSE, Layout, Vector
+from fedcomp.program import Answer, Ask, Me, Now, Round, Said, System
 from fedcomp.rng import Key
 from fedcomp.systems.pair import Pair
-from fedcomp.systems.shared_support import SharedSupport
+from fedcomp.systems.shared_support import Lead, SharedSupport
 
 SIDES: Final = {"local top-k": "local", "CLT-k": "CLT-k"}
 """By label, the first word of a column: every client selects for itself, or a leader selects for all."""
@@ -110,23 +110,40 @@ def _selected(result: RunResult) -> int:
     return sum(codec.count(stretch) for stretch in codec.stretches(layout))
 
 
+class Totals(Said):
+    """The answer of a client with its whole vector, which no real message has."""
+
+    def __init__(self, vector: Vector) -> None:
+        self.vector = vector
+
+
 @dataclass(frozen=True, repr=False, eq=False)
-class SupportOfTheMean(SharedSupport, id="support-of-the-mean"):
-    """The support is the largest entries of the mean. No client can know them, so everything is sent to find them."""
+class Oracle(SharedSupport, id="oracle"):
+    """A shared support that is the true top k of the mean of all clients' memory plus update; no leader can do better.
+
+    Its index block is sent as if the leader had chosen it.
+    """
 
     def round(self, now: Now) -> Round:
-        answers = yield [Ask(node) for node in now.nodes]
-        total = np.sum([np.frombuffer(a.frames["whole"], "<f4") for a in answers], axis=0, dtype=np.float32)
-        supports = self.codec.choose_from(np.asarray(total), now.layout, Key(now.seed, "uplink", now.number))
-        support = support_frame(supports, self.codec, now.layout)
-        sent = yield [Ask(answer.node, "query", blobs={"support": support}) for answer in answers]
-        return self.stepped(now, supports, support, sent)
+        """All clients train, the server chooses, all clients send."""
+        leader = (now.number - 1) % len(now.nodes)
+        trained = yield [Ask(node) for node in now.nodes]
+        total, weight = np.zeros(now.layout.size), sum(answer.weight for answer in trained)
+        for answer in trained:
+            assert isinstance(answer.say, Totals)
+            total += answer.weight / weight * answer.say.vector
+        supports = self.codec.choose_from(total.astype(np.float32), now.layout, now.key("uplink", leader))
+        blobs = {"support": support_frame(supports, self.codec, now.layout)}
+        answers = yield [Ask(node, "query", Lead(lead=node == leader), blobs=blobs) for node in now.nodes]
+        return self.stepped(now, supports, blobs["support"], answers)
 
     def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
-        memory, answer = super().client(memory, ask, me)
+        """Return the whole vector, or the values on the support; the leader also sends the support."""
+        leads = isinstance(ask.say, Lead) and ask.say.lead
+        memory, answer = super().client(memory, ask._replace(say=None), me)
         if ask.kind == "train":
-            answer = answer._replace(frames={"whole": self.codec.total(memory, me.layout).tobytes()})
-        return memory, answer
+            return memory, answer._replace(say=Totals(self.codec.total(memory, me.layout)))
+        return memory, answer._replace(frames={**ask.blobs, **answer.frames}) if leads else answer
 
 
 def memory_norms(rounds: int) -> dict[str, float]:
@@ -138,6 +155,6 @@ def memory_norms(rounds: int) -> dict[str, float]:
         "CLT-k, rotating leader": SharedSupport(ScaleCom(SHARE)),
         "local top-k": Pair(ErrorFeedback(TopK(SHARE))),
         "shared random-k": Pair(ErrorFeedback(RandomK(SHARE))),
-        "support of the mean": SupportOfTheMean(ScaleCom(SHARE)),
+        "support of the mean": Oracle(ScaleCom(SHARE)),
     }
     return {name: memory_norm(system, layout, draws, rounds) for name, system in systems.items()}

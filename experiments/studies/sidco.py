@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from fedcomp.experiments.experiment import Studied
-from fedcomp.experiments.findings import HeatMap, Table, mean
+from fedcomp.experiments.findings import Table, mean
 from fedcomp.experiments.kit import Record, Records, table, train_losses
 from fedcomp.experiments.options import Config
 from fedcomp.experiments.tables import Found
@@ -289,8 +289,8 @@ def study(found: Found) -> Studied:
             _captured_table(captured),
             _search_table(searches),
             _time_table(times),
+            _places_table(captured),
         ],
-        figures=[_heat_map(captured)],
         tasks=[get_task(source.task, **source.options).record() for source in by_name.values()],
     )
 
@@ -367,19 +367,19 @@ def _captured_table(captured: Records) -> Table:
     )
 
 
-def _heat_map(captured: Records) -> HeatMap:
-    names = [fit_name(*fit) for fit in FITS]
+def _places_table(captured: Records) -> Table:
     groups = captured.where(what="with memory").groups("place", "density")
-    return HeatMap(
+    # Averaged over steps only, so a layer or density at which a fit fails keeps its own line.
+    columns: dict[str, Any] = {"median over the steps": lambda at: f"{at[0]}, {at[1]:g}"} | {
+        name: (lambda at, name=name: median(fits[name] for fits in groups[at].each("fits")))
+        for name in (fit_name(*fit) for fit in FITS)
+    }
+    return table(
         "Selected over wanted, gradient with memory",
-        names,
-        [f"{place}, {density:g}" for place, density in groups],
-        # Averaged over steps only, so a layer or density at which a fit fails keeps its own line.
-        [[median(fits[name] for fits in found.each("fits")) for name in names] for found in groups.values()],
-        "median over the steps",
-        log=True,
-        caption="1 is right, deeper colour means too many, and no colour means nothing selected. By network, layer "
-        "and density, for the digits MLP of 85 002 parameters and the MNIST CNN.",
+        columns,
+        groups,
+        "1 is right, and 0 means that nothing is selected. By network, layer and density, for the digits MLP of 85 002 "
+        "parameters and the MNIST CNN.",
     )
 
 

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fedcomp.codecs import ErrorFeedback, ScaleCom, State, TopK
-from fedcomp.codecs.scalecom import support_frame
+from fedcomp.codecs import ErrorFeedback, ScaleCom, TopK
 from fedcomp.experiments.experiment import Rows, Studied
 from fedcomp.experiments.findings import Table, mean
 from fedcomp.experiments.kit import Records, repetitions, table
 from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.studies.scalecom import Oracle
 from fedcomp.experiments.tables import Found, Training, of_codec, planned, trained
-from fedcomp.layout import Vector
-from fedcomp.program import Answer, Ask, Me, Now, Round, Said
 from fedcomp.rng import Key
 from fedcomp.systems.pair import Pair
-from fedcomp.systems.shared_support import Lead, SharedSupport
 
 if TYPE_CHECKING:
     # Listing the experiments needs no Flower, so it is imported when one runs.
@@ -84,42 +81,6 @@ def baselines(lr: float) -> Rows:
         "natural compression": "codec codec.id=natural",
         "QSGD": "codec codec.id=qsgd",
     }
-
-
-class Totals(Said):
-    """The answer of a client with its whole vector, which no real message has."""
-
-    def __init__(self, vector: Vector) -> None:
-        self.vector = vector
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class Oracle(SharedSupport, id="oracle"):
-    """A shared support that is the true top k of the mean of all clients' memory plus update; no leader can do better.
-
-    Its index block is sent as if the leader had chosen it.
-    """
-
-    def round(self, now: Now) -> Round:
-        """All clients train, the server chooses, all clients send."""
-        leader = (now.number - 1) % len(now.nodes)
-        trained = yield [Ask(node) for node in now.nodes]
-        total, weight = np.zeros(now.layout.size), sum(answer.weight for answer in trained)
-        for answer in trained:
-            assert isinstance(answer.say, Totals)
-            total += answer.weight / weight * answer.say.vector
-        supports = self.codec.choose_from(total.astype(np.float32), now.layout, now.key("uplink", leader))
-        blobs = {"support": support_frame(supports, self.codec, now.layout)}
-        answers = yield [Ask(node, "query", Lead(lead=node == leader), blobs=blobs) for node in now.nodes]
-        return self.stepped(now, supports, blobs["support"], answers)
-
-    def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
-        """Return the whole vector, or the values on the support; the leader also sends the support."""
-        leads = isinstance(ask.say, Lead) and ask.say.lead
-        memory, answer = super().client(memory, ask._replace(say=None), me)
-        if ask.kind == "train":
-            return memory, answer._replace(say=Totals(self.codec.total(memory, me.layout)))
-        return memory, answer._replace(frames={**ask.blobs, **answer.frames}) if leads else answer
 
 
 def oracle(**options: Any) -> Oracle:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fedcomp.experiments.findings import Curves, Table, largest, mean, spread
-from fedcomp.experiments.kit import Records, curves, repetitions, table
+from fedcomp.experiments.findings import Table, largest, mean, spread
+from fedcomp.experiments.kit import Records, repetitions, table
 from fedcomp.experiments.options import Config
-from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.spec import RunSpec, format_settings
 from fedcomp.experiments.studies.datalens import PUBLISHED, PublishedSettings
 from fedcomp.experiments.tables import Found, Rows, Studied
 from fedcomp.privacy.accounting import noise_multiplier_for
@@ -141,8 +141,7 @@ def rows(config: Config) -> Rows:
     # nothing.
     for method in METHODS[:3]:
         own = _settings(config, method, SENT, method.candidates[method.chosen[EPSILONS.index(SENT)]])
-        texts = (f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in own.items())
-        found[method.name(SENT)] = f"{method.system} {' '.join(texts)}"
+        found[method.name(SENT)] = f"{method.system} {format_settings(own)}"
     return found
 
 
@@ -171,7 +170,7 @@ def study(found: Found) -> Studied:
     """Train every method at every epsilon without messages, and compare a closed form with random draws."""
     from fedcomp.experiments.central import beside
 
-    config, results, say = found.config, found.results, found.say
+    config, say = found.config, found.say
     chosen, tuned = choose(found)
     asked: dict[str, tuple[str, Mapping[str, Any]]] = {FEDAVG: ("identity", {})}
     for method, epsilon in _trainings():
@@ -182,14 +181,13 @@ def study(found: Found) -> Studied:
     trained = {label: _figures(group) for label, group in groups.items()}
     votes = {label: {**trained[label], **_vote_sizes(config, chosen[label])} for label in _voting()}
     caption = "These rows run through Flower on the chosen engine. Whole messages have a header and Flower's envelope."
-    checked, differ = beside(results, caption)
+    checked, differ = beside(found.results, caption)
     drawn = largest(
         drawn_difference(setting, 20_000, Key(config.seed, "passing", i)) for i, setting in enumerate(PUBLISHED)
     )
     return Studied(
         {**quantities(trained, votes, differ), "closed form less draws of the integer noise": drawn},
         tables=[*_trained_tables(trained, votes, chosen), *tuned, checked],
-        figures=[_against_bytes(results)],
         tasks=[_task(config).record()],
         statements={label: group[0].statement for label, group in groups.items() if group[0].statement},
     )
@@ -354,27 +352,6 @@ def _trained_tables(trained: Figures, votes: Figures, chosen: Mapping[str, Mappi
             "part of any guarantee.",
         ),
     ]
-
-
-def _against_bytes(results: Mapping[str, RunResult]) -> Curves:
-    points = []
-    for label, result in results.items():
-        sent = accumulate(record.uplink_payload_bytes for record in result.rounds)
-        found = [(label, total, record.accuracy) for total, record in zip(sent, result.rounds, strict=True)]
-        # A logarithmic axis has no place for zero bytes, and most rounds are not evaluated.
-        points += [point for point in found if point[1] and not math.isnan(point[2])]
-    return curves(
-        "Test accuracy against uplink bytes",
-        points,
-        lambda point: float(point[1]),
-        lambda point: 100 * point[2],
-        lambda point: point[0],
-        x_label="uplink so far, all clients",
-        y_label="%",
-        log_x=True,
-        x_bytes=True,
-        caption="The rows that ran over messages, one seed.",
-    )
 
 
 def quantities(trained: Figures, votes: Figures, differ: Mapping[str, Beside]) -> dict[Any, float]:

@@ -309,7 +309,7 @@ def test_three_kinds_of_files_are_read(tmp_path: Path) -> None:
     }
     safetensors(tmp_path / "a.safetensors", header, weight.tobytes() + bytes.fromhex("803f803f"))
     for name in ("a.pt", "a.npz", "a.safetensors"):
-        found = load(tmp_path / name)
+        found, _ = load(tmp_path / name)
         assert list(found) == ["w", "b"]
         np.testing.assert_array_equal(found["w"], weight)
         np.testing.assert_array_equal(found["b"], bias)

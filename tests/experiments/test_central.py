@@ -17,7 +17,7 @@ from fedcomp.experiments import engines
 from fedcomp.experiments.central import Cost, Plan, Sending, measured, overlap, program_of, simulate, sum_frame
 from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.spec import RunSpec
-from fedcomp.experiments.studies.sparsifiers import Oracle
+from fedcomp.experiments.studies.scalecom import Oracle
 from fedcomp.layout import Layout, Update
 from fedcomp.program import System
 from fedcomp.rng import Key

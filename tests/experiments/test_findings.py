@@ -15,7 +15,6 @@ from fedcomp.experiments.findings import (
     Claim,
     Curves,
     Findings,
-    HeatMap,
     Pictures,
     Say,
     Series,
@@ -33,7 +32,6 @@ def everything() -> Findings:
         tables=[Table("T", ["name", "value"], [["a", 1.5], ["b", None]], "caption")],
         figures=[
             Curves("C", "x", "y", [Series("s", [1, 2], [3.0, 4.0])], log_x=True, x_bytes=True),
-            HeatMap("H", ["u", "v"], ["w"], [[1.0, None]], "value", log=True),
             Pictures.of("P", np.linspace(-1, 2, 48).reshape(2, 3, 2, 4), ["0", "1"], "caption"),
         ],
         claims=[Claim("c", 0.25, "<=", 1.0, "s", gate=False)],
@@ -69,8 +67,6 @@ def test_what_is_not_finite_becomes_a_gap_and_stays_nan_in_claims_and_lines() ->
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="2 columns"):
         Table("T", ["a", "b"], [["only one"]])
-    with pytest.raises(ValueError, match="1 rows of 2"):
-        HeatMap("H", ["u", "v"], ["w"], [[1.0]], "value")
     with pytest.raises(ValueError, match="2 x and 1 y"):
         Series("s", [1, 2], [3])
     with pytest.raises(ValueError, match="8 pixels and 1 row labels do not fit"):
@@ -84,16 +80,6 @@ def test_columns_of_numbers_are_told_from_text() -> None:
     assert table.numeric == (False, True, False)
     assert table.rows[2][2] == "yes"
     assert Table("T", ["a", "b"], []).numeric == (True, True)
-
-
-def test_colours_follow_the_size_of_the_value() -> None:
-    plain = HeatMap("H", ["a", "b", "c"], ["r"], [[1.0, 10.0, 100.0]], "v")
-    logarithmic = HeatMap("H", ["a", "b", "c"], ["r"], [[1.0, 10.0, 100.0]], "v", log=True)
-    assert [plain.depth(v) for v in (1.0, 100.0, None)] == [0.0, 1.0, 0.0]
-    assert plain.depth(10.0) == pytest.approx(1 / 11)
-    assert logarithmic.depth(10.0) == pytest.approx(0.5)
-    assert HeatMap("H", ["a"], ["r"], [[3.0]], "v").depth(3.0) == 0.0
-    assert logarithmic.as_table().rows == (("r", 1.0, 10.0, 100.0),)
 
 
 def test_a_kept_cell_is_not_made_again_and_is_what_json_makes_of_it() -> None:

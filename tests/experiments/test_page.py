@@ -9,7 +9,7 @@ import pytest
 from fake_engine import TINY
 from pages import Page, facts, make, results
 
-from fedcomp.experiments.findings import LONG, Claim, Curves, Findings, HeatMap, Series, Table
+from fedcomp.experiments.findings import LONG, Claim, Curves, Findings, Series, Table
 from fedcomp.experiments.page import FEW, render_report
 from fedcomp.experiments.report import mark, summarise
 from fedcomp.experiments.tables import specs_of
@@ -23,7 +23,6 @@ def found(rows: int = 3) -> Findings:
     return Findings(
         tables=[table],
         figures=[
-            HeatMap("Grid", ["0.01", "0.1"], ["a<b", "c"], [[1.0, None], [4.0, 2.5]], "loss / dense", log=True),
             Curves("Loss", "bytes", "loss", lines, log_x=True, log_y=True, x_bytes=True, caption="as it falls"),
         ],
     )
@@ -59,7 +58,6 @@ def test_nobodys_text_breaks_out_of_its_place() -> None:
         answer=HOSTILE,
         tables=[Table(HOSTILE, [HOSTILE, "n"], [[HOSTILE, 1.0]], HOSTILE)],
         figures=[
-            HeatMap(HOSTILE, [HOSTILE], [HOSTILE], [[1.0]], HOSTILE, caption=HOSTILE),
             Curves(HOSTILE, HOSTILE, HOSTILE, [Series(HOSTILE, [1, 2], [1, 2])], caption=HOSTILE),
         ],
     )
@@ -152,11 +150,8 @@ def test_one_system_has_one_style_in_plots_legends_and_tables() -> None:
 def test_the_page_shows_what_was_measured() -> None:
     text = render_report(*make(findings=found()))
     page = Page(text)
-    for words in ("Cells <&>", "cell 2", "2.5", "a & b", "Grid", "a<b", "loss / dense", "line 2 <b>", "as it falls"):
+    for words in ("Cells <&>", "cell 2", "2.5", "a & b", "line 2 <b>", "as it falls"):
         assert words in page.text
-    assert 'style="--depth: 1.000">4.0<' in text
-    assert 'style="--depth: 0.661">2.5<' in text  # ln 2.5 / ln 4
-    assert 'style="--depth: 0.000">–<' in text
     assert page.tags.count("figure") == 3, "few rows: accuracy is plotted, too"
     for name in set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text)):
         assert len(re.findall(f'id="{re.escape(name)}"', text)) == 1

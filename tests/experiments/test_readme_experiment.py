@@ -71,7 +71,6 @@ def measured(
     monkeypatch: pytest.MonkeyPatch,
     changes: Mapping[str, Mapping[str, float]],
     validation: Mapping[tuple[str, float], float] | None = None,
-    tune: str = FEDAVG,
 ) -> tuple[Findings, dict[str, float]]:
     """Measure with made-up trainings, all alike but for ``changes``; return what was found and each row's step size."""
     taken: dict[str, float] = {}
@@ -84,8 +83,7 @@ def measured(
         return {**usual, **changes.get(row, {})}
 
     monkeypatch.setattr(module, "train", made)
-    asked = config("tasks=digits", "cohorts=all", f"tune={tune}")
-    return measure(EXPERIMENT, asked, {}, Say()), taken
+    return measure(EXPERIMENT, config("tasks=digits", "cohorts=all"), {}, Say()), taken
 
 
 def test_a_loss_after_few_rounds_or_many_fails_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,14 +95,11 @@ def test_a_loss_after_few_rounds_or_many_fails_the_default(monkeypatch: pytest.M
     assert all(claim.ok for claim in measured(monkeypatch, {BOTH: {"settled": 50.0}})[0].claims)
 
 
-def test_rows_keep_fedavgs_step_size_unless_they_are_tuned_and_another_is_better(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_rows_have_fedavgs_step_size(monkeypatch: pytest.MonkeyPatch) -> None:
     low, usual, high = (TASKS["digits"][0] * times for times in (0.5, 1.0, 2.0))
-    validation = {(FEDAVG, usual): 95.0, (SAFE, high): 90.9, (BOTH, low): 91.1}
-    assert set(measured(monkeypatch, {}, validation)[1].values()) == {usual}
-    steps = measured(monkeypatch, {}, validation, tune="every row")[1]
-    assert (steps[FEDAVG], steps[SAFE], steps[BOTH]) == (usual, usual, low)
+    steps = measured(monkeypatch, {}, {(FEDAVG, usual): 95.0, (SAFE, high): 99.0})[1]
+    assert steps.keys() == ROWS.keys()
+    assert set(steps.values()) == {usual}
     # FedAvg itself has the smallest of those that are as good, but for chance.
     for reached, chosen in ((90.9, low), (91.1, high)):
         assert set(measured(monkeypatch, {}, {(FEDAVG, high): reached})[1].values()) == {chosen}

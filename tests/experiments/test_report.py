@@ -85,7 +85,7 @@ def test_totals_are_sums_over_rounds_and_the_accuracy_is_the_last_evaluated() ->
         (999_499, "999 kB"),
         (999_500, "1 MB"),
         (3_400_000, "3.4 MB"),
-        (1.5e12, "1500 GB"),
+        (1.5e12, "1.5 TB"),
     ],
 )
 def test_bytes_are_shown_with_three_digits(count: float, text: str) -> None:

@@ -238,6 +238,15 @@ def test_a_reason_of_several_lines_is_one_sentence() -> None:
     assert line.reason == "theory, of one and another"
 
 
+def test_rows_and_quantities_that_are_joined_are_a_claim_each_with_one_bound_and_reason() -> None:
+    found = read_claims("a & b, c | lost & sent | <= 1 | gate: one\n  reason & more\n| of all | < 2 | goal: another")
+    assert [(line.row, line.quantity) for line in found] == [
+        *(("a", "lost"), ("a", "sent"), ("b, c", "lost"), ("b, c", "sent")),
+        ("", "of all"),
+    ]
+    assert {(line.bound, line.gate, line.reason) for line in found[:4]} == {("<= 1", True, "one reason & more")}
+
+
 @pytest.mark.parametrize("bound", ["about 1", "<= one", "1"])
 def test_a_bound_that_is_no_comparison_is_refused(bound: str) -> None:
     with pytest.raises(ConfigError, match="is not a comparison and a number"):
