@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -105,18 +104,6 @@ def test_the_noise_on_the_count_is_centred_and_of_the_scale_that_is_accounted(ad
     entropy = SystemEntropy()
     counts = np.array([(bits.share(1e6, entropy) - 0.5) * 1e6 for _ in range(300)])
     assert abs(np.sum((counts / (5.0 * factor)) ** 2) - 300) < 6 * math.sqrt(600)
-
-
-def test_one_client_moves_the_count_by_a_half_and_an_uncentred_one_by_a_whole() -> None:
-    def count(bits) -> float:
-        counted = NormBits(0.0, "zero_out", "discrete_gaussian")
-        for bit in bits:
-            counted.add(bit)
-        return (counted.share(100.0, SystemEntropy()) - 0.5) * 100.0
-
-    patterns = list(itertools.product([False, True], repeat=4))
-    assert max(abs(count(p) - count(p[1:])) for p in patterns) == pytest.approx(0.5)
-    assert max(abs(sum(p) - sum(p[1:])) for p in patterns) == 1
 
 
 def test_the_share_is_of_the_public_number_and_stays_a_share() -> None:

@@ -101,11 +101,6 @@ def test_audit_B_shares_that_are_left_add_up_to_the_promised_noise(noise: str, a
     assert abs(float(np.sum(alone**2)) - alone.size) / math.sqrt(2 * alone.size) < 4.9
 
 
-def test_sums_of_skellam_shares_keep_their_variance() -> None:
-    total = sum(draw("skellam", 10.0, 100_000, stream(f"skellam/{i}")) for i in range(10))
-    assert float(np.var(total)) == pytest.approx(1000.0, rel=0.02)
-
-
 def test_how_much_noise_there_is_shows_how_many_brought_it() -> None:
     """Why ``add_remove`` is refused: one share more is seen at once, whatever its client contributed."""
     made = mechanism(size=30_000)

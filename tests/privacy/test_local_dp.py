@@ -17,8 +17,6 @@ from fedcomp.codecs import QSGD, Identity, RandomK, TopK, chain, get_codec, get_
 from fedcomp.codecs.clip import Clip
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, NoUsableReply, StateError
-from fedcomp.flower.asks import data_in
-from fedcomp.flower.payload import FRAME
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout, Update
@@ -199,28 +197,6 @@ def test_the_cap_is_one_of_messages_and_ends_the_run() -> None:
     run(strategy, rounds=4)
     assert set(find_private(strategy).privacy.participations.values()) == {2}
     assert "as often as it may" in find_private(strategy).over(5)
-
-
-def test_a_redelivered_message_is_answered_with_the_same_noise() -> None:
-    trained, frames = [], []
-
-    def counted(msg, context, call_next):
-        trained.append(context.node_config["partition-id"])
-        return call_next(msg, context)
-
-    def heard(msg, context, call_next):
-        reply = call_next(msg, context)
-        if context.node_config["partition-id"] == 0:
-            frames.append(data_in(reply.content, FRAME)["values"])
-        return reply
-
-    def fault(delivery):
-        return "duplicate" if delivery.partition == 0 else None
-
-    run(local(Identity()), fault=fault, rounds=1, mods=[heard, compression(), private(), counted])
-    assert sorted(trained) == [0, 1, 2, 3]
-    assert len(frames) == 2
-    assert frames[0] == frames[1]
 
 
 def test_a_client_that_does_not_privatise_is_left_out() -> None:

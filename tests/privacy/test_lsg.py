@@ -268,22 +268,6 @@ def test_2_6_the_joint_clip_bounds_all_layers_and_both_carriers_together() -> No
 
 
 @pytest.mark.slow
-def test_2_6_a_step_costs_what_a_step_of_dp_sgd_costs() -> None:
-    books = []
-    for method in ("dp-sgd", "random-mask", "lsg"):
-        module = net()
-        with training(module, records(20), method, noise_multiplier=1.3, steps=3) as t:
-            for batch in t.loader:
-                t.step(batch, loss)
-            books.append(t.optimizer.ledger)
-    epsilons = [book.epsilon() for book in books]
-    assert epsilons[0] > 0
-    # But for the lattice, which is another one for another number of coordinates.
-    assert epsilons == pytest.approx([epsilons[0]] * 3, rel=1e-5)
-    assert {(e.noise_multiplier, e.rate, e.releases) for book in books for e in book.events} == {(1.3, 1.0, 1)}
-
-
-@pytest.mark.slow
 def test_2_6_the_support_of_a_private_sum_with_noise_on_it_alone_is_caught_by_the_audit() -> None:
     """The mutant keeps the largest coordinates of the sum; which ones they are gives the canary away."""
     size, count, trials, z = 40, 10, 1500, 1.0
