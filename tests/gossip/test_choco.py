@@ -94,19 +94,6 @@ def test_7_13_inexact_methods_have_a_floor_and_cold_has_none() -> None:
 
 
 @pytest.mark.slow
-def test_estimates_make_consensus_exact_and_error_compensation_does_not() -> None:
-    starts, weights, layout = Key(0, "m").generator().standard_normal((6, 20)), ring_weights(6), compressible(20)
-    off = {}
-    for algorithm in (CHOCO(gamma=0.3, compressor=TOP), DeepSqueeze(gamma=0.05, compressor=TOP)):
-        states = [algorithm.init(start, layout, common=np.zeros(20)) for start in starts]
-        states = gossip(algorithm, states, views_of(weights), 150)
-        assert np.abs(models(states).mean(axis=0) - starts.mean(axis=0)).max() < 1e-14
-        off[algorithm.name] = np.abs(models(states) - starts.mean(axis=0)).max()
-    assert off["choco"] < 1e-3
-    assert off["deepsqueeze"] > 1e-2
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "compressor", [TOP, {"id": "scaledsign"}, {"id": "dithering", "bits": 2}, {"id": "randomk", "density": 0.3}]
 )
