@@ -223,8 +223,9 @@ def average(config: dict[str, Any], graph: str, iterations: int, **options: Any)
 
 
 def learn(config: dict[str, Any], graph: str, iterations: int, dtype: str = "float32", **options: Any) -> GossipOutcome:
-    """Train on quadratics with different optima, noisy gradients."""
-    locals = options.pop("locals", [Quadratic(centre) for centre in vectors(N, D, dtype)])
+    """Train on quadratics with different optima and, unless ``noise`` is 0, noisy gradients."""
+    noise = options.pop("noise", Quadratic.noise)
+    locals = options.pop("locals", [Quadratic(centre, noise) for centre in vectors(N, D, dtype)])
     return simulate(
         get_algorithm(config),
         topology_of(graph, N, 0),

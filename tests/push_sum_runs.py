@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from gossip_problems import largest
 
 from fedcomp.gossip.base import Algorithm, Real, State, View, deliver
 from fedcomp.gossip.topology import Topology
@@ -71,14 +72,6 @@ def disagreement(algorithm: Algorithm, states: Mapping[int, State], mean: Real) 
     return max(float(np.linalg.norm(algorithm.model(s) - mean)) for s in states.values()) / float(np.linalg.norm(mean))
 
 
-def largest(v: Real, k: int) -> Real:
-    """Return v with all but its k largest entries set to zero."""
-    out = np.zeros_like(v)
-    kept = np.argsort(-np.abs(v), kind="stable")[:k]
-    out[kept] = v[kept]
-    return out
-
-
 def by_matrices(models: Sequence[Real], topology: Topology, iterations: int, *, k: int, gamma: float) -> Real:
     """Return the de-biased models, shape (n, d), after compressed push-sum written as matrices: no messages, no codecs.
     The one estimate per node is that of its de-biased model."""
@@ -87,7 +80,7 @@ def by_matrices(models: Sequence[Real], topology: Topology, iterations: int, *, 
     for t in range(iterations):
         flows = topology.mixing_matrix(t, symmetric=False)
         flows = gamma * (flows - np.diag(np.diag(flows)))
-        known = known + np.array([largest(v, k) for v in x / w[:, None] - known])
+        known = known + largest(x / w[:, None] - known, k)
         said = w[:, None] * known
         x = x + flows @ said - flows.sum(0)[:, None] * said
         w = w + flows @ w - flows.sum(0) * w

@@ -68,16 +68,6 @@ def test_deepsqueeze_is_the_published_iteration() -> None:
     assert np.abs(models(ran.states) - naive_deepsqueeze(task, weights, lr, 0.1, 4, 60)).max() < 1e-12
 
 
-def test_without_compression_both_are_gossip_after_the_step() -> None:
-    task, weights = problem(n=5, d=10), ring_weights(5)
-    lr, x = 0.2 / task.smoothness, np.zeros((5, 10))
-    exact = {"id": "identity"}
-    for _ in range(30):
-        x = weights @ (x - lr * task.gradients(x))
-    for algorithm in (CHOCO(lr=lr, gamma=1.0, compressor=exact), DeepSqueeze(lr=lr, gamma=1.0, compressor=exact)):
-        assert np.abs(models(run(algorithm, task, 30).states) - x).max() < 1e-13
-
-
 @pytest.mark.slow
 def test_7_13_inexact_methods_have_a_floor_and_cold_has_none() -> None:
     task = problem(n=6, d=20)

@@ -184,13 +184,6 @@ def test_other_quantisers_are_given_the_scaled_innovation() -> None:
 
 
 @pytest.mark.slow
-def test_a_scale_on_the_wire_is_cold_with_norm_sign() -> None:
-    ran = run(COLD(lr=1.0 / L, gamma=0.5, compressor={"id": "normsign"}, digest_every=0), TASK, 120)
-    assert ran.errors[-1] < 1e-2
-    assert set(ran.payloads[0, 1]) == {HEADER_BYTES + 4 + math.ceil(TASK.d / 8)}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["zoom", "geometric"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_long_after_the_precision_is_reached_nothing_drifts(scale: str, dtype: str) -> None:

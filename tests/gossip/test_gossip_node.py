@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gossip_faults import Poison, Quadratic, vectors
+from gossip_faults import Quadratic, vectors
 
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, GossipMessage, Real, View
@@ -108,20 +108,6 @@ def test_of_a_synchronous_iteration_nothing_counts_when_one_message_cannot_be_re
     after, answer = turned(after, turn(3, "reset", epoch=1), algorithm=algorithm)
     assert answer.post
     assert not answer.say.needs
-
-
-@pytest.mark.parametrize("name", ["sgp", "dpsgd"])
-def test_what_is_not_finite_stays_at_home(name: str) -> None:
-    poisoned = Poison(START, times=range(9))
-    algorithm = get_algorithm({"name": name})
-    memory, answer = turned({}, turn(1, "common"), algorithm=algorithm, local=poisoned)
-    if name == "sgp":
-        memory, _ = turned({}, turn(1, "common"), algorithm=algorithm)
-        memory, answer = turned(memory, turn(2), message_to_0(), algorithm=algorithm, local=poisoned)
-        assert float(state_of(memory)["w"]) == 1.0  # half kept, half of node 1 taken in, nothing sent
-    assert answer.say.failed
-    assert not answer.post
-    assert np.isfinite(state_of(memory)["x"]).all()
 
 
 def test_the_gradient_is_drawn_by_iteration_and_node_and_rests_in_the_closing_phase() -> None:

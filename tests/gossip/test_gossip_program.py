@@ -122,12 +122,11 @@ def test_the_others_restart_when_a_node_of_a_synchronous_run_is_gone() -> None:
         {"name": "nids", "lr": 0.5},
         {"name": "gradient-tracking", "lr": 0.3},
     ):
-        locals = [Quadratic(centre, noise=0.0) for centre in vectors(N, D)]
 
         def faults(i: int, t: int) -> str:
             return "silent" if i == 2 and t > 10 else ""
 
-        outcome = learn(config, "complete", 80, "float64", locals=locals, faults=faults, patience=3)
+        outcome = learn(config, "complete", 80, "float64", noise=0.0, faults=faults, patience=3)
         assert outcome.report.gone == [(13, 2, "no answer to 3 requests")]
         assert sorted(outcome.models) == [0, 1, 3, 4, 5]
         assert error(outcome, rest) < 1e-6
@@ -137,13 +136,12 @@ def test_the_others_restart_when_a_node_of_a_synchronous_run_is_gone() -> None:
 @pytest.mark.slow
 def test_a_node_that_lost_its_memory_comes_back_into_a_synchronous_run() -> None:
     mean = np.mean(vectors(N, D), axis=0)
-    locals = [Quadratic(centre, noise=0.0) for centre in vectors(N, D)]
 
     def faults(i: int, t: int) -> str:
         return "wiped" if (i, t) == (4, 10) else ""
 
     config = {"name": "cold", "lr": 0.5, "gamma": 0.5, "digest_every": 1}
-    outcome = learn(config, "complete", 80, "float64", locals=locals, faults=faults)
+    outcome = learn(config, "complete", 80, "float64", noise=0.0, faults=faults)
     assert [event[:2] for event in outcome.report.gone] == [(10, 4)]
     assert outcome.report.joined[0][1] == 4
     assert error(outcome, mean) < 1e-6
@@ -164,19 +162,18 @@ def test_an_older_copy_of_a_memory_is_not_continued() -> None:
 def test_leaving_a_synchronous_run_finishes_the_iteration_for_all() -> None:
     """No message is thrown away: the one that leaves and those that stay have what the iteration gave them."""
     rest = np.mean([centre for i, centre in enumerate(vectors(N, D)) if i != 1], axis=0)
-    locals = [Quadratic(centre, noise=0.0) for centre in vectors(N, D)]
 
     def leave(run: Simulation) -> None:
         return run.leave(1) if run.course.iteration == 7 and 1 in run.members else None
 
     config = {"name": "nids", "lr": 0.5}
     outcome = learn(
-        config, "complete", 80, "float64", locals=locals, before=leave, faults=FaultPlan(1, FAULTS), patience=30
+        config, "complete", 80, "float64", noise=0.0, before=leave, faults=FaultPlan(1, FAULTS), patience=30
     )
     assert outcome.traffic.undelivered.messages == 0
     assert outcome.report.left[0][1] == 1
     assert error(outcome, rest) < 1e-6
-    alone = learn(config, "complete", 7, "float64", locals=locals)
+    alone = learn(config, "complete", 7, "float64", noise=0.0)
     left = get_algorithm(config).model(outcome.last[1])
     assert left.tobytes() == alone.models[1].tobytes()
 
@@ -222,16 +219,15 @@ def test_messages_that_cannot_be_read_begin_a_new_epoch_and_end_a_run_when_that_
 
     always = False
     mean = np.mean(vectors(N, D), axis=0)
-    locals = [Quadratic(centre, noise=0.0) for centre in vectors(N, D)]
     config = {"name": "cold", "lr": 0.5, "gamma": 0.5, "digest_every": 1}
-    outcome = learn(config, "complete", 80, "float64", locals=locals, before=damage)
+    outcome = learn(config, "complete", 80, "float64", noise=0.0, before=damage)
     assert {event[1] for event in outcome.report.needed} == {0}
     assert not outcome.report.gone
     assert error(outcome, mean) < 1e-6
 
     always = True
     with pytest.raises(MessageError, match="4 epochs in a row; last: node 0: "):
-        learn(config, "complete", 80, "float64", locals=locals, before=damage, patience=3)
+        learn(config, "complete", 80, "float64", noise=0.0, before=damage, patience=3)
 
 
 @pytest.mark.slow

@@ -361,17 +361,6 @@ def test_an_auto_rate_is_that_of_the_graph_and_of_nothing_else() -> None:
         automatic.send(state, None, Ring(8).view(0, 0, seed=0, directed_algorithm=False))
 
 
-@pytest.mark.slow
-def test_the_auto_rate_is_faster_than_one() -> None:
-    layout, starts = layout_of((4, 4)), draws(8, 16)
-    reached = {}
-    for rate in (1.0, auto_rate(Ring(8))):
-        algorithm = PowerGossip(rank=4, rate=rate)
-        states = gossip(algorithm, opened(algorithm, starts, layout), ring_views(8), 25)
-        reached[rate] = disagreement(states, np.stack(starts))
-    assert reached[auto_rate(Ring(8))] < 0.5 * reached[1.0]
-
-
 def test_float32_on_the_wire_keeps_the_mean_and_floors_agreement() -> None:
     layout, starts = layout_of((5, 5), (5,)), draws(2, 30)
     algorithm = PowerGossip(rank=5, values="float32")

@@ -110,20 +110,6 @@ def test_the_iteration_is_that_of_the_matrices():
         np.testing.assert_allclose([algorithm.model(s) for s in states.values()], expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
-def test_7_04_only_the_debiased_models_agree():
-    graph = topology_of(UNBALANCED, 8)
-    models = starts(8, 20)
-    mean = np.mean(models, axis=0)
-    algorithm = SparsePush(density=0.1, gamma=0.15, estimates="broadcast")
-    states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(180))
-    assert disagreement(algorithm, states, mean) < 1e-3
-    assert max(np.linalg.norm(s["x"] - mean) for s in states.values()) > 0.2 * np.linalg.norm(mean)
-    weights = [float(s["w"]) for s in states.values()]
-    assert 0.45 < min(weights) < 0.7
-    assert 1.2 < max(weights) < 1.5
-
-
 def test_a_node_of_hardly_any_weight_only_receives():
     algorithm = SparsePush(density=0.1, gamma=1.0)
     view = View(0, 0, {1: 0.999}, {1: 0.5})

@@ -78,15 +78,6 @@ def test_our_orders_are_never_worse_than_opacus_own(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("epsilon", "delta", "z"), [(1, 1e-5, 3.73063), (10, 1e-5, 0.49989), (1, 1e-6, 4.22468), (0.5, 1e-5, 7.03183)]
-)
-def test_5_1_noise_for_one_release(epsilon: float, delta: float, z: float) -> None:
-    found = noise_multiplier_for(epsilon, delta, releases=1, grid_sigma=math.inf)
-    assert found == pytest.approx(z, abs=6e-6)
-    assert exact([gaussian(found)], delta) <= epsilon < exact([gaussian(found * (1.0 - 1e-9))], delta)
-
-
-@pytest.mark.parametrize(
     ("rate", "z", "rounds", "prv", "plain", "capped"),
     [
         (0.01, 1.0, 1000, 1.838, 633.9, 17.86),

@@ -62,21 +62,6 @@ def test_the_clip_norm_finds_other_quantiles(quantile) -> None:
     assert settle(strategy(initial=1.0, quantile=quantile)) == pytest.approx(expected, rel=0.12)
 
 
-class WrongSign(DpFedAvg):
-    """The bit says "was clipped", the rule is the one for "was not"."""
-
-    def added(self, contribution) -> None:
-        self.bits.add(np.linalg.norm(contribution) > self.clip)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", [0.9, 1.2])
-def test_the_wrong_sign_runs_away(start) -> None:
-    ended = settle(strategy(WrongSign, initial=start, count_noise=1.0))
-    assert not 0.5 < ended < 2.0
-    assert (ended < 1.0) == (start < 1.0)
-
-
 def test_sum_and_bits_cost_one_event_at_the_noise_multiplier() -> None:
     made = strategy(z=0.8)
     play(made, updates())

@@ -29,7 +29,6 @@ from fedcomp.privacy.audit import (
 from fedcomp.rng import Key
 
 pytestmark = pytest.mark.audit
-PHI = NormalDist().cdf
 
 
 def quantiles(mu: float, count: int) -> np.ndarray:

@@ -248,13 +248,6 @@ def test_low_bits_are_fair_and_draws_independent(noise: str) -> None:
         assert abs(product.mean()) < 5 / math.sqrt(product.size)
 
 
-@pytest.mark.parametrize("noise", ["discrete_gaussian", "skellam", "gaussian"])
-def test_audit_F_two_streams_differ_and_are_uncorrelated(noise: str) -> None:
-    one, other = (draw(noise, 50.0, 50_000, SystemEntropy()).astype(float) for _ in range(2))
-    assert not np.array_equal(one, other)
-    assert abs(float(np.mean(one * other)) / 50.0**2) < 6 / math.sqrt(one.size)
-
-
 def test_audit_F_global_seeds_change_nothing() -> None:
     def seeded() -> np.ndarray:
         np.random.seed(5)  # noqa: NPY002

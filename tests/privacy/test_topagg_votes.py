@@ -85,16 +85,6 @@ def plain_votes(x: np.ndarray, k: int) -> np.ndarray:
     return topk_stochastic_sign(x, k, stochastic=False)
 
 
-def test_1_11_f_the_law_of_a_scaled_gradient_is_that_of_the_gradient() -> None:
-    """With other draws and a scale that is no power of two; a saturation, which is a magnitude, sees the scale."""
-    g = np.tile([1.0, -0.4, 0.7, 0.1], (20_000, 1))
-    first = topk_stochastic_sign(g, 3, uniforms=Key(1)).mean(axis=0)
-    second = topk_stochastic_sign(g * 0.3, 3, uniforms=Key(2)).mean(axis=0)
-    assert np.abs(first - second).max() < 0.05
-    saturated = topk_stochastic_sign(g * 5.0, 3, saturation=1.0, uniforms=Key(2)).mean(axis=0)
-    assert np.abs(saturated - first).max() > 0.2
-
-
 def test_1_11_g_a_zero_or_non_finite_row_casts_no_vote() -> None:
     """In the function; the codec raises, as all do, and the client's absence is the same to the sum."""
     rows = np.random.default_rng(0).normal(size=(5, 9))
