@@ -67,12 +67,8 @@ def skellam_pmf(sigma: float) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("sigma", [0.3, 1.0, 3.7])
-def test_draws_fit_the_discrete_gaussian(sigma: float) -> None:
+def test_draws_fit_their_distribution(sigma: float) -> None:
     assert misfit(discrete_gaussian(sigma, 200_000, stream("pmf")), gauss_pmf(sigma)) > 1e-6
-
-
-@pytest.mark.parametrize("sigma", [0.3, 1.0, 3.7])
-def test_draws_fit_skellam(sigma: float) -> None:
     assert misfit(skellam(sigma, 200_000, stream("skellam")), skellam_pmf(sigma)) > 1e-6
 
 
