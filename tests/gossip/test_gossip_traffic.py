@@ -27,12 +27,6 @@ def test_7_17_edge_bytes_are_the_formula_of_the_messages_and_independent_of_the_
     assert faulty.down.bytes > clean.down.bytes
 
 
-def test_one_message_to_one_neighbour_costs_the_same_by_every_count() -> None:
-    traffic = learn({"name": "sparse-push", "density": 0.25, "gamma": 0.2}, "one-peer", K).traffic
-    assert traffic.messages == K * N
-    assert traffic.node_bytes == traffic.edge_bytes == traffic.up.bytes == traffic.down.bytes
-
-
 @pytest.mark.slow
 def test_phases_are_counted_apart() -> None:
     faults = FaultPlan(1, {"wiped": 0.03})

@@ -81,16 +81,6 @@ class _Layout:
         self.size = size
 
 
-@pytest.mark.parametrize(("adjacency", "factor"), [("zero_out", 1.0), ("replace", 2.0)])
-def test_the_noise_on_the_count_is_centred_and_of_the_scale_that_is_accounted(adjacency, factor) -> None:
-    bits = NormBits(2.0 * 5.0, adjacency, "discrete_gaussian")
-    # In clients: votes count half. One client moves the centred count by 1/2; exchanging it by 1.
-    assert bits.mechanism.sensitivity * bits.mechanism.step / 2 == 0.5 * factor
-    entropy = SystemEntropy()
-    counts = np.array([(bits.share(1e6, entropy) - 0.5) * 1e6 for _ in range(300)])
-    assert abs(np.sum((counts / (5.0 * factor)) ** 2) - 300) < 6 * math.sqrt(600)
-
-
 def test_the_share_is_of_the_public_number_and_stays_a_share() -> None:
     entropy = SystemEntropy()
 

@@ -41,11 +41,6 @@ def test_2_6_reconstruction_is_the_orthogonal_projection_onto_what_the_carriers_
     assert np.linalg.norm(a @ right + left @ b - once) > 1.0
 
 
-def test_2_6_square_carriers_lose_nothing() -> None:
-    g, (left, right) = normal(12, 7), orthonormal(12, 7, 7)
-    np.testing.assert_allclose(reconstruct(*project(g, left, right), left, right), g, atol=1e-13)
-
-
 def test_carriers_are_orthonormal_and_find_the_directions_of_their_target() -> None:
     low = normal(40, 3) @ normal(3, 30, seed=1)
     left, right = carriers(low, 3, Key(0))

@@ -572,17 +572,6 @@ def test_no_seed_of_torch_names_what_a_module_draws(method):
     assert len(given["seeded"]) == 1
 
 
-def test_coins_are_fresh_in_every_step():
-    module = dropping(hidden=64)
-    made = training(module, records(20), steps=3, lr=0.0)
-    found = set()
-    with made:
-        for batch in made.loader:
-            made.step(batch, loss)
-            found.add(gradient(module).tobytes())
-    assert len(found) == 3
-
-
 def test_the_state_of_torchs_generator_is_laid_out_as_torch_itself_does():
     """The first draws are those of numpy's twister in the same state, and what was there before comes back."""
     before = torch.get_rng_state()

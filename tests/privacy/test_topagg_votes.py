@@ -368,13 +368,6 @@ def test_arguments_are_checked() -> None:
             build()
 
 
-def test_k_of_d_or_more_takes_every_coordinate() -> None:
-    x = gradient(30)
-    for k in (30, 31, 10**9):
-        np.testing.assert_array_equal(plain_votes(x, k), np.sign(x))
-        assert TopkSign(k=k).total(Layout.flat(30)) == 30
-
-
 def test_threshold_is_strict_and_odd() -> None:
     total = np.array([-3.0, -2.0, -1.9, 0.0, 1.0, 2.0, 2.1])
     assert threshold(total, 2.0).tolist() == [-1, 0, 0, 0, 0, 0, 1]
