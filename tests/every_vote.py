@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def every_vote(d: int, k: int, least: int = 0) -> list[NDArray[np.int8]]:
-    """Return all vectors in {-1, 0, 1}^d with ``least`` to ``k`` entries that are not zero."""
+def every_vote(d: int, k: int) -> list[NDArray[np.int8]]:
+    """Return all vectors in {-1, 0, 1}^d with at most ``k`` entries that are not zero."""
     found = []
-    for count in range(least, k + 1):
+    for count in range(k + 1):
         for support in itertools.combinations(range(d), count):
             for signs in itertools.product((-1, 1), repeat=count):
                 vote = np.zeros(d, np.int8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,10 +13,10 @@ from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, O
 from fedcomp.gossip.topology import topology_of
 from fedcomp.gossip_simulation import GossipOutcome, Simulation, SimulationSettings, simulate
 from fedcomp.layout import Layout
-from fedcomp.mailbox import Post
+from fedcomp.mailbox import Mailbox, Post
 from fedcomp.program import Ask
 from fedcomp.rng import Key
-from fedcomp.systems.gossip import RETURNED, state_of, turns_of, waiting
+from fedcomp.systems.gossip import RETURNED, Course, state_of, turns_of
 
 FAULTS = {"silent": 0.06, "crash": 0.08, "lost": 0.12, "twice": 0.18, "stale": 0.06}
 """Every kind but the loss of a node's memory, and answers that come in the next exchange."""
@@ -39,6 +39,16 @@ class Quadratic:
         return self.drift
 
 
+@dataclass
+class Poison(Quadratic):
+    """Gradients that are not finite in some iterations."""
+
+    times: Container[int] = range(4, 1000)
+
+    def gradient(self, z: Real, key: Key) -> Real:
+        return super().gradient(z, key) * (np.nan if key.round in self.times else 1.0)
+
+
 def vectors(n: int, d: int, dtype: str = "float64", seed: int = 0) -> list[Real]:
     """Return one vector per node, uniform in [-1, 1)."""
     return [(2.0 * Key(seed, "start", partition=i).uniform(d) - 1.0).astype(dtype) for i in range(n)]
@@ -57,76 +67,47 @@ def same_states(left: Mapping[int, State], right: Mapping[int, State]) -> bool:
     )
 
 
-def open_asks(run: Simulation) -> dict[int, tuple[Ask, bool]]:
-    """Return the asks without an answer, and whether the node has carried them out."""
-    return {
-        node: (stamped.ask, stamped.ask.say.turn == turns_of(run.local.client(node).memory))
-        for node, stamped in run.local.mailbox.asked.items()
-    }
-
-
 @dataclass
 class Mass:
     """All (x, w) of a push-sum run at one moment: what every node would hold if all messages arrived now.
 
-    Messages in boxes, in asks that were not carried out, and in answers that did not arrive; messages on their way
-    back. Of a node that carried its ask out but could not say so, the mail of that ask is in its state.
+    A node counts by its last answer: an ask that is open has not happened.
     """
 
-    algorithm: Algorithm
-    layout: Layout
     seen: list[tuple[float, Real]] = field(default_factory=list)
+    history: dict[tuple[int, int], State] = field(default_factory=dict)
 
     def __call__(self, run: Simulation) -> None:
-        rounds = run.report.rounds
+        total, rounds = self.total(run), run.report.rounds
         if rounds < 40 or rounds % 16 == 0:
-            self.seen.append(self.total(run))
+            self.seen.append(total)
 
     def total(self, run: Simulation) -> tuple[float, Real]:
-        course, local = run.course, run.local
+        for node, client in run.local.clients.items():
+            self.history[node, turns_of(client.memory)] = state_of(client.memory)
+        course, mailbox = run.course, run.local.mailbox
+        asks = {node: stamped.ask for node, stamped in mailbox.asked.items()}
         there = sorted(course.members | course.departing)
-        mail: dict[int, list[Post]] = {i: [] for i in there}
-        states: dict[int, State] = {}
-        unanswered = open_asks(run)
-        for i in there:
-            ask, done = unanswered.get(i, (None, True))
-            if ask is not None and not done:
-                mail[i] += ask.mail
-            states[i] = self._state(run, i, ask, done)
-            mail[i] += waiting(local.mailbox, i)
-        for i, (ask, done) in sorted(unanswered.items()):
-            last = local.client(i).last
-            if not done or i not in there:
-                continue
-            for post in last.answer.post:
-                turn = ask.say
-                lost = post.to in course.broken.get(i, ()) and post.to not in turn.resync
-                if post.to in course.members and not lost:
-                    mail[post.to].append(post)
-                else:
-                    mail[i].append(Post(post.to, i, RETURNED + post.name, post.data))
-        w, x = 0.0, np.zeros(self.layout.size)
-        for i in there:
-            posts = sorted(mail[i], key=lambda post: post.source)
-            inbox = [GossipMessage(p.source, i, p.data) for p in posts if not p.name.startswith(RETURNED)]
-            back = [GossipMessage(i, p.source, p.data) for p in posts if p.name.startswith(RETURNED)]
-            state = self.algorithm.receive(states[i], inbox)
-            if back:
-                state = self.algorithm.take_back(state, back)
-            w += float(state["w"])
-            x += state["x"]
-        return w, x
+        found = [self.of(run, node, asks.get(node), course, mailbox) for node in there]
+        return sum(w for w, _ in found), np.sum([x for _, x in found], axis=0)
 
-    def _state(self, run: Simulation, i: int, ask: Ask | None, done: bool) -> State:
-        start = (
-            run.course.starts.get(i, "common" if not run.course.turns else "") if ask is None or done else ask.say.start
-        )
-        model = run.local.data[i].model
-        if start == "empty":
-            return self.algorithm.join(model, self.layout)
-        if start == "common":
-            return self.algorithm.init(model, self.layout, common=np.zeros_like(model))
-        return state_of(run.local.client(i).memory)
+    def of(
+        self, run: Simulation, node: int, ask: Ask | None, course: Course, mailbox: Mailbox, *, inbox: bool = True
+    ) -> tuple[float, Real]:
+        """Return what a node holds, with what comes back to it, and with the messages that wait for it."""
+        algorithm, model = run.system.algorithm, run.local.data[node].model
+        usual = "" if course.turns else "common"
+        begins = course.starts.get(node, usual) if ask is None else ask.say.start
+        if begins:
+            held = algorithm.join(model, LAYOUT) if begins == "empty" else algorithm.init(model, LAYOUT, common=ZERO)
+        else:
+            held = self.history[node, course.turns[node] - (ask is not None)]
+        posts = sorted((*(ask.mail if ask else ()), *mailbox.waiting.get(node, ())), key=lambda post: post.source)
+        if inbox:
+            held = algorithm.receive(held, [post_of(p, node) for p in posts if not p.name.startswith(RETURNED)])
+        back = [GossipMessage(node, p.source, p.data) for p in posts if p.name.startswith(RETURNED)]
+        held = algorithm.take_back(held, back) if back else held
+        return float(held["w"]), held["x"]
 
     def drift(self) -> tuple[float, float]:
         """Return how far the sums of w and of x ever were from what they were at first."""
@@ -135,6 +116,10 @@ class Mass:
             max(abs(w - w0) for w, _ in self.seen),
             max(float(np.abs(x - x0).max()) for _, x in self.seen),
         )
+
+
+def post_of(post: Post, node: int) -> GossipMessage:
+    return GossipMessage(post.source, node, post.data)
 
 
 def both(*hooks: Callable[[Simulation], None]) -> Callable[[Simulation], None]:
@@ -222,7 +207,7 @@ def average(config: dict[str, Any], graph: str, iterations: int, **options: Any)
     algorithm = get_algorithm(config)
     n = options.pop("n", N)
     starts = options.pop("starts", vectors(n, D))
-    mass = Mass(algorithm, LAYOUT)
+    mass = Mass()
     before = options.pop("before", None)
     outcome = simulate(
         algorithm,
@@ -238,8 +223,9 @@ def average(config: dict[str, Any], graph: str, iterations: int, **options: Any)
 
 
 def learn(config: dict[str, Any], graph: str, iterations: int, dtype: str = "float32", **options: Any) -> GossipOutcome:
-    """Train on quadratics with different optima, noisy gradients."""
-    locals = options.pop("locals", [Quadratic(centre) for centre in vectors(N, D, dtype)])
+    """Train on quadratics with different optima and, unless ``noise`` is 0, noisy gradients."""
+    noise = options.pop("noise", Quadratic.noise)
+    locals = options.pop("locals", [Quadratic(centre, noise) for centre in vectors(N, D, dtype)])
     return simulate(
         get_algorithm(config),
         topology_of(graph, N, 0),

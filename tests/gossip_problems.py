@@ -238,12 +238,3 @@ def nids(task: Problem, weights: np.ndarray, lr: float, iterations: int) -> list
         g_new = task.gradients(new)
         old, new, g_old = new, half @ (2.0 * new - old - lr * (g_new - g_old)), g_new
     return found
-
-
-def dense_gossip(task: Problem, weights: np.ndarray, lr: float, iterations: int) -> np.ndarray:
-    """Return the errors of decentralised gradient descent, x = W x - η g: what an inexact method reaches at best."""
-    x, errors = np.zeros((task.n, task.d)), []
-    for _ in range(iterations):
-        x = weights @ x - lr * task.gradients(x)
-        errors.append(task.error(x))
-    return np.array(errors)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from gossip_problems import largest
 
-from fedcomp.gossip.base import Algorithm, GossipMessage, Real, State, View, deliver
+from fedcomp.gossip.base import Algorithm, Real, State, View, deliver
 from fedcomp.gossip.topology import Topology
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
@@ -52,28 +53,16 @@ def rounds(
     views: Views,
     iterations: range,
     gradients: Callable[[int, int], Callable[[Real], Real] | None] = lambda i, t: None,
-    lose: Callable[[GossipMessage, int], bool] = lambda message, t: False,
     watch: Callable[[int, dict[int, State]], None] = lambda t, states: None,
 ) -> dict[int, State]:
-    """Run iterations to their end; messages that ``lose`` names go back to their senders at once."""
+    """Run iterations to their end."""
     now = dict(states)
     for t in iterations:
         outboxes = {}
         for i in now:
             now[i], outboxes[i] = algorithm.send(now[i], gradients(i, t), views(i, t))
         inboxes = deliver(outboxes)
-        lost: dict[int, list[GossipMessage]] = {i: [] for i in now}
-        for i in now:
-            arrived = []
-            for message in inboxes[i]:
-                if lose(message, t):
-                    lost[message.source].append(message)
-                else:
-                    arrived.append(message)
-            now[i] = algorithm.receive(now[i], arrived)
-        for i, messages in lost.items():
-            if messages:
-                now[i] = algorithm.take_back(now[i], messages)
+        now = {i: algorithm.receive(state, inboxes[i]) for i, state in now.items()}
         watch(t, now)
     return now
 
@@ -83,35 +72,16 @@ def disagreement(algorithm: Algorithm, states: Mapping[int, State], mean: Real) 
     return max(float(np.linalg.norm(algorithm.model(s) - mean)) for s in states.values()) / float(np.linalg.norm(mean))
 
 
-def largest(v: Real, k: int) -> Real:
-    """Return v with all but its k largest entries set to zero."""
-    out = np.zeros_like(v)
-    kept = np.argsort(-np.abs(v), kind="stable")[:k]
-    out[kept] = v[kept]
-    return out
-
-
-def by_matrices(
-    models: Sequence[Real], topology: Topology, iterations: int, *, k: int, gamma: float, reading: str
-) -> Real:
+def by_matrices(models: Sequence[Real], topology: Topology, iterations: int, *, k: int, gamma: float) -> Real:
     """Return the de-biased models, shape (n, d), after compressed push-sum written as matrices: no messages, no codecs.
-
-    ``reading`` says what the one estimate per node is an estimate of: "z", the de-biased model; "x", the numerator, a
-    mistake; or "none", error feedback on the model itself without estimates, another one.
-    """
+    The one estimate per node is that of its de-biased model."""
     x, w = np.array(models), np.ones(len(models))
-    known, residual = np.zeros_like(x), np.zeros_like(x)
+    known = np.zeros_like(x)
     for t in range(iterations):
         flows = topology.mixing_matrix(t, symmetric=False)
         flows = gamma * (flows - np.diag(np.diag(flows)))
-        if reading == "none":
-            asked = x / w[:, None] + residual
-            known = np.array([largest(v, k) for v in asked])
-            residual = asked - known
-        else:
-            target = x / w[:, None] if reading == "z" else x
-            known = known + np.array([largest(v, k) for v in target - known])
-        said = known if reading == "x" else w[:, None] * known
+        known = known + largest(x / w[:, None] - known, k)
+        said = w[:, None] * known
         x = x + flows @ said - flows.sum(0)[:, None] * said
         w = w + flows @ w - flows.sum(0) * w
     return x / w[:, None]

@@ -36,11 +36,6 @@ def test_equal_samples_have_none_and_disjoint_ones_all_of_it() -> None:
     assert ks_distance(sample, sample + 10) == 1.0
 
 
-def test_the_order_of_a_sample_does_not_matter() -> None:
-    a, b = draws(40, 1), draws(30, 2)
-    assert ks_distance(a, b) == ks_distance(a[::-1], np.roll(b, 7)) == ks_distance(b, a)
-
-
 @pytest.mark.parametrize("bad", [[], [np.nan], [1.0, np.nan]])
 def test_what_cannot_be_compared_is_refused(bad: list[float]) -> None:
     with pytest.raises(ConfigError, match="empty or holds NaN"):

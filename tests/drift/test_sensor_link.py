@@ -43,11 +43,24 @@ def reference(deployed: Any = None) -> np.ndarray:
     return Key(1, "link/reference").generator().beta(8, 2, 300)
 
 
-def pair(codec: Any = None, *, sensor: int = 7, most: int = 64) -> tuple[Edge, SensorEndpoint, Any]:
+def pair(codec: Any = None, *, most: int = 64) -> tuple[Edge, SensorEndpoint, Any]:
     here, there = local_link()
-    edge = Edge(Deployments(model(), codec, window=20), most=most)
+    return Edge(Deployments(model(), codec, window=20), most=most), endpoint_of(there, codec), here
+
+
+def endpoint_of(link: Any, codec: Any = None, number: int = 7) -> SensorEndpoint:
     settings = SensorSettings(window=20, consecutive=1)
-    return edge, SensorEndpoint(sensor, model(), there, codec=codec, settings=settings), here
+    return SensorEndpoint(number, model(), link, codec=codec, settings=settings)
+
+
+def running(codec: Any = None) -> tuple[Edge, SensorEndpoint, Any]:
+    """Return a pair of which the sensor runs the first version."""
+    edge, endpoint, here = pair(codec)
+    edge.deploy(model(1), reference)
+    endpoint.heartbeat()
+    edge.serve(here)
+    assert endpoint.update()
+    return edge, endpoint, here
 
 
 def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> bool:
@@ -121,11 +134,7 @@ def test_models_come_as_they_were_deployed_and_steps_are_shorter(codec: Any) -> 
 
 
 def test_a_sensor_that_was_away_gets_all_steps_or_the_whole_when_that_is_shorter() -> None:
-    edge, endpoint, here = pair(TopK(density=0.1))
-    edge.deploy(model(1), reference)
-    endpoint.heartbeat()
-    edge.serve(here)
-    endpoint.update()
+    edge, endpoint, here = running(TopK(density=0.1))
     for number in (2, 3):
         edge.deploy(model(number), reference)
     edge.push(7, here)
@@ -140,11 +149,7 @@ def test_a_sensor_that_was_away_gets_all_steps_or_the_whole_when_that_is_shorter
 
 
 def test_a_former_model_with_a_new_reference_is_another_version() -> None:
-    edge, endpoint, here = pair(TopK(density=0.1))
-    edge.deploy(model(1), reference)
-    edge.versions[7] = 0
-    edge.push(7, here)
-    endpoint.update()
+    edge, endpoint, here = running(TopK(density=0.1))
     assert edge.deploy(model(1), lambda deployed: np.full(300, 0.25)) == 2
     edge.push(7, here)
     endpoint.update()
@@ -208,11 +213,7 @@ def test_a_model_on_its_way_is_not_sent_again_for_every_sign_of_life(codec: Any)
 
 
 def test_a_late_window_of_a_former_model_brings_no_whole_one() -> None:
-    edge, endpoint, here = pair(TopK(density=0.1))
-    edge.deploy(model(1), reference)
-    endpoint.heartbeat()
-    edge.serve(here)
-    endpoint.update()
+    edge, endpoint, here = running(TopK(density=0.1))
     link, endpoint.link = endpoint.link, Gone()  # type: ignore[assignment]
     assert not odd_tick(endpoint)
     endpoint.link = link
@@ -243,11 +244,7 @@ def test_a_window_that_a_newer_one_replaces_is_named(caplog: pytest.LogCaptureFi
 
 def test_a_step_that_came_damaged_is_answered_with_the_whole_model() -> None:
     """Steps from the version that the sensor runs have just failed; the same ones would fail again."""
-    edge, endpoint, here = pair(TopK(density=0.1))
-    edge.deploy(model(1), reference)
-    endpoint.heartbeat()
-    edge.serve(here)
-    endpoint.update()
+    edge, endpoint, here = running(TopK(density=0.1))
     edge.deploy(model(2), reference)
     data = bytearray(edge.deployments.message(1).to_bytes())
     data[-20] ^= 1
@@ -273,11 +270,7 @@ def test_a_whole_model_that_cannot_be_used_is_not_asked_for_again() -> None:
 
 @pytest.mark.parametrize("damage", [b"", b"\x00" * 40, b"\xff" * 400])
 def test_a_damaged_model_changes_nothing(damage: bytes) -> None:
-    edge, endpoint, here = pair()
-    edge.deploy(model(1), reference)
-    endpoint.heartbeat()
-    edge.serve(here)
-    endpoint.update()
+    _, endpoint, here = running()
     before = endpoint.arrays
     here.send(damage)
     assert endpoint.update() == {}
@@ -365,11 +358,7 @@ def test_a_model_without_a_reference_makes_the_sensor_collect() -> None:
 
 
 def test_a_window_with_nan_figures_arrives_without_a_sketch() -> None:
-    edge, endpoint, here = pair()
-    edge.deploy(model(1), reference)
-    edge.versions[7] = 0
-    edge.push(7, here)
-    endpoint.update()
+    edge, endpoint, here = running()
     assert endpoint.observe(np.full((20, 10), np.nan), np.zeros((20, 3), np.float32))
     edge.serve(here)
     (upload,) = edge.windows().values()
@@ -383,7 +372,7 @@ def test_a_window_that_could_not_be_sent_is_sent_with_the_next_tick() -> None:
     assert not odd_tick(endpoint)
     # Through a restart, too.
     state = store.dumps(endpoint.state_dict(), "endpoint")
-    again = SensorEndpoint(7, model(), link, settings=SensorSettings(window=20, consecutive=1))
+    again = endpoint_of(link)
     again.load_state_dict(store.loads(state, "endpoint"))
     assert again.observe(np.zeros((1, 10)), np.zeros((1, 3)), [0])
     edge.serve(here)
@@ -397,9 +386,7 @@ def test_a_folder_is_one_edge_for_two_processes(tmp_path: Path) -> None:
     app = StoredEdge(tmp_path, Deployments(model(), TopK(density=0.1), window=20))
     serving = StoredEdge(tmp_path)
     here, there = local_link()
-    endpoint = SensorEndpoint(
-        7, model(), there, codec=TopK(density=0.1), settings=SensorSettings(window=20, consecutive=1)
-    )
+    endpoint = endpoint_of(there, TopK(density=0.1))
     for number in range(1, 4):
         # A new process of the app for each: the folder is all it has.
         app = StoredEdge(tmp_path, Deployments(model(), TopK(density=0.1), window=20))
@@ -478,9 +465,7 @@ def server(tmp_path: Path) -> Any:
 
 
 def endpoint_at(address: str, number: int = 7) -> SensorEndpoint:
-    return SensorEndpoint(
-        number, model(), connect(address), codec=TopK(density=0.1), settings=SensorSettings(window=20, consecutive=1)
-    )
+    return endpoint_of(connect(address), TopK(density=0.1), number)
 
 
 def test_sensors_on_a_socket_get_what_another_process_deploys(server: Any) -> None:

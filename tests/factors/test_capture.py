@@ -62,12 +62,13 @@ def everything(*sizes: int) -> bool:
     return True
 
 
-def trained(model: nn.Module, batches: list, *, wanted=everything, optimizer=None, scale: float = 1.0) -> tuple:
-    """Train by plain SGD; return what was collected, what explains the change, the change, and the model before."""
+def trained(model: nn.Module, batches: list, *, optimizer=None, told: bool = True) -> tuple:
+    """Train by plain SGD, or by an optimizer of which the capture is ``told`` or not; return what was collected, what
+    explains the change, the change, and the model before."""
     before = {name: value.detach().numpy().copy() for name, value in model.state_dict().items()}
-    with collecting(wanted) as collected, capture(model, optimizer):
+    with collecting(everything) as collected, capture(model, optimizer if told else None):
         for x, y in batches:
-            loss = scale * nn.functional.cross_entropy(model(x), y)
+            loss = nn.functional.cross_entropy(model(x), y)
             model.zero_grad()
             loss.backward()
             if optimizer is not None:
@@ -167,14 +168,8 @@ def test_11_batch_normalisation_warns(caplog: pytest.LogCaptureFixture) -> None:
     assert len(found) == 2
 
 
-def optimizer_of(model: nn.Module, **options) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), **{"lr": RATE, **options})
-
-
 def test_rates_that_change_within_a_training_need_the_optimizer() -> None:
-    model = made("mlp")
-    optimizer = optimizer_of(model)
-    batches = [batch("mlp", 6, s) for s in range(3)]
+    model, batches = made("mlp"), [batch("mlp", 6, s) for s in range(3)]
 
     class Falling(torch.optim.SGD):
         def step(self, closure=None):
@@ -187,14 +182,8 @@ def test_rates_that_change_within_a_training_need_the_optimizer() -> None:
     assert np.allclose(found["0.weight"].matrix(), changes["0.weight"], atol=1e-6)
     model = made("mlp")
     optimizer = Falling(model.parameters(), lr=RATE)
-    before = {n: v.detach().numpy().copy() for n, v in model.state_dict().items()}
-    with collecting(everything) as collected, capture(model):
-        for x, y in batches:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    changes = {n: v.detach().numpy() - before[n] for n, v in model.state_dict().items()}
-    assert not collected.explaining(changes, before)
+    collected, found, *_ = trained(model, batches, optimizer=optimizer, told=False)
+    assert not found
     assert len(collected.notes) == 4
 
 
@@ -202,16 +191,10 @@ def test_rates_that_change_within_a_training_need_the_optimizer() -> None:
 @pytest.mark.parametrize("told", [True, False])
 def test_what_is_no_plain_sgd_is_noticed_and_said(options: dict, told: bool) -> None:
     model = made("mlp")
-    optimizer = optimizer_of(model, **options)
-    before = {n: v.detach().numpy().copy() for n, v in model.state_dict().items()}
-    with collecting(everything) as collected, capture(model, optimizer if told else None):
-        for s in range(3):
-            x, y = batch("mlp", 6, s)
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    changes = {n: v.detach().numpy() - before[n] for n, v in model.state_dict().items()}
-    assert not collected.explaining(changes, before)
+    optimizer = torch.optim.SGD(model.parameters(), **{"lr": RATE, **options})
+    batches = [batch("mlp", 6, s) for s in range(3)]
+    collected, found, *_ = trained(model, batches, optimizer=optimizer, told=told)
+    assert not found
     assert collected.notes
 
 
@@ -233,12 +216,6 @@ def test_what_cannot_be_captured_is_named() -> None:
     assert set(found) == {"last.weight"}
     assert "gru" in collected.notes[0]
     assert "idle" in collected.notes[0]
-
-
-def test_layers_at_the_input_are_known() -> None:
-    for name, first in (("mlp", {"0.weight"}), ("gru", {"x2h.weight", "h2h.weight"}), ("conv", {"0.weight"})):
-        _, found, *_ = trained(made(name), [batch(name, 4, 0)])
-        assert {key for key, outer in found.items() if outer.at_input} == first
 
 
 def test_without_anybody_who_asked_nothing_is_captured() -> None:

@@ -13,7 +13,6 @@ from fedcomp.codecs import Factors
 from fedcomp.factors.capture import capture
 from fedcomp.factors.collect import collecting
 from fedcomp.factors.following import Following
-from fedcomp.forward.activity import activity_gradients
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 
@@ -244,14 +243,6 @@ def test_no_row_of_the_examples_is_in_the_payload(name: str) -> None:
     rows = rows_of(model, given)
     arrays, _, one_hot = sent(Factors(**options), model, given)
     assert one_hot or name in SCALED or shown(arrays, rows) > 0
-
-
-def test_layers_at_the_examples_are_known_where_activities_are_measured() -> None:
-    model, given = made("concatenation"), examples("concatenation")
-    found = activity_gradients(
-        model, lambda m: nn.functional.cross_entropy(m(given), torch.arange(ROWS) % WIDTH, reduction="none"), KEY
-    )
-    assert {name for name, outer in found.outer.items() if outer.at_input} == {"a.weight", "out.weight"}
 
 
 def test_steps_may_put_other_tensors_in_the_place_of_weights() -> None:

@@ -68,16 +68,6 @@ def test_deepsqueeze_is_the_published_iteration() -> None:
     assert np.abs(models(ran.states) - naive_deepsqueeze(task, weights, lr, 0.1, 4, 60)).max() < 1e-12
 
 
-def test_without_compression_both_are_gossip_after_the_step() -> None:
-    task, weights = problem(n=5, d=10), ring_weights(5)
-    lr, x = 0.2 / task.smoothness, np.zeros((5, 10))
-    exact = {"id": "identity"}
-    for _ in range(30):
-        x = weights @ (x - lr * task.gradients(x))
-    for algorithm in (CHOCO(lr=lr, gamma=1.0, compressor=exact), DeepSqueeze(lr=lr, gamma=1.0, compressor=exact)):
-        assert np.abs(models(run(algorithm, task, 30).states) - x).max() < 1e-13
-
-
 @pytest.mark.slow
 def test_7_13_inexact_methods_have_a_floor_and_cold_has_none() -> None:
     task = problem(n=6, d=20)
@@ -91,19 +81,6 @@ def test_7_13_inexact_methods_have_a_floor_and_cold_has_none() -> None:
         assert errors[-1] > 5e-2
         assert errors[-1] == pytest.approx(errors[99], rel=0.1)
     assert run(COLD(lr=1.0 / task.smoothness, gamma=0.5, compressor=TOP), task, 150).errors[-1] < 1e-8
-
-
-@pytest.mark.slow
-def test_estimates_make_consensus_exact_and_error_compensation_does_not() -> None:
-    starts, weights, layout = Key(0, "m").generator().standard_normal((6, 20)), ring_weights(6), compressible(20)
-    off = {}
-    for algorithm in (CHOCO(gamma=0.3, compressor=TOP), DeepSqueeze(gamma=0.05, compressor=TOP)):
-        states = [algorithm.init(start, layout, common=np.zeros(20)) for start in starts]
-        states = gossip(algorithm, states, views_of(weights), 150)
-        assert np.abs(models(states).mean(axis=0) - starts.mean(axis=0)).max() < 1e-14
-        off[algorithm.name] = np.abs(models(states) - starts.mean(axis=0)).max()
-    assert off["choco"] < 1e-3
-    assert off["deepsqueeze"] > 1e-2
 
 
 @pytest.mark.slow

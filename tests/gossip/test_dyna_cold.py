@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from gossip_problems import Ran, problem, ring_weights, run, slope, view_of
+from gossip_problems import problem, ring_weights, run, slope, view_of
 
 from fedcomp import wire
 from fedcomp.codecs import PositionalCodec, Stretch
@@ -19,7 +19,6 @@ from fedcomp.gossip.compressor import Compressor
 from fedcomp.gossip.dyna_cold import DynaCOLD
 from fedcomp.gossip.errors import OutOfStep, Saturated
 from fedcomp.gossip.estimates import digests
-from fedcomp.gossip.nids import NIDS
 from fedcomp.gossip.packet import HEADER_BYTES, MessageFlag, peek
 from fedcomp.gossip.tuning import DivergenceWatch
 from fedcomp.layout import Layout
@@ -32,11 +31,6 @@ RING = ring_weights(TASK.n)
 NORM = max(float(np.abs(g).max()) for g in TASK.gradients(np.zeros((TASK.n, TASK.d))))
 GEOMETRIC = DynaCOLD(lr=1.0 / L, gamma=0.5, scale="geometric", rho=0.95, s0=NORM / L * 1.001)
 ZOOM = DynaCOLD(lr=1.0 / L)
-
-
-def first_below(errors: np.ndarray, level: float) -> int:
-    assert errors.min() < level
-    return int(np.flatnonzero(errors < level)[0]) + 1
 
 
 @pytest.mark.slow
@@ -190,13 +184,6 @@ def test_other_quantisers_are_given_the_scaled_innovation() -> None:
 
 
 @pytest.mark.slow
-def test_a_scale_on_the_wire_is_cold_with_norm_sign() -> None:
-    ran = run(COLD(lr=1.0 / L, gamma=0.5, compressor={"id": "normsign"}, digest_every=0), TASK, 120)
-    assert ran.errors[-1] < 1e-2
-    assert set(ran.payloads[0, 1]) == {HEADER_BYTES + 4 + math.ceil(TASK.d / 8)}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["zoom", "geometric"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_long_after_the_precision_is_reached_nothing_drifts(scale: str, dtype: str) -> None:
@@ -242,16 +229,3 @@ def test_who_missed_messages_gets_the_scale_with_the_whole_estimate(algorithm: D
         assert digests(states[own], ("h",))["h"] == digests(states[other], ("h",))[f"h/{own}"]
         if algorithm.scale == "zoom":
             assert float(states[other][f"scale/{own}"]) == float(states[own]["scale"])
-
-
-@pytest.mark.slow
-def test_iterations_are_those_of_nids_at_a_fraction_of_the_bits() -> None:
-    plain = run(NIDS(lr=1.0 / L), TASK, 80)
-    fast = DynaCOLD(lr=1.0 / L, gamma=0.5, scale="geometric", rho=0.9, s0=NORM / L * 1.001, digest_every=0)
-    coded = run(fast, TASK, 160)
-
-    def bits(ran: Ran) -> float:
-        k = first_below(ran.errors, 1e-6)
-        return 8.0 * sum(size - HEADER_BYTES for size in ran.payloads[0, 1][:k])
-
-    assert bits(plain) / bits(coded) > 10

@@ -38,6 +38,22 @@ CONFIGS += [
     {"name": "beer", "compressor": {"id": "randomk", "density": 3 / 8}, "gamma": 0.3},
     {"name": "deepsqueeze", "compressor": {"id": "dithering", "bits": 3}},
 ]
+DECODED: list[dict[str, Any]] = [
+    {"name": "choco", "gamma": 0.3, "compressor": compressor}
+    for compressor in (
+        {"id": "identity"},
+        *(
+            {"id": "topk", "density": 3 / 8, "values": v, "index": i}
+            for v, i in (("float64", "fixed"), ("fp16", "bitmap"))
+        ),
+        {"id": "topk", "density": 3 / 8, "index": "elias-fano"},
+        {"id": "normsign"},
+        {"id": "qsgd", "levels": 4},
+        {"id": "terngrad"},
+        {"id": "stc", "density": 3 / 8},
+    )
+]
+"""What no other configuration has to read."""
 SYNCHRONOUS = {name for name in (*ALGORITHMS, *AVERAGING) if not algorithm_class(name).asynchronous}
 EXACT = ("nids", "cold", "dyna-cold", "lead", "beer", "gradient-tracking")
 HUGE = (1.79e308, -1.79e308, 1.3e154, 1e300, np.inf, np.nan, 5e-324)
@@ -387,7 +403,7 @@ def mutant(payload: bytes, draw: np.random.Generator) -> bytes:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("config", CONFIGS, ids=named)
+@pytest.mark.parametrize("config", CONFIGS + DECODED, ids=named)
 def test_hostile_messages_are_refused_or_do_no_harm_that_travels(config: dict[str, Any], dtype: str) -> None:
     algorithm = get_algorithm(config)
     draw = Key(5, named(config) + dtype).generator()
@@ -403,6 +419,7 @@ def test_hostile_messages_are_refused_or_do_no_harm_that_travels(config: dict[st
             continue
         if algorithm.asynchronous:
             assert finite(after)  # it cannot restart
+        assert finite({key: after[key] for key in after if key.startswith("h/")})
         try:
             sent, _ = algorithm.send(after, None, view(0, 3))
         except NonFiniteUpdate:

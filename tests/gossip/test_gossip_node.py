@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gossip_faults import Courier, Quadratic, vectors
+from gossip_faults import Quadratic, vectors
 
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, GossipMessage, Real, View
@@ -110,23 +110,6 @@ def test_of_a_synchronous_iteration_nothing_counts_when_one_message_cannot_be_re
     assert not answer.say.needs
 
 
-@pytest.mark.parametrize("name", ["sgp", "dpsgd"])
-def test_what_is_not_finite_stays_at_home(name: str) -> None:
-    class Poison(Quadratic):
-        def gradient(self, z: Real, key: Key) -> Real:
-            return np.full(D, np.nan)
-
-    algorithm = get_algorithm({"name": name})
-    memory, answer = turned({}, turn(1, "common"), algorithm=algorithm, local=Poison(START))
-    if name == "sgp":
-        memory, _ = turned({}, turn(1, "common"), algorithm=algorithm)
-        memory, answer = turned(memory, turn(2), message_to_0(), algorithm=algorithm, local=Poison(START))
-        assert float(state_of(memory)["w"]) == 1.0  # half kept, half of node 1 taken in, nothing sent
-    assert answer.say.failed
-    assert not answer.post
-    assert np.isfinite(state_of(memory)["x"]).all()
-
-
 def test_the_gradient_is_drawn_by_iteration_and_node_and_rests_in_the_closing_phase() -> None:
     class Keys(Quadratic):
         def gradient(self, z: Real, key: Key) -> Real:
@@ -172,11 +155,3 @@ def test_leaving_sends_everything_and_leaves_nothing() -> None:
     receiver = SGP.receive(SGP.join(START, LAYOUT), [GossipMessage(0, 2, answer.post[0].data)])
     assert float(receiver["w"]) == 1.0
     assert [post.to for post in answer.post] == [2]
-
-
-def test_a_courier_keeps_count() -> None:
-    """The algorithm by which the mailbox is judged: it would show a message that comes twice."""
-    memory, _ = turned({}, turn(1, "common"), algorithm=Courier())
-    assert state_of(memory)["sent"].tolist() == [[0, 1, 1]]
-    memory, _ = turned(memory, turn(2), *(Post(1, 0, "0/0/9", b"\x05"),) * 2, algorithm=Courier())
-    assert state_of(memory)["got"].tolist() == [[1, 0, 5], [1, 0, 5]]

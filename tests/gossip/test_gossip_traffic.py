@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
-import numpy as np
 import pytest
-from gossip_faults import FAULTS, LAYOUT, D, N, Quadratic, learn, vectors
+from gossip_faults import FAULTS, D, N, learn
 
 from fedcomp.errors import ConfigError
-from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip_simulation import FaultPlan
-from fedcomp.plain import fields_of, from_fields
 
 K = 10
 """Iterations of every run."""
@@ -31,28 +25,6 @@ def test_7_17_edge_bytes_are_the_formula_of_the_messages_and_independent_of_the_
     assert (faulty.edge, faulty.node) == (clean.edge, clean.node)
     assert faulty.up.bytes >= clean.up.bytes
     assert faulty.down.bytes > clean.down.bytes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "body"),
-    [
-        ({"name": "sgp"}, 8 + 4 * D),  # a share, the model
-        ({"name": "cold", "compressor": {"id": "randomk", "density": 0.25}, "digest_every": 0}, 4 * 4),  # no places
-        ({"name": "dyna-cold", "scale": "geometric", "rho": 0.99, "s0": 5.0, "digest_every": 0}, D // 8),  # a bit each
-        ({"name": "beer", "lr": 0.1, "compressor": {"id": "identity"}, "digest_every": 0}, 2 * 4 * D + 1),  # a length
-    ],
-)
-def test_7_17_bodies_are_what_the_formats_say(config: dict[str, Any], body: int) -> None:
-    count = learn(config, "ring", K).traffic.edge["train"]
-    assert count.headers == 8 * count.messages == 8 * K * 2 * N
-    assert count.bodies == body * count.messages
-
-
-def test_one_message_to_one_neighbour_costs_the_same_by_every_count() -> None:
-    traffic = learn({"name": "sparse-push", "density": 0.25, "gamma": 0.2}, "one-peer", K).traffic
-    assert traffic.messages == K * N
-    assert traffic.node_bytes == traffic.edge_bytes == traffic.up.bytes == traffic.down.bytes
 
 
 @pytest.mark.slow
@@ -80,11 +52,3 @@ def test_energy_is_bits_times_what_a_bit_costs() -> None:
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="joules per bit"):
             traffic.energy(wrong, 0.0)
-
-
-def test_counters_survive_a_journey_as_json() -> None:
-    locals = [Quadratic(centre.astype(np.float32)) for centre in vectors(N, D)]
-    traffic = learn({"name": "sgp"}, "exponential", K, locals=locals, skew_rounds=2).traffic
-    traffic.overhead = 12345
-    assert from_fields(GossipTraffic, json.loads(json.dumps(fields_of(traffic)))) == traffic
-    assert LAYOUT.size == D

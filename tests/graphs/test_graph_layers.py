@@ -84,23 +84,6 @@ def test_7_06_with_n_of_all_candidates_training_is_that_of_the_whole_graph(parts
     assert any(len(plan.remote) for plan in plans) == (parts > 1)
 
 
-@pytest.mark.slow
-def test_fewer_columns_are_another_forward_pass_with_the_right_mean() -> None:
-    parts = toy_parts(40, 2, 5.0)
-    part, batch, draws = parts[0], parts[0].train[:4], 200
-    linear = model(6, layers=1)
-
-    def output(n: int, seed: int) -> Any:
-        plan = plan_step(part, batch, SamplerSettings(n=n, layers=1), Key(seed))
-        logits = linear(gather(part, plan, fetch(parts, [plan])), operators_of(plan, torch.float64))
-        return logits.detach().numpy()
-
-    drawn = [output(6, seed) for seed in range(draws)]
-    spread = np.std(drawn, 0)
-    assert (np.abs(np.mean(drawn, 0) - output(40, 0)) < 4.0 * spread / np.sqrt(draws)).all()
-    assert spread.min() > 1e-3
-
-
 def test_forward_and_gradient_are_those_of_dense_matrices() -> None:
     parts = toy_parts(60, 3, 5.0)
     plan = plan_step(parts[1], parts[1].train[:5], SamplerSettings(n=9, layers=3), Key(3))

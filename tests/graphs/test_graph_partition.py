@@ -77,12 +77,6 @@ def test_7_13_every_node_has_one_owner_and_sizes_are_within_five_percent(name: s
         assert sizes.max() <= np.ceil(1.05 * mean)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_as_many_parts_as_nodes_is_one_node_each(method: str) -> None:
-    owner = partition(ring(17), 17, method)
-    assert sorted(owner.tolist()) == list(range(17))
-
-
 @pytest.mark.parametrize("method", ["metis", "kernighan-lin"])
 def test_cliques_are_not_torn(method: str) -> None:
     graph = cliques(4, 12)

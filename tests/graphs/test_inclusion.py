@@ -60,22 +60,6 @@ def test_7_08_water_filling(weights: list[float], n: float) -> None:
     np.testing.assert_allclose(pi, sequential(w, n), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("n", [3, 17, 60.5, 110])
-def test_7_08_more_skew_favours_local_candidates_and_nobody_else(n: float) -> None:
-    u = Key(5, "test/skew").uniform(360).reshape(3, 120)
-    w, local = u[0] ** 4 + 1e-3, u[1] < 0.4
-    w[u[2] < 0.05] = 0.0
-    before = waterfill(w, n)
-    for s in (1.0, 1.5, 2.0, 4.0, 8.0, 16.0, 1e6):
-        pi = waterfill(np.where(local, s * w, w), n)
-        assert (pi[local] >= before[local] - 1e-14).all()
-        assert (pi[~local] <= before[~local] + 1e-14).all()
-        if s == 1.0:
-            assert np.array_equal(pi, before)
-        before = pi
-    assert before[~local].sum() < max(0.01, n - (local & (w > 0)).sum() + 0.01)
-
-
 def test_water_filling_does_not_depend_on_the_unit_of_weights() -> None:
     w = Key(2, "test/unit").uniform(500)
     for power in (-900, -3, 900):
@@ -116,17 +100,6 @@ def test_poisson_keeps_certain_columns_and_never_impossible_ones() -> None:
     assert poisson(np.zeros(0), np.zeros(0)).tolist() == []
     with pytest.raises(ConfigError, match="3 uniform numbers for 5"):
         poisson(pi, np.zeros(3))
-
-
-def test_each_column_is_kept_as_often_as_its_probability_says() -> None:
-    pi = waterfill(Key(7, "test/weights").uniform(50) ** 2, 20)
-    draws = 4000
-    counts = np.zeros(50)
-    uniforms = Key(8, "test/poisson").uniform(draws * 50).reshape(draws, 50)
-    for row in uniforms:
-        counts[poisson(pi, row)] += 1
-    sigma = np.sqrt(draws * pi * (1 - pi))
-    assert (np.abs(counts - draws * pi) <= 4.5 * sigma).all()
 
 
 def test_multinomial_counts_are_what_the_probabilities_say() -> None:

@@ -215,17 +215,6 @@ def test_7_01_what_keeps_all_is_exact() -> None:
         assert np.abs(run(np.zeros(count)) - truth(part, ROWS)).max() < EXACT
 
 
-def test_nothing_is_favoured_where_nothing_is_owned_or_all_is() -> None:
-    part, rows = lonely()
-    for estimator in ("poisson", "multinomial"):
-        settings = SamplerSettings(sampler="node", fanout=2, mode="matched", budget=2.0, estimator=estimator)
-        assert plan_layer(part, rows, settings, 0, Key(0).uniform).scale == 1.0
-    part, rows = apart()
-    lam = np.array([part.owned(part.structure.rows(rows[i : i + 1]).columns).mean() for i in range(len(rows))])
-    assert lam.max() == 1.0
-    assert (lam > 0.0).all()
-
-
 def test_7_01_the_harness_fails_for_local_only() -> None:
     part = small()
     run, count = runner(part, ROWS, SamplerSettings(sampler="local"))
@@ -331,12 +320,3 @@ def test_7_03_two_linear_layers_are_unbiased_with_independent_draws_and_not_with
     off = [np.abs(np.mean(found, 0) - expected) / (np.std(found, 0) / np.sqrt(draws)) for found in (apart_, shared)]
     assert off[0].max() < 4.0
     assert off[1].min() > 4.0
-
-
-def test_7_14_an_empty_draw_is_kept_and_counts_as_zero() -> None:
-    part = small()
-    run, count = runner(part, ROWS, SamplerSettings(n=1, mode="fixed"))
-    assert not run(np.full(count, BELOW_ONE)).any()
-    nothing = plan_layer(part, ROWS, SamplerSettings(n=1, mode="fixed"), 1, lambda count: np.full(count, BELOW_ONE))
-    assert len(nothing.columns) == 0
-    assert nothing.rows.tolist() == ROWS.tolist()

@@ -186,16 +186,6 @@ def test_7_09_mean_remote_count_is_the_sum_of_remote_inclusion_probabilities(opt
     assert remote.std() > 0.0
 
 
-def test_7_09_remote_inclusion_probabilities_are_those_of_water_filling() -> None:
-    part = toy_parts(60, 3, 6.0)[0]
-    operator = plan_layer(part, part.train, SamplerSettings(n=20, mode="fixed", scale=4.0), 0, Key(0).uniform)
-    u, _, owned = columns(part, part.train)
-    weights = np.abs(u).sum(0)
-    pi = waterfill(np.where(owned, 4.0 * weights, weights), 20)
-    assert operator.expected_remote == pytest.approx(pi[~owned].sum(), rel=1e-12)
-    assert operator.local_mass == pytest.approx(local_mass(weights, owned), rel=1e-12)
-
-
 def test_boundary_keeps_all_that_is_owned_and_local_and_full_what_they_say() -> None:
     part = toy_parts(60, 3, 6.0)[0]
     _, candidates, owned = columns(part, part.train)

@@ -10,7 +10,7 @@ import pytest
 from graph_toys import toy_adjacency, toy_owner
 
 from fedcomp import wire
-from fedcomp.graphs.adjacency import Adjacency, HaloStructure, check_rows
+from fedcomp.graphs.adjacency import Adjacency, check_rows
 from fedcomp.graphs.base import AdjacencyRows, GraphError
 from fedcomp.graphs.ids import put_ids
 from fedcomp.graphs.structure_rows import decode_structure, encode_structure
@@ -71,18 +71,6 @@ def test_rows_come_out_bit_for_bit(kind: str, isolated: int) -> None:
         assert whose.tolist() == owners.tolist()
         assert sent is not None
         assert sent.tolist() == norms.tolist()
-
-
-def test_a_structure_learns_from_what_was_sent() -> None:
-    """Rows that came as bytes are, to a sampler, the rows of the whole graph."""
-    adjacency, owner = graph("sym", 0)
-    own, others = np.arange(100), np.array([120, 210, 399])
-    mine = adjacency.rows(own)
-    halo = HaloStructure(mine, owner[mine.columns], 400, 0)
-    theirs = adjacency.rows(others)
-    rows, owners, _ = decode_structure(encode_structure(theirs, owner[theirs.columns]), nodes=400, parts=4)
-    asked = np.array([5, 120, 399])
-    assert same(halo.learn(rows, owners).rows(asked), adjacency.rows(asked))
 
 
 @pytest.mark.parametrize(("kind", "isolated"), GRAPHS)

@@ -77,36 +77,6 @@ def test_our_orders_are_never_worse_than_opacus_own(name: str) -> None:
     assert theirs.get_epsilon(DELTA) - 1e-3 < epsilon <= theirs.get_epsilon(DELTA) + 1e-12
 
 
-@pytest.mark.parametrize(("setting", "expected"), [("mnist-1", 1.58), ("mnist-10", 20.4)])
-def test_1_6_a_record_that_two_teachers_hold_costs_more_than_twice(setting: str, expected: float) -> None:
-    k, sigma, releases, (_, _, _, once) = SETTINGS[setting]
-    twice = exact([gaussian(sigma / (4.0 * math.sqrt(k)), releases=releases)], DELTA)
-    assert twice == pytest.approx(expected, abs=0.05 if expected > 10 else 5e-3)
-    assert twice > 2.0 * once
-
-
-@pytest.mark.parametrize(
-    ("epsilon", "delta", "z"), [(1, 1e-5, 3.73063), (10, 1e-5, 0.49989), (1, 1e-6, 4.22468), (0.5, 1e-5, 7.03183)]
-)
-def test_5_1_noise_for_one_release(epsilon: float, delta: float, z: float) -> None:
-    found = noise_multiplier_for(epsilon, delta, releases=1, grid_sigma=math.inf)
-    assert found == pytest.approx(z, abs=6e-6)
-    assert exact([gaussian(found)], delta) <= epsilon < exact([gaussian(found * (1.0 - 1e-9))], delta)
-
-
-def test_5_1_the_textbook_noise_is_not_private_beyond_epsilon_1() -> None:
-    textbook = math.sqrt(2.0 * math.log(1.25 / DELTA))
-    assert textbook == pytest.approx(4.8448, abs=1e-4)
-    assert gaussian_epsilon(1.0 / textbook, DELTA) < 1.0
-    assert gaussian_epsilon(10.0 / textbook, DELTA) > 10.0
-
-
-def test_5_1_three_conversions_of_one_zcdp_cost() -> None:
-    events = [gaussian((2.0 * 0.0208) ** -0.5)]
-    found = [accountant(events, DELTA) for accountant in (classical_epsilon, rdp_epsilon, exact)]
-    assert found == pytest.approx([0.9995, 0.8114, 0.7412], abs=1e-3)
-
-
 @pytest.mark.parametrize(
     ("rate", "z", "rounds", "prv", "plain", "capped"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -63,21 +62,6 @@ def test_the_clip_norm_finds_other_quantiles(quantile) -> None:
     assert settle(strategy(initial=1.0, quantile=quantile)) == pytest.approx(expected, rel=0.12)
 
 
-class WrongSign(DpFedAvg):
-    """The bit says "was clipped", the rule is the one for "was not"."""
-
-    def added(self, contribution) -> None:
-        self.bits.add(np.linalg.norm(contribution) > self.clip)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", [0.9, 1.2])
-def test_the_wrong_sign_runs_away(start) -> None:
-    ended = settle(strategy(WrongSign, initial=start, count_noise=1.0))
-    assert not 0.5 < ended < 2.0
-    assert (ended < 1.0) == (start < 1.0)
-
-
 def test_sum_and_bits_cost_one_event_at_the_noise_multiplier() -> None:
     made = strategy(z=0.8)
     play(made, updates())
@@ -95,28 +79,6 @@ def test_sum_and_bits_cost_one_event_at_the_noise_multiplier() -> None:
 class _Layout:
     def __init__(self, size: int) -> None:
         self.size = size
-
-
-@pytest.mark.parametrize(("adjacency", "factor"), [("zero_out", 1.0), ("replace", 2.0)])
-def test_the_noise_on_the_count_is_centred_and_of_the_scale_that_is_accounted(adjacency, factor) -> None:
-    bits = NormBits(2.0 * 5.0, adjacency, "discrete_gaussian")
-    # In clients: votes count half. One client moves the centred count by 1/2; exchanging it by 1.
-    assert bits.mechanism.sensitivity * bits.mechanism.step / 2 == 0.5 * factor
-    entropy = SystemEntropy()
-    counts = np.array([(bits.share(1e6, entropy) - 0.5) * 1e6 for _ in range(300)])
-    assert abs(np.sum((counts / (5.0 * factor)) ** 2) - 300) < 6 * math.sqrt(600)
-
-
-def test_one_client_moves_the_count_by_a_half_and_an_uncentred_one_by_a_whole() -> None:
-    def count(bits) -> float:
-        counted = NormBits(0.0, "zero_out", "discrete_gaussian")
-        for bit in bits:
-            counted.add(bit)
-        return (counted.share(100.0, SystemEntropy()) - 0.5) * 100.0
-
-    patterns = list(itertools.product([False, True], repeat=4))
-    assert max(abs(count(p) - count(p[1:])) for p in patterns) == pytest.approx(0.5)
-    assert max(abs(sum(p) - sum(p[1:])) for p in patterns) == 1
 
 
 def test_the_share_is_of_the_public_number_and_stays_a_share() -> None:

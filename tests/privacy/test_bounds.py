@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcomp.errors import ConfigError
-from fedcomp.privacy import bounds
 from fedcomp.privacy.bounds import MOST, clip_arrays, round_conditionally, rounding_bound, squared_norm, to_grid
 from fedcomp.privacy.entropy import SeededEntropy
 from fedcomp.privacy.errors import Unbounded
@@ -132,21 +131,6 @@ def test_squared_norm_refuses_what_it_cannot_sum() -> None:
         squared_norm(np.array([-(2**63)]))
 
 
-def test_rounding_raises_norms_as_the_grid_gets_coarse() -> None:
-    # Norm 1 in 1000 coordinates, steps of 0.1: nearest and stochastic rounding lengthen, truncation kills the signal.
-    found = []
-    for round_ in range(20):
-        vector = Key(4, round=round_).generator().normal(size=1000)
-        vector /= np.linalg.norm(vector) * 0.1
-        nearest, down = np.rint(vector), np.trunc(vector)
-        random = round_conditionally(vector, 1e6, stream(f"figures/{round_}"))
-        found.append([0.1 * np.linalg.norm(v) for v in (nearest, random, down)])
-    nearest, random, down = np.mean(found, axis=0)
-    assert nearest == pytest.approx(1.058, abs=0.03)
-    assert random == pytest.approx(1.575, abs=0.03)
-    assert down < 0.2
-
-
 def test_joint_norm_over_all_float_arrays() -> None:
     arrays = {"a": np.full(8, 3.0, np.float32), "n": np.arange(4), "flag": np.array([True]), "b": np.full((2, 4), -4.0)}
     out, norm = clip_arrays(arrays, 1.0)
@@ -206,15 +190,6 @@ def test_conditional_rounding_is_always_within_its_bound_and_otherwise_unbiased(
     assert all(np.all(np.abs(out - vector) < 1.0) for out in drawn)
     # The standard error of the mean is at most 0.5 / sqrt(500) a coordinate; the condition shifts it by far less.
     assert float(np.sqrt(np.mean((np.mean(drawn, axis=0) - vector) ** 2))) < 0.02
-
-
-def test_conditional_rounding_tries_again_where_the_bound_is_tight(monkeypatch: pytest.MonkeyPatch) -> None:
-    tries = []
-    monkeypatch.setattr(bounds, "squared_norm", lambda out: tries.append(1) or squared_norm(out))
-    vector = np.full(50, 0.5)
-    for i in range(50):
-        assert python_norm(round_conditionally(vector, 5.0, stream(f"tight/{i}"))) <= 25
-    assert 60 < len(tries) < 200
 
 
 def test_the_rounding_bound_is_met_often_enough() -> None:

@@ -39,19 +39,13 @@ def mechanism(**changes) -> DistributedSum:
 # The rotation.
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 100, 1500, 4096])
-def test_the_rotation_keeps_norms_and_is_undone(size: int) -> None:
-    vector = Key(1, layer=size).generator().normal(size=size)
-    turned = rotate(vector, 5)
-    assert float(np.linalg.norm(turned)) == pytest.approx(float(np.linalg.norm(vector)), rel=1e-12)
-    np.testing.assert_allclose(unrotate(turned, 5), vector, atol=1e-12)
-    if size > 10:
-        assert not np.allclose(turned, rotate(vector, 6))
-
-
-@pytest.mark.parametrize("size", [3, 100, 1000, 1500])
-def test_the_rotation_is_linear_and_orthogonal(size: int) -> None:
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 100, 1000, 1500, 4096])
+def test_the_rotation_is_linear_and_orthogonal_and_undone(size: int) -> None:
     one, other = Key(2, layer=size).generator().normal(size=(2, size))
+    assert float(np.linalg.norm(rotate(one, 5))) == pytest.approx(float(np.linalg.norm(one)), rel=1e-12)
+    np.testing.assert_allclose(unrotate(rotate(one, 5), 5), one, atol=1e-12)
+    if size > 10:
+        assert not np.allclose(rotate(one, 5), rotate(one, 6))
     np.testing.assert_allclose(rotate(one + 3 * other, 5), rotate(one, 5) + 3 * rotate(other, 5), atol=1e-10)
     assert float(rotate(one, 5) @ rotate(other, 5)) == pytest.approx(float(one @ other), abs=1e-10)
 
@@ -101,19 +95,8 @@ def test_audit_B_shares_that_are_left_add_up_to_the_promised_noise(noise: str, a
     assert abs(float(np.sum(alone**2)) - alone.size) / math.sqrt(2 * alone.size) < 4.9
 
 
-def test_sums_of_skellam_shares_keep_their_variance() -> None:
-    total = sum(draw("skellam", 10.0, 100_000, stream(f"skellam/{i}")) for i in range(10))
-    assert float(np.var(total)) == pytest.approx(1000.0, rel=0.02)
-
-
-def test_how_much_noise_there_is_shows_how_many_brought_it() -> None:
-    """Why ``add_remove`` is refused: one share more is seen at once, whatever its client contributed."""
-    made = mechanism(size=30_000)
-    source = stream("presence")
-    per_share = made.size * made.share_sigma**2
-    for count in (8, 9, 10):
-        total = sum(made.share(source) for _ in range(count))
-        assert round(float(np.sum(total.astype(float) ** 2)) / per_share) == count
+def test_add_remove_is_refused() -> None:
+    """One share more is seen at once, whatever its client contributed."""
     with pytest.raises(ConfigError, match="brings no noise"):
         mechanism(adjacency="add_remove")
 

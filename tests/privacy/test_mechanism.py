@@ -96,15 +96,6 @@ def test_the_grid_is_fine_enough_for_its_size(size: int) -> None:
     assert 0.5 * math.sqrt(size) * mechanism.step <= 0.01 * 3.0
 
 
-def test_admitted_vectors_are_the_clipped_ones_up_to_the_grid() -> None:
-    mechanism = GridGaussian(noise_multiplier=1.0, clip=2.0, size=500)
-    vector = Key(3).generator().normal(size=500).astype(np.float32)
-    admitted = mechanism.admit(vector) * mechanism.step
-    assert float(np.linalg.norm(admitted)) <= 2.0
-    np.testing.assert_allclose(admitted, vector * 2.0 / np.linalg.norm(vector), atol=mechanism.step)
-    assert not mechanism.admit(np.zeros(500)).any()
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_not_finite_is_refused_and_the_sum_unchanged(bad: float) -> None:
     private = PrivateSum(GridGaussian(noise_multiplier=0.0, clip=1.0, size=3), (3,))
@@ -231,12 +222,6 @@ def test_one_release_and_nothing_after_it() -> None:
     with pytest.raises(Unbounded, match="released"):
         private.add(2, np.ones(2))
     assert len(book.lines) == 1
-
-
-def test_an_empty_sum_is_noise_and_costs() -> None:
-    private, book = PrivateSum(GridGaussian(noise_multiplier=1.0, clip=1.0, size=5), (5,)), Book()
-    assert np.any(private.release(book, round=1, entropy=stream("empty")))
-    assert [(e.noise_multiplier, p) for e, _, p in book.lines] == [(1.0, [])]
 
 
 def test_what_is_paid_for_elsewhere_is_recorded_as_told() -> None:

@@ -15,7 +15,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.privacy import staircase as stairs_module
 from fedcomp.privacy.densities import TOLERANCE, Density, Gauss, Poisson
 from fedcomp.privacy.entropy import Entropy, SeededEntropy, SystemEntropy
-from fedcomp.privacy.noise import discrete_gaussian, draw, failure, gaussian, skellam
+from fedcomp.privacy.noise import discrete_gaussian, draw, failure, skellam
 from fedcomp.privacy.staircase import Staircase, below, staircase
 from fedcomp.rng import Key
 
@@ -67,12 +67,8 @@ def skellam_pmf(sigma: float) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("sigma", [0.3, 1.0, 3.7])
-def test_draws_fit_the_discrete_gaussian(sigma: float) -> None:
+def test_draws_fit_their_distribution(sigma: float) -> None:
     assert misfit(discrete_gaussian(sigma, 200_000, stream("pmf")), gauss_pmf(sigma)) > 1e-6
-
-
-@pytest.mark.parametrize("sigma", [0.3, 1.0, 3.7])
-def test_draws_fit_skellam(sigma: float) -> None:
     assert misfit(skellam(sigma, 200_000, stream("skellam")), skellam_pmf(sigma)) > 1e-6
 
 
@@ -248,13 +244,6 @@ def test_low_bits_are_fair_and_draws_independent(noise: str) -> None:
         assert abs(product.mean()) < 5 / math.sqrt(product.size)
 
 
-@pytest.mark.parametrize("noise", ["discrete_gaussian", "skellam", "gaussian"])
-def test_audit_F_two_streams_differ_and_are_uncorrelated(noise: str) -> None:
-    one, other = (draw(noise, 50.0, 50_000, SystemEntropy()).astype(float) for _ in range(2))
-    assert not np.array_equal(one, other)
-    assert abs(float(np.mean(one * other)) / 50.0**2) < 6 / math.sqrt(one.size)
-
-
 def test_audit_F_global_seeds_change_nothing() -> None:
     def seeded() -> np.ndarray:
         np.random.seed(5)  # noqa: NPY002
@@ -269,24 +258,6 @@ def test_audit_F_global_seeds_change_nothing() -> None:
     seeded()
     np.testing.assert_array_equal(np.random.get_state()[1], untouched)  # noqa: NPY002
     assert before.shape == untouched.shape
-
-
-def test_a_seeded_stream_repeats() -> None:
-    np.testing.assert_array_equal(skellam(12.0, 999, stream("again")), skellam(12.0, 999, stream("again")))
-    assert not np.array_equal(skellam(12.0, 999, stream("again")), skellam(12.0, 999, stream("again", layer=1)))
-
-
-def test_audit_E_integer_outputs_do_not_tell_zero_from_one_float_outputs_do() -> None:
-    grid = 2.0**-53
-    floats = gaussian(1.0, 20_000, stream("float"))
-    # Whether an output is a multiple of 2^-53 depends on what the noise was added to.
-    off = [float(np.mean(np.mod(value + floats, grid) != 0)) for value in (0.0, 1.0)]
-    assert off[0] > 0.2
-    assert off[1] == 0.0
-    step = 2.0**-10
-    whole = discrete_gaussian(1024.0, 20_000, stream("integer"))
-    off = [float(np.mean(np.mod((round(value / step) + whole) * step, step) != 0)) for value in (0.0, 1.0)]
-    assert off == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("noise", ["discrete_gaussian", "skellam", "gaussian"])

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
 import pytest
-from every_vote import every_vote
 from frame_mutants import seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcomp import wire
-from fedcomp.codecs import get_codec, known
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.layout import DENSE, Layout, Update
-from fedcomp.privacy.errors import Unbounded
-from fedcomp.privacy.mechanism import Votes
 from fedcomp.privacy.votes import (
     ORDER,
     TopkSign,
@@ -45,21 +40,6 @@ def gradient(d: int, seed: int = 0) -> np.ndarray:
 def cast(codec: TopkSign, vector: np.ndarray, layout: Layout | None = None, key: Key = KEY) -> bytes:
     chosen = layout or Layout.flat(vector.size)
     return codec.encode(Update(vector.astype(np.float32), chosen), codec.init(chosen), key)[0]
-
-
-@pytest.mark.parametrize(("d", "k"), [(3, 1), (4, 3), (5, 2), (5, 5)])
-def test_1_11_a_the_claimed_sensitivity_is_reached_and_never_exceeded(d: int, k: int) -> None:
-    """Exhaustive: sqrt(k) when a voter is removed, 2 sqrt(k) when one is exchanged, by opposite signs."""
-    votes = np.array(every_vote(d, k, least=k))
-    alone = np.linalg.norm(votes.astype(float), axis=1)
-    apart = np.linalg.norm(votes[:, None].astype(float) - votes[None], axis=2)
-    removed = Votes(noise_multiplier=2.0, k=k, shape=(d,))
-    exchanged = Votes(noise_multiplier=2.0, adjacency="replace", k=k, shape=(d,))
-    assert removed.sensitivity * removed.step == pytest.approx(alone.max(), rel=1e-12)
-    assert exchanged.sensitivity * exchanged.step == pytest.approx(apart.max(), rel=1e-12)
-    # What the function casts is one of these, whatever it is given.
-    cast_here = topk_stochastic_sign(np.random.default_rng(1).normal(size=(300, d)), k, uniforms=KEY)
-    assert {tuple(row) for row in cast_here} <= {tuple(row) for row in votes}
 
 
 def test_1_11_b_the_expected_vote_is_the_clipped_ratio_on_the_support() -> None:
@@ -103,16 +83,6 @@ def test_1_11_f_votes_do_not_see_the_scale_nor_the_order(g: list[int], k: int, p
 
 def plain_votes(x: np.ndarray, k: int) -> np.ndarray:
     return topk_stochastic_sign(x, k, stochastic=False)
-
-
-def test_1_11_f_the_law_of_a_scaled_gradient_is_that_of_the_gradient() -> None:
-    """With other draws and a scale that is no power of two; a saturation, which is a magnitude, sees the scale."""
-    g = np.tile([1.0, -0.4, 0.7, 0.1], (20_000, 1))
-    first = topk_stochastic_sign(g, 3, uniforms=Key(1)).mean(axis=0)
-    second = topk_stochastic_sign(g * 0.3, 3, uniforms=Key(2)).mean(axis=0)
-    assert np.abs(first - second).max() < 0.05
-    saturated = topk_stochastic_sign(g * 5.0, 3, saturation=1.0, uniforms=Key(2)).mean(axis=0)
-    assert np.abs(saturated - first).max() > 0.2
 
 
 def test_1_11_g_a_zero_or_non_finite_row_casts_no_vote() -> None:
@@ -398,21 +368,6 @@ def test_arguments_are_checked() -> None:
             build()
 
 
-def test_the_codec_is_known_by_its_id_and_configuration() -> None:
-    codec = TopkSign(k=200, saturation=1e-5, scope="layer", stochastic=False)
-    assert "topagg" in known()
-    assert get_codec(json.loads(json.dumps(codec.to_config()))) == codec
-    assert (codec.votes, codec.unbiased, codec.remembers, codec.linear, codec.lossless) == (True, *[False] * 4)
-    assert codec.contraction(Layout.flat(4)) is None
-
-
-def test_k_of_d_or_more_takes_every_coordinate() -> None:
-    x = gradient(30)
-    for k in (30, 31, 10**9):
-        np.testing.assert_array_equal(plain_votes(x, k), np.sign(x))
-        assert TopkSign(k=k).total(Layout.flat(30)) == 30
-
-
 def test_threshold_is_strict_and_odd() -> None:
     total = np.array([-3.0, -2.0, -1.9, 0.0, 1.0, 2.0, 2.1])
     assert threshold(total, 2.0).tolist() == [-1, 0, 0, 0, 0, 0, 1]
@@ -444,18 +399,6 @@ def test_1_6_4_pass_probabilities_of_the_published_settings(
     assert pass_probability(-n, sigma, beta * n) == (right, wrong)
     assert pass_probability(5, 0.0, 4.0) == (1.0, 0.0)
     assert pass_probability(5, 0.0, 5.0) == (0.0, 0.0)
-
-
-def test_the_mechanism_takes_what_the_codec_decodes_and_nothing_longer() -> None:
-    """Counting twice: the codec before decoding, the mechanism before adding."""
-    codec, layout = TopkSign(k=5), Layout.flat(40)
-    votes = codec.ballot(cast(codec, gradient(40)), layout)
-    mechanism = Votes(noise_multiplier=1.0, k=codec.total(layout), shape=(40,))
-    assert np.linalg.norm(mechanism.admit(votes)) <= mechanism.bound
-    longer = votes.copy()
-    longer[np.flatnonzero(votes == 0)[0]] = 1
-    with pytest.raises(Unbounded, match="at most 5"):
-        mechanism.admit(longer)
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ import pytest
 import torch
 from graph_tasks import graph_task
 
-from fedcomp.graphs.partition import METHODS
 from fedcomp.tasks import get_task, graph_sources, planetoid, registry, sources
 from fedcomp.tasks.graph import GraphTask
 from fedcomp.tasks.planetoid import PlanetoidError
@@ -255,15 +254,3 @@ def test_real_graphs_have_their_published_sizes(name: str, facts: dict[str, Any]
         weights = graph_task(name, root=local_data, features="given").graph.features
         assert int((weights != 0).sum()) == 151_171
         assert len(np.unique(weights)) > 2
-
-
-def test_7_13_cuts_of_cora(local_data: Path) -> None:
-    found = {method: graph_task("cora", root=local_data, cut=method) for method in METHODS}
-    assert found["metis"].shared(4).cut < 0.10
-    assert found["kernighan-lin"].shared(4).cut < 0.15
-    assert found["greedy"].shared(4).cut < 0.30
-    assert found["random"].shared(4).cut > 0.70
-    for task in found.values():
-        sizes = np.bincount(task.shared(4).owner)
-        assert sizes.min() >= 0.95 * 677
-        assert sizes.max() <= 1.05 * 677

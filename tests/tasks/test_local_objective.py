@@ -248,11 +248,3 @@ def test_a_node_without_data_is_refused() -> None:
     task = _task("breast-cancer", min_examples=0)
     with pytest.raises(EmptyPartition, match="partition 499 of 500"):
         LocalObjective(task, 499, 500)
-
-
-def test_global_generators_are_left_alone() -> None:
-    before = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    mine = LocalObjective(_task(hidden="32"), 0, 8)
-    mine.gradient(mine.start(), KEY)
-    assert torch.equal(torch.random.get_rng_state(), before[0])
-    assert (np.random.get_state()[1] == before[1]).all()  # noqa: NPY002

@@ -69,13 +69,6 @@ def test_root_from_the_environment_and_the_argument_wins(tmp_path: Path, monkeyp
         assert get_task("wifi").data.used == "offline"
 
 
-def test_changed_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = _wifi_folder(tmp_path, monkeypatch) / "wifi_localization.txt"
-    file.write_bytes(file.read_bytes().replace(b"\t1\n", b"\t2\n", 1))
-    with pytest.raises(DataMismatch, match="SHA-256"):
-        load("wifi", root=tmp_path)
-
-
 def test_file_changed_after_the_first_load_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = _wifi_folder(tmp_path, monkeypatch) / "wifi_localization.txt"
     original = file.read_bytes()

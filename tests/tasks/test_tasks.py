@@ -80,14 +80,6 @@ def test_a_model_learns(name: str, options: Any, training: Any, accuracy: float)
         assert after["loss"] < 0.9 * entropy
 
 
-def test_digits_has_its_documented_splits_and_batch_norm_where_it_is_asked_for() -> None:
-    task = _task("digits")
-    assert (len(task.train_split), len(task.test)) == (1442, 355)
-    for norm in (False, True):
-        names = _task("digits", model="cnn", batch_norm=norm).model(0).state_dict()
-        assert ("norm1.num_batches_tracked" in names) is norm
-
-
 def test_the_transformer_sees_no_later_character() -> None:
     model = build(lambda: CharTransformer(11, 8, 16), 0)
     text = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
@@ -124,22 +116,29 @@ def test_hinge_objective_is_the_textbook_one() -> None:
     assert loss == pytest.approx(np.maximum(0, 1 - margin).mean(), rel=1e-5)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
-def test_training_is_torch_sgd_bit_for_bit(momentum: float, weight_decay: float) -> None:
+@pytest.mark.parametrize(
+    ("momentum", "weight_decay", "mu"),
+    [(0.0, 0.0, 0.0), (0.9, 0.0, 0.0), (0.0, 0.01, 0.0), (0.9, 0.01, 0.0), (0.0, 0.0, 2), (0.9, 0.0, 0.7)],
+)
+def test_training_is_torch_sgd_on_the_penalised_loss(momentum: float, weight_decay: float, mu: float) -> None:
+    """Bit for bit where no proximal term is asked for."""
     task = _task("digits", hidden="32")
-    data = task.client(1, 10)
+    data, decayed = task.client(1, 10), {"momentum": momentum, "weight_decay": weight_decay}
     ours, theirs = task.model(3), task.model(3)
-    task.train(ours, data, lr=0.05, momentum=momentum, weight_decay=weight_decay, epochs=2, batch_size=16, key=KEY)
-    optimizer = torch.optim.SGD(
-        theirs.parameters(), lr=0.05, momentum=momentum, weight_decay=weight_decay, foreach=False
-    )
+    task.train(ours, data, lr=0.05, **decayed, proximal=mu, epochs=2, batch_size=16, key=KEY)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.05, **decayed, foreach=False)
+    start = [p.detach().clone() for p in theirs.parameters()]
     with single_thread():
         for x, y in data.batches(epochs=2, batch_size=16, key=KEY):
             optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(theirs(x), y).backward()
+            loss = torch.nn.functional.cross_entropy(theirs(x), y)
+            pull = sum((p - w).square().sum() for p, w in zip(theirs.parameters(), start, strict=True))
+            (loss + mu / 2 * pull if mu else loss).backward()
             optimizer.step()
-    assert _digest(to_arrays(ours)) == _digest(to_arrays(theirs))
+    if not mu:
+        assert _digest(to_arrays(ours)) == _digest(to_arrays(theirs))
+    for name, array in to_arrays(ours).items():
+        np.testing.assert_allclose(array, to_arrays(theirs)[name], rtol=1e-4, atol=1e-6)
 
 
 def test_descent_owns_its_momentum_and_leaves_frozen_parameters() -> None:
@@ -206,50 +205,6 @@ def test_no_steps_leave_the_model_as_it_is(limit: dict[str, int]) -> None:
     out = task.train(model, task.test, lr=0.1, key=KEY, **limit)
     assert out == {"train_loss": 0.0, "num-examples": 355}
     assert _digest(to_arrays(model)) == before
-
-
-@pytest.mark.parametrize("mu", [0.0, 0.5, 2])
-def test_proximal_steps_are_those_of_fedprox(mu: float) -> None:
-    # w <- w - lr (gradient of the loss at w + mu (w - w0)), in float64 by hand on a logistic regression of 31 numbers.
-    task = _task("breast-cancer")
-    x, y = task.train_split.x[:12].astype(float), 2.0 * task.train_split.y[:12] - 1.0
-    data = Split(task.train_split.x[:12], task.train_split.y[:12])
-    model = task.model(4)
-    arrays = to_arrays(model)
-    w0 = np.append(arrays["layers.0.weight"][0], arrays["layers.0.bias"]).astype(float)
-    features = np.column_stack([x, np.ones(12)])
-    w = w0.copy()
-    for _ in range(3):
-        slope = -(y / (1 + np.exp(y * (features @ w)))) @ features / 12
-        w = w - 0.3 * (slope + mu * (w - w0))
-    task.train(model, data, lr=0.3, epochs=3, batch_size=12, proximal=mu, key=KEY)
-    arrays = to_arrays(model)
-    got = np.append(arrays["layers.0.weight"][0], arrays["layers.0.bias"])
-    np.testing.assert_allclose(got, w, rtol=1e-4, atol=1e-6)
-    # The term is in the third step's result: without it the weights are elsewhere.
-    if mu:
-        plain = task.model(4)
-        task.train(plain, data, lr=0.3, epochs=3, batch_size=12, key=KEY)
-        assert np.abs(to_arrays(plain)["layers.0.weight"][0] - w[:-1]).max() > 1e-2
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_proximal_is_torch_sgd_on_the_penalised_loss(momentum: float) -> None:
-    task = _task("digits", hidden="16")
-    data = task.client(1, 10)
-    ours, theirs = task.model(3), task.model(3)
-    task.train(ours, data, lr=0.05, momentum=momentum, proximal=0.7, epochs=2, batch_size=16, key=KEY)
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=momentum, foreach=False)
-    start = [p.detach().clone() for p in theirs.parameters()]
-    with single_thread():
-        for x, y in data.batches(epochs=2, batch_size=16, key=KEY):
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(theirs(x), y)
-            pull = sum((p - w).square().sum() for p, w in zip(theirs.parameters(), start, strict=True))
-            (loss + 0.7 / 2 * pull).backward()
-            optimizer.step()
-    for name, array in to_arrays(ours).items():
-        np.testing.assert_allclose(array, to_arrays(theirs)[name], rtol=1e-4, atol=1e-6)
 
 
 SCRIPT = """

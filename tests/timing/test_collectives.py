@@ -11,23 +11,6 @@ WIRE = {"latency": 50e-6, "per_byte": 8e-10, "add_per_byte": 1e-10}
 SIZE = 244e6
 
 
-def simulated_ring(network: Network, nbytes: float) -> float:
-    """Every worker starts its next hop when its own send and its predecessor's are done."""
-    p, chunk = network.workers, nbytes / network.workers
-    ready = [0.0] * p
-    for hop in range(2 * (p - 1)):
-        sent = [t + network.latency + chunk * network.per_byte for t in ready]
-        add = chunk * network.add_per_byte if hop < p - 1 else 0.0
-        ready = [max(sent[w], sent[w - 1]) + add for w in range(p)]
-    return max(ready) + network.fixed
-
-
-@pytest.mark.parametrize("workers", [2, 4, 8, 16])
-def test_the_ring_formula_is_the_simulation(workers: int) -> None:
-    network = Network(workers, **WIRE, fixed=1e-3)
-    assert network.ring(SIZE) == pytest.approx(simulated_ring(network, SIZE), rel=1e-12)
-
-
 def test_the_figures_of_the_example() -> None:
     network = Network(4, **WIRE)
     assert network.ring(SIZE) == pytest.approx(0.311, abs=1e-3)

@@ -71,12 +71,6 @@ def test_7_the_largest_stable_step_is_the_one_where_it_begins_to_diverge(delay: 
     assert diverges(1.01 * bound, delay)
 
 
-def test_7_width_two_halves_the_step() -> None:
-    assert [diverges(step, 1) for step in (0.95, 1.05)] == [False, True]
-    assert [diverges(step, 0) for step in (0.95, 1.05)] == [False, False]
-    assert np.isclose(stable_step(0), 2 * stable_step(1))
-
-
 def test_a_code_pays_off_where_it_takes_less_than_it_saves() -> None:
     network = Network(4, latency=1e-3, per_byte=1e-8)
     plain = Pipeline(0.2, network.ring(6e7))
