@@ -33,7 +33,7 @@ SERVER_FAULTS: Final = (SERVER_APP, SUPERLINK)
 
 LOSING: Final = (NODE, CLOCK)
 """Faults for which a node may have made an update that it does not remember. A full disk is none of them: the node
-answers with an error and remembers in memory."""
+answers with an error, remembers in memory, and writes all of it once there is room."""
 
 CALM: Final = 4
 """Rounds between two faults of the server, so that the one is over before the next."""
@@ -143,7 +143,7 @@ def judge(
     owed : mapping of int to sequence of float
         By node: what its state folder still has for the server, when the server's last acknowledgement is heard.
     hit : collection of (int, int)
-        Node and sequence number of messages during which a fault of :data:`LOSING` met the node.
+        Node and sequence number of messages whose updates a node may not have in its folder, because a fault met it.
     rounds, finished : int
         Asked for, and in the final model.
     processes : sequence of str

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -80,7 +81,8 @@ class Faulted:
     Attributes
     ----------
     done : list of dict
-        ``fault`` that was done, ``at``, in seconds since the epoch, and how many ``processes`` were killed.
+        ``fault`` that was done, ``at``, in seconds since the epoch, and how many ``processes`` were killed; ``over``,
+        where a disk has room again, since when.
     again : int
         How often a run was over before its last round, and was submitted again.
     noticed : int
@@ -193,6 +195,7 @@ class Faulted:
             deployment.links.plug(node)
         if fault.kind == DISK:
             deployment.disks[node].empty()
+            next(each for each in self.done if each["fault"] == asdict(fault))["over"] = time.time()
 
     def _resume(self) -> bool:
         """Submit the app again when the SuperLink says that its run is over: it was away for longer than a minute."""
@@ -310,14 +313,18 @@ def seen_of(
 def hits(
     lines: Mapping[int, Sequence[dict[str, Any]]], done: Sequence[dict[str, Any]], pause: float
 ) -> list[tuple[int, int]]:
-    """Return the messages during which nodes were killed: between the line in the journal and the written state."""
+    """Return the messages whose updates a node may not have in its folder: it was killed between the line in the
+    journal and the written state, or its disk was full, and it wrote nothing since."""
     found = []
     for each in done:
-        if each["fault"]["kind"] in LOSING:
-            node = each["fault"]["node"]
-            before = [line for line in lines[node] if line["at"] <= each["at"]]
-            if before and each["at"] - before[-1]["at"] < pause + MOMENTS:
+        kind, node, at = each["fault"]["kind"], each["fault"]["node"], each["at"]
+        if kind in LOSING:
+            before = [line for line in lines[node] if line["at"] <= at]
+            if before and at - before[-1]["at"] < pause + MOMENTS:
                 found.append((node, before[-1]["sequence"]))
+        if kind == DISK and lines[node] and lines[node][-1]["at"] < each.get("over", math.inf):
+            # What cannot be written is in the memory of its process alone, which nobody reads after the end.
+            found += [(node, line["sequence"]) for line in lines[node] if at - line["at"] < pause + MOMENTS]
     return found
 
 

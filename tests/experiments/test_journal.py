@@ -215,7 +215,18 @@ def test_messages_during_which_a_node_was_killed_are_those_that_it_had_begun(tmp
     last = lines[1][-1]
     assert hits(lines, [killed(1, last["at"] + 0.1)], 0.3) == [(1, last["sequence"])]
     assert hits(lines, [killed(1, last["at"] + 60.0)], 0.3) == []
-    assert hits(lines, [killed(1, last["at"] + 0.1, "disk")], 0.3) == []
+    # Full for a while, and written since.
+    full = {**killed(1, last["at"] - 60.0, "disk"), "over": last["at"] - 0.1}
+    assert hits(lines, [full], 0.3) == []
+
+
+def test_what_a_full_disk_kept_out_of_the_folder_is_excused_until_the_node_writes_again() -> None:
+    lines = {1: [{"sequence": number, "at": 10.0 * number} for number in range(1, 6)]}
+    full = killed(1, 29.9, "disk")
+    assert hits(lines, [{**full, "over": 49.0}], 0.3) == []
+    assert hits(lines, [{**full, "over": 51.0}], 0.3) == [(1, 3), (1, 4), (1, 5)]
+    # Nothing was made since, and all that was made before is in the folder.
+    assert hits(lines, [{**killed(1, 55.0, "disk"), "over": 60.0}], 0.3) == []
 
 
 def test_a_line_that_is_cut_off_is_no_line(tmp_path: Path) -> None:
