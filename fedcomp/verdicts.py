@@ -212,8 +212,8 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             ),
             "dgc": Verdict(
                 "superseded",
-                "Its gain is the longer step of momentum: on the quickstart CNN it reaches 94.6 % where TopK with "
-                "16-bit values reaches 97.2 % in about as many bytes.",
+                "Its gain is the longer step of momentum: on the quickstart CNN it reaches 95.7 % where TopK with "
+                "16-bit values reaches 97.4 % in about as many bytes.",
             ),
             "fft": Verdict(
                 "superseded",
