@@ -440,6 +440,14 @@ def test_a_run_that_repeats_a_round_pays_for_it_again(tmp_path: Path, monkeypatc
         (lambda: record_dp(clip=0.0), "clip"),
         (lambda: record_dp(delta=0.001), "not below 1/1000"),
         (lambda: record_dp(budget=-1.0), "budget"),
+        # Clients would answer that they could not train, and keep to themselves why.
+        (lambda: record_dp(method="topagg"), "'topagg' needs options={'k': ...}"),
+        (lambda: record_dp(method="random-mask"), "'random-mask' needs options={'keep': ...}"),
+        (lambda: record_dp(method="lsg", options={"keep": 0.5}), "'lsg' needs options={'rank': ...}"),
+        (lambda: record_dp(method="topagg", options={"k": "many"}), "k='many' is not valid"),
+        (lambda: record_dp(method="random-mask", options={"keep": 2.0}), "keep=2.0 is not valid"),
+        (lambda: record_dp(method="random-mask", options={"kept": 0.5}), "no option 'kept'; it has keep, schedule"),
+        (lambda: record_dp(options={"k": 3}), "'dp-sgd' has no option 'k'; it has none"),
     ],
 )
 def test_what_promises_nothing_is_refused(make, said):
