@@ -225,6 +225,8 @@ class PrivateStrategy(NoClientEvaluation, Private, Strategy, Stateful):
     def restored(self) -> None:
         """Let what stands in no pair report where this does from here on."""
         super().restored()
+        # Of who was online when the state was saved: others may be there now, who have turns left.
+        self.exhausted = ""
         for alone in self._alone:
             alone.reports = self.reports
 
