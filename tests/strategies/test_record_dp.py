@@ -37,6 +37,7 @@ from fedcomp.privacy.journal import from_bytes
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.private.record_dp import RecordDp
+from fedcomp.strategies.private.systems import SYSTEMS
 from fedcomp.systems.private.record import DpSgdPlan
 from fedcomp.tasks import get_task
 from fedcomp.tasks.arrays import to_arrays as task_arrays
@@ -454,6 +455,18 @@ def test_what_promises_nothing_is_refused(make, said):
     with pytest.raises(ConfigError) as refused:
         make()
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"sampling": "poisson", "rate": 0.5}, {"rate": 0.01}, {"cap": 3}, {"reveal_participation": True}],
+    ids=str,
+)
+def test_a_row_refuses_to_sample_clients_where_records_are_sampled(settings):
+    (row,) = (system for system in SYSTEMS if system.name == "record-dp")
+    with pytest.raises(ConfigError, match=r"samples clients.*use record_rate"):
+        row.build(row.resolve(settings), 0)
+    assert row.build(row.resolve({"record_rate": 0.01}), 0).plan.rate == 0.01
 
 
 def test_the_statement_says_whose_records_and_who_is_trusted():
