@@ -125,9 +125,11 @@ def record_dp(trainee_of: TraineeOf) -> ClientHalf:
     """
 
     def record_dp_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
-        asked = msg.metadata.message_type == "train" and system_asked(msg.content) == Records.ID
-        kind = msg.metadata.message_type.partition(".")[0]
-        if not asked and OWN_BUDGET in context.node_config and kind in ("train", "evaluate"):
+        kind, system = msg.metadata.message_type, system_asked(msg.content)
+        asked = kind == "train" and system == Records.ID
+        # Other systems use records in queries, too: owners of a graph hand out its rows.
+        other = kind.partition(".")[0] in ("train", "evaluate") or system not in ("", Records.ID)
+        if not asked and OWN_BUDGET in context.node_config and other:
             raise ConfigError(
                 f"this node has a privacy budget of its own ({OWN_BUDGET} in its node configuration): it trains with "
                 "noise (record-dp), and uses its records for nothing else"

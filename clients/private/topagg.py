@@ -12,6 +12,7 @@ from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.messages import asked_config
 from fedcomp.clients.private.mod import wants_private
 from fedcomp.errors import FedcompError
+from fedcomp.flower.asks import system_asked
 from fedcomp.flower.protocol import refusal
 from fedcomp.systems.pair import Pair
 
@@ -24,8 +25,8 @@ def votes_only() -> ClientHalf:
 
     It refuses every message that does not announce a private vote: training without privacy or with another codec, and
     evaluation, whose metrics would leave without noise. The refusal is an error reply, sent before the app sees the
-    message, and costs a private round only that vote. Queries pass to the app (the generic app answers with its
-    partition). Without this half the server decides which messages the app answers.
+    message, and costs a private round only that vote. Queries of no system pass to the app (the generic app answers
+    with its partition). Without this half the server decides which messages the app answers.
 
     Examples
     --------
@@ -38,7 +39,7 @@ def votes_only() -> ClientHalf:
 
 
 def _guard(msg: Message, context: Context, call_next: CallNext) -> Message:
-    if msg.metadata.message_type.partition(".")[0] == "query":
+    if msg.metadata.message_type.partition(".")[0] == "query" and not system_asked(msg.content):
         return call_next(msg, context)
     reason = _why_not(msg)
     if reason:

@@ -144,10 +144,10 @@ class PrivacyLedger(Spending):
         # Without a cap nothing that was spent depends on who took part, and a node may come back under another id.
         if not self.per_unit and not self.sampling.cap:
             return
-        people = {node for entry in entries for node in entry.participants}.union(self._taken)
-        if len(people) > self.most:
+        new = {node for entry in entries for node in entry.participants}.difference(self._taken)
+        if (people := len(self._taken) + len(new)) > self.most:
             raise PrivacyLedgerError(
-                f"{len(people)} different participants, {declared}: a {self.unit} under several ids would be counted "
+                f"{people} different participants, {declared}: a {self.unit} under several ids would be counted "
                 "as several, and have spent more than stated. Declare the number of all that may ever take part, and "
                 "let them keep their ids"
             )
@@ -375,6 +375,9 @@ class PrivacyLedger(Spending):
 
     def _check_room(self, entry: LedgerEntry) -> None:
         """Refuse a span of rounds that overlaps others, because their units would be counted as separate draws."""
+        # Usually rounds are numbered on, and a ledger may hold very many.
+        if entry.round >= self._ends[entry.attempt]:
+            return
         stop = entry.round + entry.times
         met = any(first < stop and entry.round < last for first, last in self._spans.get(entry.attempt, ()))
         if entry.times > 1:

@@ -322,6 +322,7 @@ class PrivateSum:
     def __init__(self, mechanism: Mechanism, shape: tuple[int, ...]) -> None:
         self.mechanism = mechanism
         self.participants: list[int] = []
+        self._inside: set[int] = set()
         self._total = np.zeros(shape, np.int64)
         self._released = False
 
@@ -348,7 +349,7 @@ class PrivateSum:
     def _add(self, participant: int, given: Any, admit: Callable[[Any], NDArray[np.int64]]) -> None:
         if self._released:
             raise Unbounded("the sum was released; a late contribution cannot be added to it")
-        if participant in self.participants:
+        if participant in self._inside:
             raise Unbounded(f"participant {participant} is in the sum already: one contribution each")
         # Bounded or refused before the sum is touched.
         admitted = admit(given)
@@ -357,6 +358,7 @@ class PrivateSum:
         # Only what was admitted whole gets here: a refused contribution leaves the sum as it was.
         self._total += admitted
         self.participants.append(participant)
+        self._inside.add(participant)
 
     def release(
         self,

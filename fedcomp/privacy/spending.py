@@ -151,6 +151,10 @@ class Spending:
         counts = _with(self._counts, before, (event,) if isinstance(event, Event) else event, times)
         return within(self.budget, counts, self.delta, cap=self.sampling.cap)
 
+    def next_round(self, first: int = 0) -> int:
+        """Return the number of the first round that no entry has, ``first`` where there are no entries."""
+        return max(self._ends.values(), default=first)
+
     def may_take_part(self, participant: int) -> bool:
         """Whether the participation cap lets ``participant`` take part in one more round."""
         cap = self.sampling.cap
@@ -177,6 +181,7 @@ class Spending:
         self._counts: Counter[Profile] = Counter()
         self._single: dict[tuple[int, int], tuple[Event, ...]] = {}
         self._spans: dict[int, list[tuple[int, int]]] = {}
+        self._ends: Counter[int] = Counter()
         self._taken: dict[int, set[tuple[int, int]]] = {}
         self._turns: Counter[int] = Counter()
         for entry in entries:
@@ -187,6 +192,7 @@ class Spending:
     def _count(self, entry: LedgerEntry) -> None:
         self._entries.append(entry)
         key = (entry.attempt, entry.round)
+        self._ends[entry.attempt] = max(self._ends[entry.attempt], entry.round + entry.times)
         before: tuple[Event, ...] = ()
         for node in entry.participants:
             rounds = self._taken.setdefault(node, set())
@@ -201,11 +207,6 @@ class Spending:
             # Only the ends are kept: the ledger lets no single event fall within a span of rounds.
             self._spans.setdefault(entry.attempt, []).append((entry.round, entry.round + entry.times))
         self._counts = _with(self._counts, before, (entry.event,), entry.times)
-
-
-def next_round(entries: Iterable[LedgerEntry], first: int = 0) -> int:
-    """Return the number of the first round that no entry has, ``first`` where there are no entries."""
-    return max((entry.round + entry.times for entry in entries), default=first)
 
 
 def cost_of(counts: Mapping[Profile, int], delta: float, *, cap: int = 0, amplified: bool = True) -> Cost:

@@ -118,7 +118,8 @@ def mean_of(models: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[A
         total = np.zeros(array.shape)
         for model in models:
             total += model[name]
-        out[name] = (total / len(models)).astype(array.dtype)
+        # Arithmetic on an array without dimensions gives a number, which no record takes for an array.
+        out[name] = np.asarray(total / len(models), array.dtype)
     return out
 
 

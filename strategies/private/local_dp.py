@@ -122,10 +122,10 @@ class LocalMean(PrivateStrategy):
         refuse: Callable[[int, str], None],
     ) -> Step | None:
         """Return the mean of the messages that came, which costs nothing: they hide nothing by their number."""
-        total, used = np.zeros(layout.size, np.float64), []
+        total, used, chosen = np.zeros(layout.size, np.float64), [], frozenset(self.chosen)
         for node, unit, read in given:
             try:
-                if unit not in self.chosen:
+                if unit not in chosen:
                     raise Unbounded(f"node {unit} was not asked in this round")
                 message = read()
                 if not np.isfinite(message).all():

@@ -217,14 +217,16 @@ class PrivateStrategy(NoClientEvaluation, Private, Strategy, Stateful):
             if self.withholds:
                 self._once.warn(note)
             report.notes.append(note)
-        # Dense models are equally long by themselves; frames alone need a filler.
-        if self.pad and framed and (longest := codec.longest(layout)) is not None:
+        # Dense models are equally long by themselves, and no length tells of an update that its client noised.
+        if self.pad and framed and self.bounds_updates and (longest := codec.longest(layout)) is not None:
             report.padded_bytes = longest + FILLED
         return True
 
     def restored(self) -> None:
         """Let what stands in no pair report where this does from here on."""
         super().restored()
+        # Of who was online when the state was saved: others may be there now, who have turns left.
+        self.exhausted = ""
         for alone in self._alone:
             alone.reports = self.reports
 

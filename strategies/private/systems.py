@@ -182,10 +182,11 @@ def _topagg(settings: Settings, seed: int) -> Strategy:
 
 
 def _record_dp(settings: Settings, seed: int) -> Strategy:
-    if settings["sampling"] != "everyone":
-        raise ConfigError(
-            f"sampling={settings['sampling']!r} samples clients, but this system samples records; use record_rate"
-        )
+    for key in ("sampling", "rate", "cap", "reveal_participation"):
+        if settings[key] != PRIVATE[key]:
+            raise ConfigError(
+                f"{key}={settings[key]!r} samples clients, but this system samples records; use record_rate"
+            )
     given = settings["record_rate"]
     rate = checked("record_rate", given, Real(above=0.0, most=1.0))
     own: dict[str, Any] = {key: settings[key] for key in ("noise_multiplier", "clip", "delta", "adjacency")}

@@ -35,10 +35,14 @@ from graph_toys import CLASSES, toy_adjacency, toy_features
 from torch.nn.functional import cross_entropy
 from toy import with_halves
 
+from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import OWN_BUDGET
 from fedcomp.clients.gcn import Learner, graph_owner
+from fedcomp.clients.half import ClientHalf
+from fedcomp.clients.private.dpsgd import Trainee, record_dp
 from fedcomp.clients.private.local_dp import local_privacy
+from fedcomp.clients.private.topagg import votes_only
 from fedcomp.flower._private import adopt_identity
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.payload import PayloadError, models, round_of
@@ -162,12 +166,30 @@ OPTIONS = {"nodes": "60", "parts": "3", "hidden": "4", "columns": "150"}
 CONFIG = {"task": "synthetic-graph", "clients": 3, **{f"task.{name}": value for name, value in OPTIONS.items()}}
 
 
-def test_who_sends_nothing_without_noise_hands_out_no_rows_either() -> None:
-    parts = graph()
-    owner = graph_owner(lambda message, context: parts[context.node_config["partition-id"]], learner)
-    guarded = with_halves([local_privacy(LocalPolicy(noise_multiplier=1.0, releases=3)), owner, compression()])
-    with pytest.raises(NoUsableReply, match="private training messages only"):
-        run(strategy(), grid(parts, guarded), 1)
+def no_trainee(message: Message, context: Context) -> Trainee:
+    raise AssertionError("nobody asks for a training with noise")
+
+
+@pytest.mark.parametrize(
+    ("guard", "said"),
+    [
+        (local_privacy(LocalPolicy(noise_multiplier=1.0, releases=3)), "private training messages only"),
+        (votes_only(), "only answers requests for private votes"),
+        (record_dp(no_trainee), "uses its records for nothing else"),
+    ],
+    ids=["local privacy", "votes", "own budget"],
+)
+def test_who_sends_nothing_without_noise_hands_out_no_rows_either(guard: ClientHalf, said: str) -> None:
+    parts, asked = graph(), list[int]()
+
+    def owned(message: Message, context: Context) -> GraphPart:
+        asked.append(int(context.node_config["partition-id"]))
+        return parts[asked[-1]]
+
+    guarded = client(ClientApp(), guard, graph_owner(owned, learner))
+    with pytest.raises(NoUsableReply, match=said):
+        run(strategy(), grid(parts, guarded, node_config={OWN_BUDGET: 1.0}), 1)
+    assert not asked
 
 
 def generic(budget: int = -1, options: Mapping[str, Any] = CONFIG) -> tuple[SkewedGCN, ArrayRecord, ArrayRecord]:

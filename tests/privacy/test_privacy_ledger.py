@@ -182,6 +182,22 @@ def test_rounds_are_numbered_on(call: Callable[[PrivacyLedger], None]) -> None:
     assert len(ledger.events) == 2
 
 
+def test_the_next_round_is_after_all_rounds_also_of_draws_before() -> None:
+    ledger = make()
+    assert (ledger.next_round(), ledger.next_round(3)) == (0, 3)
+    ledger.record(EVENT, round=20, times=5)
+    ledger.record(EVENT, round=8)
+    assert ledger.next_round(3) == 25
+    ledger.drawn(8)
+    ledger.record(EVENT, round=8)
+    ledger.record(EVENT, round=20)
+    assert ledger.next_round() == 25, "of another draw, in which the rounds of the span were not"
+    ledger.record(EVENT, round=ledger.next_round(), times=2)
+    again = make()
+    again.load_state_dict(ledger.state_dict())
+    assert again.next_round() == 27
+
+
 # The file.
 
 

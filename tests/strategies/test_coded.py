@@ -210,7 +210,7 @@ def test_what_cannot_be_summed_is_refused_with_the_reason(inner: Any, options: d
 
 
 def test_buffers_of_which_there_is_no_sum_are_refused() -> None:
-    with pytest.raises(ConfigError, match="'num_batches_tracked'"):
+    with pytest.raises(ConfigError, match=r"'num_batches_tracked'.*, or construction='relay'$"):
         run(coded_sum(), NODES, initial=model(counter=True))
 
 

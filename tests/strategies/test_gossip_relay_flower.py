@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from gossip_toy import (
     COUNTER,
@@ -366,6 +366,27 @@ def test_a_run_whose_result_is_not_finite_ends_with_an_error() -> None:
     with np.errstate(over="ignore"):
         middle = {"w": (2 * seen[0].arrays["w"]).astype(np.float32)}
     assert why_not_finite(seen, middle) == "the mean of the nodes' models is not finite in 'w'"
+
+
+class PullOne(Pull):
+    """Pulls one number to that of the node."""
+
+    def gradient(self, arrays: Mapping[str, np.ndarray], key: Key) -> dict[str, np.ndarray]:
+        return {"scale": arrays["scale"] - np.float32(self.partition)}
+
+    def evaluate(self, arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
+        return {"loss": float(arrays["scale"])}
+
+
+@pytest.mark.parametrize("name", ["dpsgd", "sgp"])
+def test_a_tensor_without_dimensions_is_averaged_like_any_other(name: str) -> None:
+    relay = strategy(made(name, lr=0.5), topology="complete")
+    half = gossip_node(lambda message, context, setup: PullOne(int(context.node_config["partition-id"])))
+    with InProcessGrid(with_halves([compression(), half]), NODES, seed=2) as over:
+        start = ArrayRecord({"scale": Array(np.array(9.0, np.float32))})
+        found = relay.start(over, start, num_rounds=12, timeout=9).arrays["scale"].numpy()
+    assert (found.shape, found.dtype) == ((), np.float32)
+    assert found == pytest.approx(np.mean(range(NODES)), abs=0.01)
 
 
 def test_figures_that_one_node_calls_infinite_end_no_run() -> None:

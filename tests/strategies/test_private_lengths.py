@@ -23,9 +23,11 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
+from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.local_dp import local_dp
 from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.strategies.private.topagg import topagg
 from fedcomp.systems.private.books import LENGTHS
@@ -138,3 +140,11 @@ def test_a7_a_codec_that_knows_no_longest_frame_is_refused_unless_lengths_may_te
         Compressed(DpFedAvg(inner(), clip=1.0, **PROMISE), Unbounded(0.1))
     Compressed(DpFedAvg(inner(), clip=1.0, pad=False, **PROMISE), Unbounded(0.1))
     Compressed(inner(), Unbounded(0.1))
+
+
+def test_frames_that_clients_noised_are_not_padded_and_no_report_says_so() -> None:
+    strategy = local_dp(inner(), Privatise(1.0, 1.0), TopK(0.05, index="rice"), population=NODES, delta=1e-3)
+    (payload, _), _ = lengths(strategy, app_of([compression(), private()]), model())
+    assert len(payload) > 1
+    assert strategy.reports[1].compressed == NODES
+    assert strategy.reports[1].padded_bytes == 0

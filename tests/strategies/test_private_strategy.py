@@ -318,6 +318,23 @@ def test_a_mean_that_does_not_fit_the_model_is_said_and_paid_for(caplog) -> None
     assert strategy.privacy.releases == 1
 
 
+@pytest.mark.parametrize("outside", [lambda s: s, lambda s: Compressed(s, TopK(density=1.0))], ids=["alone", "pair"])
+def test_a_run_that_ended_as_nobody_online_had_turns_goes_on_with_who_has(outside) -> None:
+    capped = {**SEEDED, "sampling": Sampling("capped", cap=1)}
+    private_one = DpFedAvg(inner(), **capped)
+    strategy = outside(private_one)
+    play(private_one, vectors(2))
+    assert asked(private_one, list(vectors(2)), 2) == []
+    assert private_one.over(3)
+    resumed = DpFedAvg(inner(), **capped)
+    outside(resumed).load_state_dict(strategy.state_dict())
+    assert not resumed.over(3)
+    play(resumed, {7: np.ones(4, np.float32)}, server_round=3, nodes=[*vectors(2), 7])
+    assert resumed.chosen == [7]
+    assert asked(resumed, [*vectors(2), 7], 4) == []
+    assert resumed.over(5)
+
+
 def test_the_statement_names_what_was_done() -> None:
     strategy = DpFedAvg(inner(), **{**SEEDED, "sampling": Sampling("capped", cap=3), "insecure_deterministic": False})
     play(strategy, vectors(3))

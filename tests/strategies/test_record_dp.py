@@ -37,6 +37,7 @@ from fedcomp.privacy.journal import from_bytes
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.private.record_dp import RecordDp
+from fedcomp.strategies.private.systems import SYSTEMS
 from fedcomp.systems.private.record import DpSgdPlan
 from fedcomp.tasks import get_task
 from fedcomp.tasks.arrays import to_arrays as task_arrays
@@ -440,12 +441,32 @@ def test_a_run_that_repeats_a_round_pays_for_it_again(tmp_path: Path, monkeypatc
         (lambda: record_dp(clip=0.0), "clip"),
         (lambda: record_dp(delta=0.001), "not below 1/1000"),
         (lambda: record_dp(budget=-1.0), "budget"),
+        # Clients would answer that they could not train, and keep to themselves why.
+        (lambda: record_dp(method="topagg"), "'topagg' needs options={'k': ...}"),
+        (lambda: record_dp(method="random-mask"), "'random-mask' needs options={'keep': ...}"),
+        (lambda: record_dp(method="lsg", options={"keep": 0.5}), "'lsg' needs options={'rank': ...}"),
+        (lambda: record_dp(method="topagg", options={"k": "many"}), "k='many' is not valid"),
+        (lambda: record_dp(method="random-mask", options={"keep": 2.0}), "keep=2.0 is not valid"),
+        (lambda: record_dp(method="random-mask", options={"kept": 0.5}), "no option 'kept'; it has keep, schedule"),
+        (lambda: record_dp(options={"k": 3}), "'dp-sgd' has no option 'k'; it has none"),
     ],
 )
 def test_what_promises_nothing_is_refused(make, said):
     with pytest.raises(ConfigError) as refused:
         make()
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"sampling": "poisson", "rate": 0.5}, {"rate": 0.01}, {"cap": 3}, {"reveal_participation": True}],
+    ids=str,
+)
+def test_a_row_refuses_to_sample_clients_where_records_are_sampled(settings):
+    (row,) = (system for system in SYSTEMS if system.name == "record-dp")
+    with pytest.raises(ConfigError, match=r"samples clients.*use record_rate"):
+        row.build(row.resolve(settings), 0)
+    assert row.build(row.resolve({"record_rate": 0.01}), 0).plan.rate == 0.01
 
 
 def test_the_statement_says_whose_records_and_who_is_trusted():

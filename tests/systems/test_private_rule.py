@@ -188,3 +188,27 @@ def test_one_place_releases_sums() -> None:
     files = [path for folder in ("fedcomp", "strategies", "clients") for path in (root / folder).rglob("*.py")]
     makes = {path.relative_to(root).as_posix() for path in files if re.search(r"\bPrivateSum\(", path.read_text())}
     assert makes == {"fedcomp/systems/private/rule.py"}
+
+
+class Unit(int):
+    """A client's number that counts how often it is compared with another."""
+
+    compared = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Unit.compared += 1
+        return int(self) == other
+
+
+def test_a_round_compares_no_client_with_all_others() -> None:
+    clients, flat = 300, Layout.flat(2)
+    rule = Clipped(clip=1.0, **PROMISE | {"population": clients})
+    chosen, _ = rule.draw(lambda: [Unit(n) for n in range(clients)], flat, 1)
+    rule.open(1, chosen)
+    Unit.compared = 0
+    given = ((n, Unit(n), lambda: np.ones(2, np.float32)) for n in range(clients))
+    step = rule.release(1, flat, None, given, lambda node, why: pytest.fail(why))
+    assert step is not None
+    assert len(step.consumed) == clients
+    assert Unit.compared < 20 * clients

@@ -268,10 +268,11 @@ class CodedSum(Coded, id="coded-sum"):
 
     def round(self, now: Now) -> Round:
         if exact := [t.name for t in now.layout.exact]:
+            # With noise there is no other construction.
+            relay = "" if self.hides_zeros else ", or construction='relay'"
             raise ConfigError(
                 f"the model has {len(exact)} buffer(s) that are sent as values, first {exact[0]!r}; a coded sum "
-                "omits them. Use a model without running statistics and counters (group or layer normalisation), or "
-                "construction='relay'"
+                f"omits them. Use a model without running statistics and counters (group or layer normalisation){relay}"
             )
         nodes, peers = listed(now)
         told: dict[str, Any] = {"planned": len(nodes), "threshold": self.threshold, "left_out": {}}

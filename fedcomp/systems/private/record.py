@@ -24,15 +24,31 @@ from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.privacy.events import NOISES, Adjacency, Event
 from fedcomp.privacy.ledger import PrivacyLedger
+from fedcomp.privacy.lsg import MASKS, SCHEDULES
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.program import Answer, Ask, Me, Mean, Now, Round, Said, System
-from fedcomp.rules import Configured, Flag, Int, Made, OneOf, Options, Real, Text
+from fedcomp.rules import Configured, Flag, Int, Made, OneOf, Options, Real, Rule, Text, checked
 from fedcomp.wire import Frame
 
 if TYPE_CHECKING:
     from fedcomp.privacy.mechanism import Mechanism
 
-METHODS: Final = ("dp-sgd", "topagg", "random-mask", "lsg")
+_MASKED: Final[Mapping[str, Rule]] = {
+    "keep": Real(above=0.0, most=1.0),
+    "schedule": OneOf(*SCHEDULES),
+    "schedule_steps": Int(1),
+    "schedule_start": Int(),
+    "mask": OneOf(*MASKS),
+}
+OPTIONS: Final[Mapping[str, Mapping[str, Rule]]] = {
+    "dp-sgd": {},
+    "topagg": {"k": Int(1), "saturation": Real(above=0.0), "stochastic": Flag(), "threshold": Real(least=0.0)},
+    "random-mask": _MASKED,
+    "lsg": {"rank": Int(), **_MASKED, "history": Int(), "refresh": Int(1)},
+}
+"""Options of each method; the first one has to be given."""
+
+METHODS: Final = tuple(OPTIONS)
 """Ways to train with noise."""
 
 MOST_STEPS: Final = 1 << 20
@@ -66,7 +82,12 @@ class DpSgdPlan(Configured):
     insecure : bool
         Noise and batches come from the run's seed.
     options : mapping
-        Of the method: ``k``; ``keep``; ``rank``.
+        Of the method (:data:`OPTIONS`): ``k``; ``keep``; ``rank``.
+
+    Raises
+    ------
+    ConfigError
+        For a value out of range, and options that the method does not have, or lacks.
 
     Examples
     --------
@@ -86,6 +107,16 @@ class DpSgdPlan(Configured):
     noise: Annotated[str, OneOf(*NOISES)] = "discrete_gaussian"
     insecure: Annotated[bool, Flag()] = False
     options: Annotated[Mapping[str, Any], Options(16)] = field(default_factory=dict)
+
+    def conflict(self) -> str:
+        """Here, since clients would keep what is wrong with them to themselves."""
+        known = OPTIONS[self.method]
+        for name, value in self.options.items():
+            if name not in known:
+                return f"method {self.method!r} has no option {name!r}; it has {', '.join(known) or 'none'}"
+            checked(name, value, known[name])
+        needed = next(iter(known), None)
+        return "" if needed in {None, *self.options} else f"method {self.method!r} needs options={{{needed!r}: ...}}"
 
     def to_config(self) -> dict[str, Any]:
         """Return the JSON-able fields."""

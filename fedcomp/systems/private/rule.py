@@ -268,11 +268,11 @@ class Private(Books, Released, ABC):
         shape = self.shape(kept)
         total = PrivateSum(mechanism, shape)
         self.begun(server_round)
-        used = []
+        used, chosen = [], frozenset(self.chosen)
         for node, unit, read in given:
             try:
                 # Only who was asked is recorded as a participant: anybody else's part would be charged to nobody.
-                if unit not in self.chosen:
+                if unit not in chosen:
                     raise Unbounded(f"node {unit} was not asked in this round")
                 update = read()
                 if support is not None and update.shape != (layout.size,):
