@@ -655,6 +655,9 @@ class Server(Evaluating):
             else:
                 x.mailbox.answered(node)
                 answers[answer.node] = answer
+                if answer.node != node and node in x.addresses:
+                    # The silent node whose number this one has taken.
+                    nodes[x.addresses[node]] = node
         return lacking
 
     def _read(self, x: Running, node: int, ask: Ask, sent: SentMessage, reply: Message) -> Answer | None:
@@ -705,7 +708,14 @@ class Server(Evaluating):
         if frames and ask.model and not (has_trained or head.bare) and head.partition_id not in x.trained:
             raise Rejected(f"sends {shorten(str(sorted(frames)))}, but its app has not trained")
         posts = asks.posts_in(content, POST, head.partition_id)
-        x.mailbox.require(posts, {*x.base, *self.roster.claims.values(), *x.mailbox.asked})
+        if posts:
+            x.mailbox.require(posts, {*x.base, *self.roster.claims.values(), *x.mailbox.asked})
+        other = x.addresses.get(head.partition_id, sent.node)
+        if other != sent.node and other not in (x.holders or self.roster).silent:
+            raise Rejected(
+                f"the client says that it is partition {head.partition_id}, under which another node of this round "
+                "answers. Give every node a partition-id of its own"
+            )
         if has_trained:
             trained = self._inbox.trained(x, head, reply, asks.data_in(content, EXACT).get(""))
         # From here on nothing is wrong with it.
