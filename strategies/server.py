@@ -303,7 +303,7 @@ class Server(Evaluating):
         """Learn the public keys of those that are to be asked, and which partition each of them holds."""
         self.sequence += 1
         head = AskHead(server_round, self.seed, self._session, self.sequence)
-        yield from greet(self.roster, self.links, messages, head)
+        yield from greet(self.roster, self.links, messages, head, self.reports.join(server_round))
 
     def _close(self, x: Running, now: Now, step: Step | None) -> Outcome:
         """Take what the program made, and end the round.
@@ -318,9 +318,8 @@ class Server(Evaluating):
         x.report.seconds += time.perf_counter() - began
         # After a round that worked a bad one is only a warning; before it the set-up itself is likely to be wrong.
         # Who trained, and was lost in a later exchange, has an update that will be used.
-        waiting = any(
-            address not in x.report.refused for n, address in x.addresses.items() if n in {*x.trained, *x.heard}
-        )
+        answered = {*x.trained, *x.heard}
+        waiting = any(n in answered and address not in x.report.refused for n, address in x.addresses.items())
         withheld = x.rule.withholds
         # A private round may have released, and paid for, its noise without a reply.
         if outcome is None and not withheld and not any(each.used for each in self.reports.values()):
