@@ -289,8 +289,8 @@ class Running:
 
     def rename(self, node: int, declared: int) -> None:
         """Let a node go by the partition that it has declared from here on, and who was silent under it by its own."""
-        each: dict[int, Any]
-        for each in (self.base, self.addresses, self.own, self.origins):
+        sides: tuple[dict[int, Any], ...] = (self.base, self.addresses, self.own, self.origins)
+        for each in sides:
             held = {declared: each.pop(node, None), node: each.pop(declared, None)}
             each.update({number: value for number, value in held.items() if value is not None})
 
