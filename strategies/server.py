@@ -1007,7 +1007,7 @@ class Server(Evaluating):
         """What another server around the same strategy is given, beside its system."""
         return {
             name: getattr(self, name)
-            for name in ("downlink", "policy", "record", "guard", "packed", "adapters", "seed")
+            for name in ("downlink", "policy", "record", "guard", "first_model_at_nodes", "packed", "adapters", "seed")
         }
 
     def drawn_halves(self) -> dict[str, Any]:

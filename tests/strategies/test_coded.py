@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,18 @@ def test_a_relay_gives_the_bits_of_the_pair_inside(inside: str) -> None:
 def test_a_plain_fedavg_inside_gives_plain_fedavgs_model() -> None:
     result, _ = run(relay(fedavg(), symbols=2), NODES, rounds=2)
     assert bits(result) == bits(run(Compressed(fedavg(), Identity()), NODES, rounds=2)[0])
+
+
+def test_nodes_make_the_first_model_of_coded_rounds_as_of_those_of_the_pair_inside() -> None:
+    sent = []
+    for at_nodes in (False, True):
+        inner = Compressed(fedavg(), QSGD(levels=7), downlink=TopK(0.1), first_model_at_nodes=at_nodes)
+        app = client_app([compression(first_model=lambda msg, context: model())])
+        result, grid = run(relay(inner, symbols=2), NODES, rounds=2, app=app)
+        sent.append((bits(result), grid.ledger.total("payload", round=1, direction="down", message_type="train")))
+    (whole, paid), (without, saved) = sent
+    assert whole == without
+    assert paid - saved > NODES * 4 * sum(math.prod(shape) for shape in SHAPES.values())
 
 
 def test_evaluation_is_the_inner_strategys_own() -> None:
