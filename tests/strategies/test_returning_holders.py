@@ -147,3 +147,15 @@ def test_a_number_that_another_node_of_the_round_answers_under_is_refused() -> N
     assert list(report.refused) == [thief]
     assert robbed in report.weights
     assert report.used == 2
+
+
+def test_links_lead_to_who_holds_a_partition_and_not_to_who_declares_it_too() -> None:
+    strategy = CodedFedAvg(Compressed(toy.fedavg(), TopK(1.0)), construction="relay", symbols=2, transport="peers")
+    with Deployment(toy.client_app([compression()])) as grid:
+        before = fit(strategy, MeteredGrid(grid), toy.model(), 1).arrays
+        holder, reached = grid.node_id_of(STOLEN), strategy.roster.reached()
+        grid.add_node(TWIN)
+        fit(strategy, MeteredGrid(grid), before, 2, start_round=2)
+    assert sorted(reached) == list(range(NODES))
+    assert strategy.roster.reached() == reached
+    assert strategy.roster.reached()[STOLEN] is strategy.roster.peer(holder)
