@@ -712,8 +712,7 @@ class Server(Evaluating):
         other = x.addresses.get(head.partition_id, sent.node)
         if other != sent.node and other not in (x.holders or self.roster).silent:
             raise Rejected(
-                f"the client says that it is partition {head.partition_id}, under which another node of this round "
-                "answers. Give every node a partition-id of its own"
+                f"the client says that it is partition {head.partition_id}, as which another node of this round answers"
             )
         if has_trained:
             trained = self._inbox.trained(x, head, reply, asks.data_in(content, EXACT).get(""))

@@ -480,7 +480,7 @@ STRATEGIES: tuple[Row, ...] = (
         long=True,
     ),
     row(
-        "start more nodes, or lower its {}",
+        "every cohort needs that many: start more nodes, or lower its ",
         lambda: piped(quiet(min_train_nodes=2), 3),
         lambda: piped(quiet(min_train_nodes=2), 4) and piped(quiet(min_train_nodes=1, min_available_nodes=1), 3),
     ),
