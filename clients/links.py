@@ -104,7 +104,9 @@ class Links:
     def opened(self, mail: Iterable[Post]) -> tuple[Post, ...]:
         """Return mail with posts in the place of references and boxes, as far as they can be read. Where posts are not
         traced, with what others left here before this exchange."""
-        found = [self._read(post) for post in mail]
+        # By round: reading the store takes as long as all that others left in it is large.
+        listed: dict[int, list[Parcel]] = {}
+        found = [self._read(post, listed) for post in mail]
         if not self.traced:
             for parcel in self._parcels(self.number):
                 name = hashlib.blake2b(parcel.to_bytes(), digest_size=8).hexdigest()
@@ -202,8 +204,9 @@ class Links:
             require_signed(self._tls.keys, to, NO_RUN, peer.key, peer.signature)
         return replace(empty, body=seal(letter.to_bytes(), peer.key, empty.coordinates))
 
-    def _read(self, post: Post) -> Post:
-        """Return a post of the server's mailbox; where it is a reference or a box, what is meant."""
+    def _read(self, post: Post, listed: dict[int, list[Parcel]]) -> Post:
+        """Return a post of the server's mailbox; where it is a reference or a box, what is meant. ``listed`` holds what
+        was read of the store, by round."""
         data = bytes(post.data)
         if (box := Box.find(data)) is not None:
             letter = self._letter(replace(self._coordinates(box.number, post.source, self.node), body=box.body))
@@ -214,7 +217,9 @@ class Links:
         own = take_frame(self.context.state, SENT + reference.name)
         if own is not None:
             return post._replace(data=Letter.of(own).data)
-        for parcel in self._parcels(reference.number):
+        if reference.number not in listed:
+            listed[reference.number] = self._parcels(reference.number)
+        for parcel in listed[reference.number]:
             letter = self._letter(parcel) if parcel.source == post.source else None
             if letter is not None and Reference.of(reference.number, letter) == reference:
                 return post._replace(data=letter.data)

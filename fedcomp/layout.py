@@ -611,9 +611,10 @@ class Layout:
         if vector.shape != (self.size,):
             raise LayoutError(f"vector has shape {vector.shape}, the layout needs ({self.size},)")
         out: dict[str, NDArray[Any]] = {}
+        beside = {t.name for t in self.exact}
         for name in self.order:
             t = self.by_name[name]
-            if t in self.exact:
+            if name in beside:
                 if exact is not None:
                     out[name] = exact[name]
             else:

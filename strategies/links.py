@@ -151,7 +151,9 @@ GREET_AGAIN: Final = 16
 """Rounds after which a node whose app has no public key is asked for it again."""
 
 
-def greet(roster: Roster, links: Links | None, messages: Sequence[Message], head: AskHead) -> Pushes[None]:
+def greet(
+    roster: Roster, links: Links | None, messages: Sequence[Message], head: AskHead, report: Report
+) -> Pushes[None]:
     """Learn the public keys of those that are to be asked, where they are reached, and which partitions they hold."""
     sent = []
     for base in messages:
@@ -183,6 +185,7 @@ def greet(roster: Roster, links: Links | None, messages: Sequence[Message], head
             continue
         peer.key, peer.address, peer.signature = said.key, said.address, said.signature
         roster.declared.setdefault(each.node, said.partition_id)
+    report.missed.update(each.node for each in sent if each.node in roster.silent)
 
 
 Reads = Callable[[Running, AnswerHead, Message, Frame | None], Trained]

@@ -16,7 +16,8 @@ from fedcomp.flower.metered import partition_lookup
 from fedcomp.flower.wrapper import GridWrapper
 
 _POLL_SECONDS: Final = 1.0
-_MINIMA: Final = ("min_train_nodes", "min_available_nodes")
+MINIMA: Final = ("min_train_nodes", "min_available_nodes")
+"""By what Flower's strategies say how many nodes training waits for."""
 
 
 def connected(grid: Grid, least: int) -> list[int]:
@@ -86,7 +87,7 @@ class NodesShown(GridWrapper):
 @contextmanager
 def asked_for(inner: Strategy, count: int) -> Iterator[None]:
     """Let ``inner`` ask ``count`` nodes inside of the block, however few: Flower's strategies would wait for more."""
-    held = {name: getattr(inner, name) for name in _MINIMA if hasattr(inner, name)}
+    held = {name: getattr(inner, name) for name in MINIMA if hasattr(inner, name)}
     try:
         for name in held:
             setattr(inner, name, count)

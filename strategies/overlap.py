@@ -48,7 +48,7 @@ from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.deadlines import Deadline
 from fedcomp.strategies.means import MEANS, is_mean
-from fedcomp.strategies.nodes import NodesShown
+from fedcomp.strategies.nodes import MINIMA, NodesShown
 from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.running import Exchange, Running, Start
@@ -551,15 +551,18 @@ class PipelinedStrategy(Overlapping):
             return kept
 
         there = len(self._turn(server_round, grid))
-        if there < (least := getattr(self.inner.inner, "min_available_nodes", 0)):
+        # Flower's strategies wait for whichever of the two is larger.
+        minima = {name: getattr(self.inner.inner, name, 0) for name in MINIMA}
+        if short := [name for name, least in minima.items() if there < least]:
             log.warning(
                 "round %d: %d available nodes are online, but %s waits for %d; with width=%d every cohort needs that "
-                "many: start more nodes, or lower its min_available_nodes",
+                "many: start more nodes, or lower its %s",
                 server_round,
                 there,
                 type(self.inner.inner).__name__,
-                least,
+                max(minima.values()),
                 self.width,
+                " and ".join(short),
             )
         view = NodesShown(grid, lambda: self._turn(server_round, grid))
         return (yield from self._launch(server_round, arrays, config, view, choose))

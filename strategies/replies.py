@@ -118,6 +118,7 @@ def match_replies(
             first[match.node] = (match, reply)
     # Added, since a round may have several exchanges.
     report.lost += len(sent) - len(first)
+    report.missed.update(each.node for each in sent if each.node not in first)
     order = {s.node: i for i, s in enumerate(sent)}
     answers = {
         node: None if reply.has_error() else take_node(reply)

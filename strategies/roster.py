@@ -98,8 +98,8 @@ class Roster(Holders):
         return "; a client without fedcomp cannot read packed models, so this node's next message has a plain one"
 
     def reached(self) -> dict[int, Peer]:
-        """Return the nodes that have said a public key, by partition."""
-        found = {partition: self.peers.get(address) for address, partition in self.claims.items()}
+        """Return the nodes that have said a public key, by partition: of several that declare one, its holder."""
+        found = {p: self.peers.get(a) for a, p in self.claims.items() if self.held.get(p, a) == a}
         return {partition: peer for partition, peer in sorted(found.items()) if peer is not None and peer.key}
 
     def release(self) -> None:

@@ -150,8 +150,8 @@ def line(report: Report, counted: str = "training replies") -> str:
         reasons = Counter(_cut(_one_line(reason)) for reason in report.refused.values()).most_common(3)
         why = "; ".join(f"{count} x {reason}" if count > 1 else reason for reason, count in reasons)
         parts.append(f"{len(report.refused)} refused ({why})")
-    if report.lost:
-        parts.append(f"{report.lost} without a reply")
+    if report.missed:
+        parts.append(f"{len(report.missed)} without a reply")
     if report.payload_bytes:
         # Below it the ratio would say of more bytes that they are "0.998x fewer".
         fewer = f"{report.ratio:.3g}x fewer than models" if report.ratio >= _LEAST_RATIO else "no fewer than models"
@@ -170,12 +170,12 @@ def require_usable(report: Report) -> None:
     ------
     NoUsableReply
     """
-    replied = report.asked - report.lost
+    replied = report.asked - len(report.missed)
     # Fewer refusals than replies: something could be used, whether or not it made a model.
     if not replied or len(report.refused) < replied:
         return
     why = _grouped(report.refused.values())
-    why += [f"{report.lost} of {report.asked} without a reply in time"] if report.lost else []
+    why += [f"{len(report.missed)} of {report.asked} without a reply in time"] if report.missed else []
     why += [_one_line(note) for note in report.notes]
     raise NoUsableReply(
         f"round {report.round}: {report.asked} clients were asked and no update can be used: {'; '.join(why)}. "
@@ -192,7 +192,7 @@ def require_half(report: Report) -> None:
     NoUsableReply
     """
     without = [node for node in report.without_mod if node in report.refused]
-    if without and len(without) >= report.asked - report.lost:
+    if without and len(without) >= report.asked - len(report.missed):
         raise NoUsableReply(
             f"round {report.round}: none of the {len(without)} clients that replied can be used: "
             f"{report.refused[without[0]]}. Nothing was learnt yet, so the run ends here"

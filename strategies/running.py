@@ -288,12 +288,11 @@ class Running:
         return True
 
     def rename(self, node: int, declared: int) -> None:
-        """Let a node go by the partition that it has declared from here on."""
-        self.base[declared], self.addresses[declared] = self.base.pop(node), self.addresses.pop(node)
-        if node in self.own:
-            self.own[declared] = self.own.pop(node)
-        if node in self.origins:
-            self.origins[declared] = self.origins.pop(node)
+        """Let a node go by the partition that it has declared from here on, and who was silent under it by its own."""
+        sides: tuple[dict[int, Any], ...] = (self.base, self.addresses, self.own, self.origins)
+        for each in sides:
+            held = {declared: each.pop(node, None), node: each.pop(declared, None)}
+            each.update({number: value for number, value in held.items() if value is not None})
 
     def seen(self, node: int, codec: Codec, came: Bundle | Vector, start: Callable[[], Vector]) -> None:
         """Note what was verified of a node: a lossless codec's frames hold models, of which the change counts."""

@@ -303,7 +303,7 @@ class Server(Evaluating):
         """Learn the public keys of those that are to be asked, and which partition each of them holds."""
         self.sequence += 1
         head = AskHead(server_round, self.seed, self._session, self.sequence)
-        yield from greet(self.roster, self.links, messages, head)
+        yield from greet(self.roster, self.links, messages, head, self.reports.join(server_round))
 
     def _close(self, x: Running, now: Now, step: Step | None) -> Outcome:
         """Take what the program made, and end the round.
@@ -318,9 +318,8 @@ class Server(Evaluating):
         x.report.seconds += time.perf_counter() - began
         # After a round that worked a bad one is only a warning; before it the set-up itself is likely to be wrong.
         # Who trained, and was lost in a later exchange, has an update that will be used.
-        waiting = any(
-            address not in x.report.refused for n, address in x.addresses.items() if n in {*x.trained, *x.heard}
-        )
+        answered = {*x.trained, *x.heard}
+        waiting = any(n in answered and address not in x.report.refused for n, address in x.addresses.items())
         withheld = x.rule.withholds
         # A private round may have released, and paid for, its noise without a reply.
         if outcome is None and not withheld and not any(each.used for each in self.reports.values()):
@@ -655,6 +654,9 @@ class Server(Evaluating):
             else:
                 x.mailbox.answered(node)
                 answers[answer.node] = answer
+                if answer.node != node and node in x.addresses:
+                    # The silent node whose number this one has taken.
+                    nodes[x.addresses[node]] = node
         return lacking
 
     def _read(self, x: Running, node: int, ask: Ask, sent: SentMessage, reply: Message) -> Answer | None:
@@ -705,7 +707,13 @@ class Server(Evaluating):
         if frames and ask.model and not (has_trained or head.bare) and head.partition_id not in x.trained:
             raise Rejected(f"sends {shorten(str(sorted(frames)))}, but its app has not trained")
         posts = asks.posts_in(content, POST, head.partition_id)
-        x.mailbox.require(posts, {*x.base, *self.roster.claims.values(), *x.mailbox.asked})
+        if posts:
+            x.mailbox.require(posts, {*x.base, *self.roster.claims.values(), *x.mailbox.asked})
+        other = x.addresses.get(head.partition_id, sent.node)
+        if other != sent.node and other not in (x.holders or self.roster).silent:
+            raise Rejected(
+                f"the client says that it is partition {head.partition_id}, as which another node of this round answers"
+            )
         if has_trained:
             trained = self._inbox.trained(x, head, reply, asks.data_in(content, EXACT).get(""))
         # From here on nothing is wrong with it.
@@ -998,7 +1006,7 @@ class Server(Evaluating):
         """What another server around the same strategy is given, beside its system."""
         return {
             name: getattr(self, name)
-            for name in ("downlink", "policy", "record", "guard", "packed", "adapters", "seed")
+            for name in ("downlink", "policy", "record", "guard", "first_model_at_nodes", "packed", "adapters", "seed")
         }
 
     def drawn_halves(self) -> dict[str, Any]:

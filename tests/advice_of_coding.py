@@ -152,7 +152,7 @@ CODING = (
         ),
     ),
     row(
-        "has no effect in a gradient code; use losses=",
+        "has no effect in a gradient code: leave it out, and use losses= for the number of clients that may be lost",
         lambda: CodedFedAvg(quiet(), construction="gradcode", symbols=3),
         lambda: CodedFedAvg(quiet(), construction="gradcode", losses=1),
     ),

@@ -480,9 +480,9 @@ STRATEGIES: tuple[Row, ...] = (
         long=True,
     ),
     row(
-        "start more nodes, or lower its min_available_nodes",
-        lambda: piped(quiet(min_available_nodes=2), 3),
-        lambda: piped(quiet(min_available_nodes=2), 4) and piped(quiet(min_available_nodes=1), 3),
+        "every cohort needs that many: start more nodes, or lower its ",
+        lambda: piped(quiet(min_train_nodes=2), 3),
+        lambda: piped(quiet(min_train_nodes=2), 4) and piped(quiet(min_train_nodes=1, min_available_nodes=1), 3),
     ),
     row("which cannot be compressed or added; run it without {}", lambda: fc.Compressed(FedXgbCyclic()), grown),
 )

@@ -250,6 +250,8 @@ class Report(_Figures):
         but those of local privacy), and where sums are decoded instead of updates.
     sections : dict of str to ReportSection
         Additional sections of systems, by name; ``report.coded`` is the section "coded".
+    missed : set of int
+        While the round lasts: the nodes that left one message or several without a reply in time.
     """
 
     round: int
@@ -280,6 +282,7 @@ class Report(_Figures):
     norms: dict[int, float] = figure(dict, show="none")
     weights: dict[int, float] = figure(dict, show="none")
     sections: dict[str, ReportSection] = field(default_factory=dict)
+    missed: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
     concluded: bool = field(default=False, init=False, repr=False, compare=False)
     _lasting: Lasting | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -311,6 +314,7 @@ class Report(_Figures):
             # Not what is no constructor's argument: ``concluded`` has to stay.
             if entry.init:
                 setattr(self, entry.name, getattr(blank, entry.name))
+        self.missed = set()
 
     def refuse(self, node: int, reason: str) -> None:
         """Record that the reply of ``node`` was not used."""

@@ -172,7 +172,7 @@ def _counted(ledger: TrafficLedger, server_round: int, report: Report | None) ->
             found[f"{way}link_{value}_bytes"] = ledger.total(value, round=server_round, direction=way, link="hub")
         found[f"peer_{value}_bytes"] = ledger.total(value, round=server_round, link="peer")
     if report is not None:
-        counts = {"asked": report.asked, "answered": report.asked - report.lost, "used": report.used}
+        counts = {"asked": report.asked, "answered": report.asked - len(report.missed), "used": report.used}
         return {**found, **counts, "lost": report.lost, "refused": len(report.refused)}
     # A strategy without reports, such as Flower's own.
     for name, way in (("asked", "down"), ("answered", "up")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, Final
 
 from flwr.serverapp.strategy import Strategy
@@ -15,8 +16,8 @@ from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
 from fedcomp.strategies.server import Running, Server
 from fedcomp.systems.coded.gradients import GradientCode
 
-_FOREIGN: Final = ("symbols", "shards", "threshold", "loss")
-"""Settings of other constructions, which mean nothing here."""
+_SHARED: Final = ("construction", "collect_timeout", "seed", "options")
+"""Settings that mean something here; all others are of constructions in which clients hand shards to each other."""
 
 _OWN: Final = ("losses", "scheme", "arithmetic", "limit", "approximate", "quorum")
 """Options of the system that a caller may give; the others follow from the inner strategy and the settings."""
@@ -43,9 +44,12 @@ class GradientCoded(Server):
     """
 
     def __init__(self, inner: Strategy, settings: CodedSettings) -> None:
-        for name in _FOREIGN:
-            if getattr(settings, name):
-                raise ConfigError(f"{name}={getattr(settings, name)!r} has no effect in a gradient code; use losses=")
+        for each in fields(settings):
+            if each.name not in _SHARED and (value := getattr(settings, each.name)) != each.default:
+                raise ConfigError(
+                    f"{each.name}={value!r} has no effect in a gradient code: leave it out, and use losses= for the "
+                    "number of clients that may be lost"
+                )
         require_may_be_coded(inner, GRADIENT_CODE)
         alone = inner.inner if isinstance(inner, Server) else inner
         if not is_mean(alone):

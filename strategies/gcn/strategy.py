@@ -105,7 +105,7 @@ class SkewedGCN(Server):
         if pair is not None:
             if guard is not None:
                 raise ConfigError("Compressed checks replies by itself: give it the guard, not SkewedGCN")
-            around = pair.surroundings | {"first_model_at_nodes": pair.first_model_at_nodes}
+            around = pair.surroundings
         system = Graphs(Identity() if pair is None else pair.codec, sampler, rows, rounds, structure)
         super().__init__(system, inner if pair is None else pair.inner, **{**around, "seed": seed})
 

@@ -246,7 +246,7 @@ class RecordDp(NoClientEvaluation, Server):
             )
         given: dict[str, Any] = {"guard": guard, "policy": NONE_DENSE}
         if pair is not None:
-            given = {**pair.surroundings, "first_model_at_nodes": pair.first_model_at_nodes}
+            given = pair.surroundings
         super().__init__(Records(plan, Identity() if pair is None else pair.codec), mean, **given)
         self.plan = plan
         self.clients = 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
-from coded_runs import after_sharing, before_sharing, bits, run
+from coded_runs import after_sharing, before_sharing, bits, run, tapped
 from flwr.serverapp.strategy import FedAdam, FedMedian
 from toy import SHAPES, by_partition, client_app, fedavg, model, stack, update
 
@@ -19,6 +20,7 @@ from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
+from fedcomp.flower.tracking import track
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.replies import MAX_RECORDS
@@ -65,6 +67,18 @@ def test_a_relay_gives_the_bits_of_the_pair_inside(inside: str) -> None:
 def test_a_plain_fedavg_inside_gives_plain_fedavgs_model() -> None:
     result, _ = run(relay(fedavg(), symbols=2), NODES, rounds=2)
     assert bits(result) == bits(run(Compressed(fedavg(), Identity()), NODES, rounds=2)[0])
+
+
+def test_nodes_make_the_first_model_of_coded_rounds_as_of_those_of_the_pair_inside() -> None:
+    sent = []
+    for at_nodes in (False, True):
+        inner = Compressed(fedavg(), QSGD(levels=7), downlink=TopK(0.1), first_model_at_nodes=at_nodes)
+        app = client_app([compression(first_model=lambda msg, context: model())])
+        result, grid = run(relay(inner, symbols=2), NODES, rounds=2, app=app)
+        sent.append((bits(result), grid.ledger.total("payload", round=1, direction="down", message_type="train")))
+    (whole, paid), (without, saved) = sent
+    assert whole == without
+    assert paid - saved > NODES * 4 * sum(math.prod(shape) for shape in SHAPES.values())
 
 
 def test_evaluation_is_the_inner_strategys_own() -> None:
@@ -289,3 +303,32 @@ def test_a_run_whose_sums_never_fit_ends_in_its_first_round() -> None:
     coded = CodedFedAvg(pair(NODES - 1), construction="sumcode", symbols=2, threshold=1, weighted=False)
     with pytest.raises(ConfigError, match=f"raise summands={NODES - 1} to {NODES}"):
         run(coded, NODES, rounds=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [lambda: relay(symbols=2), coded_sum])
+def test_a_first_round_in_which_everybody_is_silent_does_not_end_the_run(make: Any) -> None:
+    """As with every strategy: that devices vanish says nothing of the set-up, however often they are asked."""
+    for silent in (("train", "query"), ("train", "query", "query.hello")):
+
+        def away(delivery: Delivery, silent: tuple[str, ...] = silent) -> str | None:
+            return "silent" if delivery.round == 1 and delivery.message_type in silent else None
+
+        strategy = make()
+        run(strategy, NODES, rounds=2, fault=away)
+        assert [report.used for report in strategy.reports.values()] == [0, NODES]
+
+
+def test_a_client_that_leaves_several_messages_unanswered_is_one_client_without_a_reply(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def away(delivery: Delivery) -> str | None:
+        return "silent" if delivery.partition < 2 and delivery.message_type in ("train", "query") else None
+
+    strategy, grid = relay(symbols=2), tapped(NODES, fault=away)
+    shown: list[dict[str, float]] = []
+    with caplog.at_level("INFO", logger="flwr"):
+        strategy.start(grid, model(), num_rounds=1, timeout=9, evaluate_fn=track(strategy, grid, shown.append))
+    assert strategy.reports[1].lost > 2
+    assert "6 asked, 4 used, 2 without a reply, " in caplog.text
+    assert (shown[-1]["asked"], shown[-1]["answered"]) == (NODES, 4)

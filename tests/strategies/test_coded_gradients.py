@@ -468,3 +468,11 @@ def test_a_resumed_strategy_still_knows_who_belongs_to_the_code() -> None:
         after.load_state_dict(before.state_dict())
         fit(after, metered, first, 2, start_round=2)
     assert after.reports[2].coded.planned == 6
+
+
+@pytest.mark.parametrize(
+    "setting", [{"symbols": 3}, {"loss": 0.0}, {"transport": "peers"}, {"share_timeout": 5.0}, {"code": "mds"}]
+)
+def test_settings_of_other_constructions_are_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))}=.* has no effect in a gradient code"):
+        strategy(1, **setting)

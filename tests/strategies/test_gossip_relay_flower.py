@@ -29,6 +29,7 @@ from toy import by_partition, client_app, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gossip import GossipSetup, gossip_node
+from fedcomp.coding.spool import Spool
 from fedcomp.errors import ConfigError, NoUsableReply, StateError
 from fedcomp.flower import asks, checkpoint
 from fedcomp.flower import store as store_module
@@ -427,6 +428,15 @@ def test_by_links_of_their_own_nodes_come_to_the_same_bits(name: str) -> None:
     # A reference and no more, however long a message is.
     assert relay.traffic.down.bytes == relay.traffic.down.messages * 36
     assert over.ledger.total("wire", link="peer", direction="up") > relay.traffic.edge_bytes
+
+
+def test_a_node_reads_what_others_left_in_its_store_once_for_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading it again for each neighbour takes the square of what they left."""
+    reads, read = [], Spool.list
+    monkeypatch.setattr(Spool, "list", lambda spool, run, number: reads.append(number) or read(spool, run, number))
+    relay, over = strategy("choco", topology="complete", transport="peers"), grid()
+    run(relay, over, rounds=4)
+    assert 0 < len(reads) <= over.ledger.total("messages", direction="down", link="hub")
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from fedcomp.clients.compressed import compression
 from fedcomp.codecs import TopK
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import PARTITIONS
 from fedcomp.flower.rounds import fit
 from fedcomp.strategies.coded.linear import CodedLinearGD
 from fedcomp.strategies.coded.strategy import CodedFedAvg
@@ -112,3 +113,49 @@ def test_who_declares_a_partition_while_its_holder_is_away_is_refused_when_that_
         assert seen[AWAY] == twin, "a replacement is used while nobody else answers"
     later = " ".join(str(vars(strategy.reports[number])) for number in range(2, ROUNDS + 1))
     assert f"only node {holder}, which held it before, is used" in later
+
+
+def test_what_is_said_of_a_node_that_is_gone_is_not_said_of_its_replacement() -> None:
+    """A SuperNode that restarts without keys is asked beside its former self, for which the SuperLink answers."""
+    gone: set[int] = set()
+    strategy = Compressed(toy.fedavg(fraction_evaluate=0.0), TopK(1.0))
+    app = toy.client_app([compression()])
+    with Deployment(app, fault=lambda d: "offline" if d.partition in gone else None) as grid:
+        before = fit(strategy, grid, toy.model(), 1).arrays
+        holder, replacement = grid.node_id_of(STOLEN), grid.add_node(TWIN)
+        gone.add(STOLEN)
+        fit(strategy, grid, before, 2, start_round=2)
+    report = strategy.reports[2]
+    assert list(report.refused) == [holder]
+    assert replacement in report.weights
+    assert strategy.roster.peer(replacement).consumed > 0
+
+
+def test_a_number_that_another_node_of_the_round_answers_under_is_refused() -> None:
+    """The number that a node without a configured partition draws is contested by nobody, and may be guessed."""
+    strategy, app = Compressed(toy.fedavg(fraction_evaluate=0.0), TopK(1.0)), toy.client_app([compression()])
+
+    def declares(msg: Any, context: Any) -> Any:
+        if context.node_config["partition-id"] < 2:
+            context.node_config = {"partition-id": robbed % PARTITIONS}
+        return app(msg, context)
+
+    with Blind(declares, 3, seed=4) as grid:
+        robbed, thief = grid.node_id_of(0), grid.node_id_of(1)
+        fit(strategy, grid, toy.model(), 1)
+    report = strategy.reports[1]
+    assert list(report.refused) == [thief]
+    assert robbed in report.weights
+    assert report.used == 2
+
+
+def test_links_lead_to_who_holds_a_partition_and_not_to_who_declares_it_too() -> None:
+    strategy = CodedFedAvg(Compressed(toy.fedavg(), TopK(1.0)), construction="relay", symbols=2, transport="peers")
+    with Deployment(toy.client_app([compression()])) as grid:
+        before = fit(strategy, MeteredGrid(grid), toy.model(), 1).arrays
+        holder, reached = grid.node_id_of(STOLEN), strategy.roster.reached()
+        grid.add_node(TWIN)
+        fit(strategy, MeteredGrid(grid), before, 2, start_round=2)
+    assert sorted(reached) == list(range(NODES))
+    assert strategy.roster.reached() == reached
+    assert strategy.roster.reached()[STOLEN] is strategy.roster.peer(holder)

@@ -278,7 +278,7 @@ class CodedSum(Coded, id="coded-sum"):
         told: dict[str, Any] = {"planned": len(nodes), "threshold": self.threshold, "left_out": {}}
         now.told["coded"] = told
         for node in set(now.nodes) - set(nodes):
-            now.refuse(node, "not in the sum: its app has no key, to which the others could send their shards")
+            now.refuse(node, "not in the sum: it has told no key, to which the others could send their shards")
         try:
             plan = self.plan(len(nodes), now)
             told |= {"relays": plan.relays, "shards": plan.relays, "symbols": plan.symbols}
