@@ -268,6 +268,29 @@ def test_a_whole_model_that_cannot_be_used_is_not_asked_for_again() -> None:
     assert other.sensor.version == 0
 
 
+def test_a_model_that_cannot_be_read_is_asked_for_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As of another release, whose every message is unreadable here: asking on would never end."""
+    edge, endpoint, here = pair()
+
+    def asked() -> int:
+        count = 0
+        while count < 5 and here.receive() is not None:
+            count += 1
+            here.send(b"of another release")
+            assert endpoint.update() == {}
+        return count
+
+    for version in (1, 2):
+        edge.deploy(model(version), reference)
+        here.send(b"of another release")
+        assert endpoint.update() == {}
+        assert asked() == 1
+        assert caplog.text.count("waits for the next one") == version
+    # It goes on from the first that it can read.
+    here.send(edge.deployments.message(0).to_bytes())
+    assert same(endpoint.update(), model(2))
+
+
 @pytest.mark.parametrize("damage", [b"", b"\x00" * 40, b"\xff" * 400])
 def test_a_damaged_model_changes_nothing(damage: bytes) -> None:
     _, endpoint, here = running()
