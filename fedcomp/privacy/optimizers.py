@@ -44,7 +44,6 @@ from fedcomp.privacy.lsg import (
     remembered,
 )
 from fedcomp.privacy.mechanism import GridGaussian, Mechanism, Votes
-from fedcomp.privacy.spending import next_round
 from fedcomp.privacy.votes import threshold as cut
 from fedcomp.rng import Key
 from fedcomp.rules import Int, OneOf, Real, checked
@@ -259,7 +258,7 @@ class PrivateOptimizer(DPOptimizer):
         self.entropy = SystemEntropy() if settings.entropy is None else settings.entropy
         self.adjacency: Adjacency = ledger.adjacency
         self.key = (Key(0) if settings.key is None else settings.key).at(purpose="dp-sgd")
-        self.steps = next_round(ledger.entries) if start is None else start
+        self.steps = ledger.next_round if start is None else start
         self._first = self.steps
         self._drawn = drawn
         self.refused = 0

@@ -104,6 +104,11 @@ class Spending:
         return sum(self._counts.values())
 
     @property
+    def next_round(self) -> int:
+        """Number of the round behind the last one that an entry has; 0 where there are no entries."""
+        return self._next
+
+    @property
     def participations(self) -> dict[int, int]:
         """The number of rounds each participant was in, by participant."""
         return dict(sorted(self._turns.items()))
@@ -179,6 +184,7 @@ class Spending:
         self._spans: dict[int, list[tuple[int, int]]] = {}
         self._taken: dict[int, set[tuple[int, int]]] = {}
         self._turns: Counter[int] = Counter()
+        self._next = 0
         for entry in entries:
             self._count(entry)
         # Rounds that are made again after this draw other units and other noise, whatever their number is.
@@ -186,6 +192,8 @@ class Spending:
 
     def _count(self, entry: LedgerEntry) -> None:
         self._entries.append(entry)
+        end = entry.round + entry.times
+        self._next = max(self._next, end)
         key = (entry.attempt, entry.round)
         before: tuple[Event, ...] = ()
         for node in entry.participants:
@@ -199,13 +207,11 @@ class Spending:
             self._single[key] = (*before, entry.event)
         else:
             # Only the ends are kept: the ledger lets no single event fall within a span of rounds.
-            self._spans.setdefault(entry.attempt, []).append((entry.round, entry.round + entry.times))
+            spans = self._spans.setdefault(entry.attempt, [])
+            # As one with the span that ends where this begins: every event looks at all spans.
+            first = spans.pop()[0] if spans and spans[-1][1] == entry.round else entry.round
+            spans.append((first, end))
         self._counts = _with(self._counts, before, (entry.event,), entry.times)
-
-
-def next_round(entries: Iterable[LedgerEntry], first: int = 0) -> int:
-    """Return the number of the first round that no entry has, ``first`` where there are no entries."""
-    return max((entry.round + entry.times for entry in entries), default=first)
 
 
 def cost_of(counts: Mapping[Profile, int], delta: float, *, cap: int = 0, amplified: bool = True) -> Cost:

@@ -34,7 +34,6 @@ from fedcomp.flower.report import Report, ReportSection, figure
 from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.parallel import ParallelLedger
-from fedcomp.privacy.spending import next_round
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.program import Answer, Ask
 from fedcomp.stateful import Stateful, nested
@@ -439,7 +438,7 @@ class RecordDp(NoClientEvaluation, Server):
         """
         party, steps, wrong = self._claims.take(node, declared, account, self.roster, self.plan.steps)
         # Steps draw records of their own, so they are rounds of the ledger that no entry has.
-        at = next_round(self.privacy.entries, 1)
+        at = max(1, self.privacy.next_round)
         if steps:
             self.privacy.record(self._event, round=at, times=steps, participants=[party])
         if wrong:
