@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fedcomp.clients import sensors
-from fedcomp.clients.sensors import SensorServer, StoredEdge, connect
+from fedcomp.clients.sensors import MAX_CONNECTIONS, SensorServer, StoredEdge, connect
 from fedcomp.codecs import QSGD, TopK
 from fedcomp.drift.distance import QuantileSketch
 from fedcomp.drift.edge import Deployments, Edge, SensorEndpoint, local_link
@@ -603,6 +603,21 @@ def test_too_many_connections_are_turned_away(server: Any, monkeypatch: pytest.M
         second.receive()
     second.close()
     first.link.close()
+
+
+def test_as_many_sensors_as_are_served_may_come_at_once(tmp_path: Path) -> None:
+    """As after a restart: nobody is turned away because the server has not got to it yet."""
+    server = SensorServer(StoredEdge(tmp_path / "folder"), f"unix:{tmp_path}/s")
+    links = [connect(f"unix:{tmp_path}/s") for _ in range(MAX_CONNECTIONS)]
+    server.start()
+    try:
+        for number, link in enumerate(links):
+            link.send(SensorMessage(number, 0, Says.HEARTBEAT).to_bytes())
+        assert until(lambda: len(server.links) == MAX_CONNECTIONS)
+    finally:
+        for link in links:
+            link.close()
+        server.close()
 
 
 def test_a_server_that_is_restarted_gets_its_port_again(tmp_path: Path) -> None:
