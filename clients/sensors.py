@@ -260,6 +260,12 @@ def connect(address: str, seconds: float = 10.0) -> SocketLink:
 class _TCPServer(socketserver.ThreadingTCPServer):
     # Connections of the process that ended keep its port for a minute.
     allow_reuse_address = True
+    # After a restart all sensors come at once.
+    request_queue_size = MAX_CONNECTIONS
+
+
+class _UnixServer(socketserver.ThreadingUnixStreamServer):
+    request_queue_size = MAX_CONNECTIONS
 
 
 class SensorServer:
@@ -297,7 +303,7 @@ class SensorServer:
                 serve(self.request)
 
         path = address.removeprefix(_UNIX) if address.startswith(_UNIX) else ""
-        kind = socketserver.ThreadingUnixStreamServer if path else _TCPServer
+        kind = _UnixServer if path else _TCPServer
         place: Any = path or parse_tcp(address)
         try:
             self._server = kind(place, _Handler)

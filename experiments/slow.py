@@ -220,7 +220,7 @@ def linked(
         ``line`` of (seconds, accuracy) by round; ``seconds`` in all; ``up``, ``down`` of the ledger in bytes and the
         ``messages`` up, of finished rounds; what the interfaces counted of all nodes, see :func:`crossed`: ``quiet`` in
         the idle time, ``interface`` from there to the end of the last finished round, ``everything`` to the very end;
-        ``bundle`` bytes; ``error``, empty at the target; of Flower's own nodes it may say that one has ended.
+        ``bundle`` bytes; ``error``, empty at the target alone; of Flower's own nodes it may say that one has ended.
     """
     from fedcomp.experiments.engines.linked import LinkedDeployment
     from fedcomp.experiments.engines.processes import DeploymentError
@@ -258,6 +258,9 @@ def linked(
             error = str(failed).partition(";")[0]
         found = read(out)
         seconds = time.time() - found["began"] if error else found["line"][-1][0]
+        # NaN as well: a last round without replies.
+        if not error and not found["line"][-1][1] >= training["target"]:
+            error = f"not after all {len(found['line'])} rounds"
         return {
             **found,
             "seconds": seconds,

@@ -157,5 +157,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close := close or difflib.get_close_matches(name, names, n=3, cutoff=0.5):
         likeness = [difflib.SequenceMatcher(None, each, name).ratio() for each in close]
         best = sorted(each for each, ratio in zip(close, likeness, strict=True) if ratio == max(likeness))
-        return f"; did you mean {' or '.join(map(repr, best))}?"
+        # Half of the letters make "q2" close to "q3", and not "sign" to "int8".
+        if max(likeness) > 0.5 or name[0] in {each.rpartition(".")[2][0] for each in best}:
+            return f"; did you mean {' or '.join(map(repr, best))}?"
     return f"; known: {', '.join(names)}" if names else "; none are known"

@@ -19,6 +19,9 @@ from fedcomp.plain import from_plain, to_plain
 MOST_WAITING: Final = 1 << 30
 """Bytes that may wait for one client."""
 
+MOST_POSTS: Final = 1 << 20
+"""Posts that may wait for one client: empty ones take memory, too."""
+
 LONGEST_NAME: Final = 200
 
 
@@ -68,18 +71,22 @@ class Mailbox:
         Raises
         ------
         PostError
-            For a recipient that is not there, a name that is none, or more bytes than may wait for one client.
+            For a recipient that is not there, a name that is none, or more bytes or posts than may wait for one client.
         """
-        coming: dict[int, int] = {}
+        coming: dict[int, list[Post]] = {}
         for post in posts:
             if post.to not in nodes:
                 raise PostError(f"posts {post.name[:80]!r} to {post.to}, which is no node of this run")
             if not 0 < len(post.name) <= LONGEST_NAME:
                 raise PostError(f"the name of a post has {len(post.name)} characters, expected 1 to {LONGEST_NAME}")
-            coming[post.to] = coming.get(post.to, 0) + len(post.data)
-        for to, size in coming.items():
-            if (there := sum(len(post.data) for post in self.waiting.get(to, ()))) + size > MOST_WAITING:
+            coming.setdefault(post.to, []).append(post)
+        for to, new in coming.items():
+            old = self.waiting.get(to, [])
+            there, size = (sum(len(post.data) for post in posts) for posts in (old, new))
+            if there + size > MOST_WAITING:
                 raise PostError(f"{there:,} bytes wait for node {to}; {size:,} more are beyond {MOST_WAITING:,}")
+            if len(old) + len(new) > MOST_POSTS:
+                raise PostError(f"{len(old):,} posts wait for node {to}; {len(new):,} more are beyond {MOST_POSTS:,}")
 
     def put(self, posts: Iterable[Post]) -> None:
         """Let posts wait for whom they are for."""

@@ -150,14 +150,15 @@ def _excess(content: RecordDict) -> str:
         return f"the reply holds {others} records; at most {MAX_RECORDS} are read"
     if len(content) - others > MAX_ENTRIES:
         return f"the reply holds {len(content) - others} frames; at most {MAX_ENTRIES} are read"
-    numbers = 0
+    # The name of a post lists whom it is for.
+    numbers = sum(name.count(",") for name in content)
     for name, record in content.items():
         if isinstance(record, ArrayRecord):
             continue
         if len(record) > MAX_ENTRIES:
             return f"record {name!r} of the reply holds {len(record)} entries; at most {MAX_ENTRIES} are read"
         # Of all records together, or many short lists would add up to a long one.
-        numbers += sum(len(value) for value in record.values() if isinstance(value, list))
+        numbers += sum(len(value) if isinstance(value, list) else key.count(",") for key, value in record.items())
     return f"the reply's lists hold {numbers} numbers; at most {MAX_NUMBERS} are read" if numbers > MAX_NUMBERS else ""
 
 

@@ -297,6 +297,16 @@ TASKS = (
         lambda: dialects(falls=60, optimizer="adamw"),
     ),
     row(
+        "frozen_a=True is of adapters; write their rank as well, such as rank=16",
+        lambda: dialects(frozen_a=True),
+        lambda: dialects(frozen_a=True, rank=16),
+    ),
+    row(
+        "batch_norm=True is of the cnn; write model='cnn' as well",
+        lambda: get_task("digits", batch_norm=True),
+        lambda: get_task("digits", batch_norm=True, model="cnn"),
+    ),
+    row(
         "falls counts the steps of a round; set max_steps",
         lambda: dialects(falls=60, optimizer="adamw", max_steps=0),
         lambda: dialects(falls=60, optimizer="adamw", max_steps=30),

@@ -160,7 +160,12 @@ def prepare(options: LinkOptions) -> tuple[socket.socket, Proxy]:
     # Before anything is written that belongs to a SuperLink which runs already. Both at a time: two that overlap fail.
     with contextlib.closing(_bound("127.0.0.1", options.port, "--port")):
         listener = _bound(*options.listen, "--listen")
-    _lock(folder)
+    _lock(folder.kept / "lock", f"another fedcomp link runs from {folder.path}; a folder has one at a time")
+    database = options.database.resolve()
+    _lock(
+        database.with_name(f"{database.name}.lock"),
+        f"--database {options.database}: another fedcomp link uses it; a database has one at a time",
+    )
     if not folder.secret.exists():
         write_new(folder.secret, secrets.token_hex(32).encode(), 0o600)
     private_folder(folder.home("cli"))
@@ -193,14 +198,17 @@ def _warn_of_end(options: LinkOptions) -> None:
         options.say(f"the server certificate ends on {ends:%Y-%m-%d}: fedcomp certificates {folder.path} --renew")
 
 
-def _lock(folder: Folder) -> None:
-    """Hold a lock until this process ends: a database has one SuperLink."""
-    held = os.open(folder.kept / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
+def _lock(path: Path, taken: str) -> None:
+    """Hold a lock until this process ends; raise :class:`ConfigError` with the text ``taken`` where another has it."""
+    try:
+        held = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(held)
-        raise ConfigError(f"another fedcomp link runs from {folder.path}; a folder has one at a time") from None
+        raise ConfigError(taken) from None
 
 
 def _bound(host: str, port: int, option: str) -> socket.socket:

@@ -198,7 +198,9 @@ class GradiVeQ(InBasis[SliceBasis]):
         How clients send coefficients. The server always sends float32.
     levels : int, optional
         Round coefficients stochastically, without bias, to integers of at most this magnitude, with one scale per
-        tensor for all clients. This needs a second exchange: the first collects all clients' largest coefficients.
+        tensor for all clients. This needs a second exchange: the first collects all clients' largest coefficients. The
+        scale is that of the largest one, so a single client with a huge coefficient makes it too coarse for everybody;
+        ``values`` are on scales of each client.
     memory : bool
         Whether what the basis misses is kept in a memory (derived, not part of the paper). It is sent in the next dense
         round, all at once: see ``norm_guard``.

@@ -382,6 +382,7 @@ class SensorEndpoint(Stateful):
         self._vector = np.empty(0, np.float32)
         self._exact: dict[str, NDArray[Any]] = {}
         self._unsent = b""
+        self._asked = False
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -396,19 +397,21 @@ class SensorEndpoint(Stateful):
         """Take the models that have come; return the last one, or an empty dictionary when there is none.
 
         Steps that cannot be used are answered by asking for the whole model; a whole model is not, or the two would go
-        on for ever.
+        on for ever. What cannot be read counts as steps, and after asking as the whole model.
         """
         changed = False
         while (data := self.link.receive()) is not None:
-            whole = False
+            whole, self._asked = self._asked, False
             try:
                 deployment = ModelMessage.from_bytes(data)
                 whole = not deployment.base
                 changed = self._apply(deployment) or changed
             except FedcompError as error:
-                log.warning("sensor %d cannot use a model that it was sent: %s", self.number, error)
+                does = "waits for the next one" if whole else "asks for the whole one"
+                log.warning("sensor %d cannot use a model that it was sent, and %s: %s", self.number, does, error)
                 if not whole:
                     self._say(Says.RESYNC)
+                    self._asked = True
         return self.arrays if changed else {}
 
     def observe(self, logits: ArrayLike, samples: ArrayLike, labels: ArrayLike | None = None) -> bool:

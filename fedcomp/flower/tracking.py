@@ -30,11 +30,11 @@ def track(strategy: Strategy, grid: Grid, *trackers: Tracker, evaluate_fn: Evalu
     """Return an ``evaluate_fn`` for ``strategy.start()`` that calls ``trackers`` with the record of each round.
 
     A record holds ``round``; the round's bytes under the names that ``rounds.jsonl`` has for them, such as
-    ``uplink_wire_bytes``; the clients ``asked``, ``answered``, ``used``, ``lost`` and ``refused``; the figures of the
-    strategy's report; aggregated metrics of training (``train.loss``) and of the clients' evaluation
-    (``clients.loss``); what ``evaluate_fn`` returns (``loss``); and ``privacy.epsilon`` of a private run. All values
-    are finite floats; a figure that is NaN or infinite is left out, and a warning names it. Round 0 has a record when
-    ``evaluate_fn`` returns metrics for it.
+    ``uplink_wire_bytes``; the clients ``asked``, ``answered``, ``used`` and ``refused``; the messages ``lost``, several
+    where one client missed several exchanges; the figures of the strategy's report; aggregated metrics of training
+    (``train.loss``) and of the clients' evaluation (``clients.loss``); what ``evaluate_fn`` returns (``loss``); and
+    ``privacy.epsilon`` of a private run. All values are finite floats; a figure that is NaN or infinite is left out,
+    and a warning names it. Round 0 has a record when ``evaluate_fn`` returns metrics for it.
 
     Parameters
     ----------
@@ -171,10 +171,12 @@ def _counted(ledger: TrafficLedger, server_round: int, report: Report | None) ->
         for way in ("up", "down"):
             found[f"{way}link_{value}_bytes"] = ledger.total(value, round=server_round, direction=way, link="hub")
         found[f"peer_{value}_bytes"] = ledger.total(value, round=server_round, link="peer")
-    if report is not None:
-        counts = {"asked": report.asked, "answered": report.asked - len(report.missed), "used": report.used}
-        return {**found, **counts, "lost": report.lost, "refused": len(report.refused)}
-    # A strategy without reports, such as Flower's own.
-    for name, way in (("asked", "down"), ("answered", "up")):
-        found[name] = len(ledger.by("node", "messages", round=server_round, direction=way, message_type="train"))
-    return found
+    kinds = ledger.by("message_type", "messages", round=server_round)
+    where = {"round": server_round, "message_type": [kind for kind in kinds if not kind.startswith("evaluate")]}
+    nodes = {way: len(ledger.by("node", "messages", direction=way, link="hub", **where)) for way in ("down", "up")}
+    if report is None:
+        # A strategy without reports, such as Flower's own.
+        return {**found, "asked": nodes["down"], "answered": nodes["up"]}
+    # Not what was asked less what was lost: a node may be asked several times in a round, and be lost in each.
+    counts = {"asked": report.asked, "answered": nodes["up"], "used": report.used}
+    return {**found, **counts, "lost": report.lost, "refused": len(report.refused)}

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median_low
-from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.gossip.base import Algorithm
 from fedcomp.gossip.compressor import Compressor
 from fedcomp.gossip.errors import Diverged, Saturated
+from fedcomp.stateful import Stateful
 
 if TYPE_CHECKING:
     from fedcomp.gossip.topology import Topology
@@ -50,7 +50,7 @@ class Observer(Protocol):
         ...
 
 
-class DivergenceWatch:
+class DivergenceWatch(Stateful):
     """Ends a run whose iterates grow instead of settling. Called once per iteration with every node's figures.
 
     What is watched is ``"innovation"``, the norm of what a message did not carry: in a run that works it rises in the
@@ -85,6 +85,14 @@ class DivergenceWatch:
     fedcomp.gossip.errors.Diverged: the innovation of most of 3 nodes grew from 1 to 3... within 10 iterations, up ...
     """
 
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "_latest": dict[int, tuple[int, dict[str, float]]],
+        "_recent": list[float],
+        "_seen": int,
+        "_early": float,
+        "_named": set[tuple[int, str]],
+    }
+
     def __init__(self, window: int = 50, growth: float = 3.0, ceiling: float = 100.0, floor: float = 1e-6) -> None:
         if window < _BLOCKS:
             raise ConfigError(f"window={window!r} is not valid: at least {_BLOCKS} iterations")
@@ -94,10 +102,14 @@ class DivergenceWatch:
             raise ConfigError(f"floor={floor!r} is not valid: a norm, at least 0")
         self.window, self.growth, self.ceiling, self.floor = window, growth, ceiling, floor
         self._latest: dict[int, tuple[int, Mapping[str, float]]] = {}
-        self._recent: deque[float] = deque(maxlen=window)
+        self._recent: list[float] = []
         self._seen = 0
         self._early = 0.0
         self._named: set[tuple[int, str]] = set()
+
+    def identity(self) -> dict[str, int]:
+        """Return the window, which the levels seen so far are of."""
+        return {"window": self.window}
 
     def __call__(self, iteration: int, facts: Mapping[int, Mapping[str, float]]) -> dict[int, str]:
         """Take note of the nodes' figures of ``iteration``.
@@ -175,7 +187,7 @@ class DivergenceWatch:
     def _judge(self, iteration: int, level: float, nodes: int) -> None:
         if level <= self.floor:
             return
-        self._recent.append(level)
+        self._recent = [*self._recent, level][-self.window :]
         self._seen += 1
         if self._seen == self.window:
             # Fixed once: a level that moved along would never see a slow growth.

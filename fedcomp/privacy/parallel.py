@@ -66,11 +66,7 @@ class ParallelLedger(PrivacyLedger):
     @property
     def releases(self) -> int:
         """How many noisy sums were paid for, at the party with most of them."""
-        found: Counter[int] = Counter()
-        for entry in self._entries:
-            for party in entry.participants:
-                found[party] += entry.event.releases * entry.times
-        return max(found.values(), default=0)
+        return max(self._releases.values(), default=0)
 
     @property
     def rounds(self) -> int:
@@ -100,6 +96,7 @@ class ParallelLedger(PrivacyLedger):
     def _recount(self, entries: Iterable[LedgerEntry]) -> None:
         # Before the base class counts, which calls :meth:`_count`.
         self._parties: dict[int, Counter[Profile]] = {}
+        self._releases: Counter[int] = Counter()
         super()._recount(entries)
 
     def _count(self, entry: LedgerEntry) -> None:
@@ -107,3 +104,4 @@ class ParallelLedger(PrivacyLedger):
         for party in entry.participants:
             # Every entry drew records of its own, whatever its round is called.
             self._parties.setdefault(party, Counter())[profile(entry.event)] += entry.times
+            self._releases[party] += entry.event.releases * entry.times

@@ -201,6 +201,8 @@ class Dialects(TinyShakespeare):
             raise ConfigError("kept=True keeps the moments of adamw; write optimizer='adamw' as well")
         if options["falls"] and options["optimizer"] == "sgd":
             raise ConfigError("falls is of the step size of adamw; write optimizer='adamw' as well")
+        if options["frozen_a"] and not options["rank"]:
+            raise ConfigError("frozen_a=True is of adapters; write their rank as well, such as rank=16")
         corpus, source = load(self.name, options["root"], options["download"])
         assert isinstance(corpus, Corpus)
         kept = longest(corpus.texts, options)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from fedcomp.errors import ConfigError
 from fedcomp.rules import Flag, Int, Maybe, OneOf
 from fedcomp.tasks.base import COMMON_OPTIONS, Classification
 from fedcomp.tasks.models import Cnn, Mlp, QuickstartCnn
@@ -32,6 +33,8 @@ class _Images(Classification):
     kernel: ClassVar[int]
 
     def __init__(self, options: Mapping[str, Any]) -> None:
+        if options.get("batch_norm") and options["model"] != "cnn":
+            raise ConfigError("batch_norm=True is of the cnn; write model='cnn' as well")
         table, source = load(self.name, options["root"], options["download"])
         assert isinstance(table, LabelledExamples)
         stop, end = options["train_examples"], options["test_examples"]

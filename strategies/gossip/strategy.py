@@ -33,6 +33,7 @@ from fedcomp.layout import Layout
 from fedcomp.plain import Count
 from fedcomp.program import Now, Round
 from fedcomp.rules import Int, checked
+from fedcomp.stateful import Stateful, StatePart
 from fedcomp.strategies.gossip.report import Iterations, Observed, close, far_out, figures_of, mean_of, why_not_finite
 from fedcomp.strategies.gossip.settings import GossipSettings
 from fedcomp.strategies.links import Links
@@ -46,6 +47,17 @@ __all__ = ["GossipRelay", "Iterations", "Observed", "figures_of", "mean_of"]
 _POLL_SECONDS: Final = 0.1
 _REASONS: Final = 3
 """How many different answers an error of the run quotes."""
+
+
+def _watching(strategy: GossipRelay) -> Any:
+    watch = strategy._watch
+    return watch.state_dict() if isinstance(watch, Stateful) else None
+
+
+def _watch_on(strategy: GossipRelay, state: Any) -> None:
+    # A run may be resumed with a watch, or without one, that it did not have before.
+    if state is not None and isinstance(strategy._watch, Stateful):
+        strategy._watch.load_state_dict(state)
 
 
 class _Everybody(FedAvg):
@@ -112,6 +124,7 @@ class GossipRelay(Server):
         "traffic": GossipTraffic,
         "events": RunReport,
         "_initial": ArrayRecord | None,
+        "_watch": StatePart(_watching, _watch_on),
     }
 
     def __init__(

@@ -147,8 +147,11 @@ def test_random_k_of_low_bit_values_is_neither_linear_nor_unbiased() -> None:
     assert not RandomK(0.1, values="q8").unbiased
     with pytest.raises(ConfigError, match="biased"):
         RandomK(0.1, unbiased=True, values="q8")
-    with pytest.raises(ConfigError, match="did you mean"):
+    with pytest.raises(ConfigError, match="did you mean 'q2' or 'q4' or 'q8'"):
         TopK(0.1, values="q3")
+    # Which has as many letters of "sign" as "q3" has of "q2".
+    with pytest.raises(ConfigError, match=r"^(?!.*did you mean).*values must be one of"):
+        TopK(0.1, values="int8")
     with pytest.raises(ConfigError, match="rest"):
         TopK(0.1, rest="q2")
 

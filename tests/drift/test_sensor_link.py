@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fedcomp.clients import sensors
-from fedcomp.clients.sensors import SensorServer, StoredEdge, connect
+from fedcomp.clients.sensors import MAX_CONNECTIONS, SensorServer, StoredEdge, connect
 from fedcomp.codecs import QSGD, TopK
 from fedcomp.drift.distance import QuantileSketch
 from fedcomp.drift.edge import Deployments, Edge, SensorEndpoint, local_link
@@ -266,6 +266,29 @@ def test_a_whole_model_that_cannot_be_used_is_not_asked_for_again() -> None:
     assert other.update() == {}
     assert here.receive() is None
     assert other.sensor.version == 0
+
+
+def test_a_model_that_cannot_be_read_is_asked_for_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As of another release, whose every message is unreadable here: asking on would never end."""
+    edge, endpoint, here = pair()
+
+    def asked() -> int:
+        count = 0
+        while count < 5 and here.receive() is not None:
+            count += 1
+            here.send(b"of another release")
+            assert endpoint.update() == {}
+        return count
+
+    for version in (1, 2):
+        edge.deploy(model(version), reference)
+        here.send(b"of another release")
+        assert endpoint.update() == {}
+        assert asked() == 1
+        assert caplog.text.count("waits for the next one") == version
+    # It goes on from the first that it can read.
+    here.send(edge.deployments.message(0).to_bytes())
+    assert same(endpoint.update(), model(2))
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x00" * 40, b"\xff" * 400])
@@ -580,6 +603,21 @@ def test_too_many_connections_are_turned_away(server: Any, monkeypatch: pytest.M
         second.receive()
     second.close()
     first.link.close()
+
+
+def test_as_many_sensors_as_are_served_may_come_at_once(tmp_path: Path) -> None:
+    """As after a restart: nobody is turned away because the server has not got to it yet."""
+    server = SensorServer(StoredEdge(tmp_path / "folder"), f"unix:{tmp_path}/s")
+    links = [connect(f"unix:{tmp_path}/s") for _ in range(MAX_CONNECTIONS)]
+    server.start()
+    try:
+        for number, link in enumerate(links):
+            link.send(SensorMessage(number, 0, Says.HEARTBEAT).to_bytes())
+        assert until(lambda: len(server.links) == MAX_CONNECTIONS)
+    finally:
+        for link in links:
+            link.close()
+        server.close()
 
 
 def test_a_server_that_is_restarted_gets_its_port_again(tmp_path: Path) -> None:

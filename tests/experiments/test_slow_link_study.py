@@ -193,17 +193,26 @@ def test_without_stock_flower_its_claim_alone_is_skipped(monkeypatch: pytest.Mon
 REASON = unavailable()
 
 
-@pytest.mark.parametrize(("needed", "rounds"), [(None, 200), (1e6, 3), (100.0, 200)])
+@pytest.mark.parametrize(
+    ("needed", "last", "rounds", "error"),
+    [
+        (None, 80.0, 200, ""),
+        (1e6, 80.0, links.ENOUGH, "not in 90 s"),
+        (100.0, 80.0, 200, ""),
+        (None, 79.9, 200, "not after all 200 rounds"),
+        (None, math.nan, 200, "not after all 200 rounds"),
+    ],
+)
 def test_a_training_is_ended_when_its_pace_shows_that_it_comes_too_late(
-    needed: float | None, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    needed: float | None, last: float, rounds: int, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a million rounds as soon as the pace is known; else at the limit, and here the training is there before."""
+    """Of a million rounds as soon as the pace is known; else at the limit, and here all rounds are over before."""
 
     def run_app(config: object, *, watch: Callable[[], None], **others: object) -> str:
         """End a round every tenth of a second of the clock that is written."""
         line: list[list[float]] = []
         for number in range(1, 201):
-            line.append([0.1 * number, 50.0])
+            line.append([0.1 * number, last if number == 200 else 50.0])
             (tmp_path / slow.FILE).write_text(json.dumps({"began": time.time(), "line": line}))
             watch()
         return ""
@@ -217,7 +226,7 @@ def test_a_training_is_ended_when_its_pace_shows_that_it_comes_too_late(
     monkeypatch.setattr("fedcomp.experiments.engines.linked.LinkedDeployment", lambda *_, **__: nullcontext(deployment))
     found = slow.linked({**ASKED, "row": BOTH}, rate=1e7, down=None, limit=90.0, settings={}, needed=needed)
     assert len(found["line"]) == rounds
-    assert found["error"] == ("not in 90 s" if rounds == links.ENOUGH else "")
+    assert found["error"] == error
 
 
 @pytest.mark.engines
@@ -226,7 +235,7 @@ def test_a_training_is_ended_when_its_pace_shows_that_it_comes_too_late(
 def test_a_training_over_links_is_that_of_this_process_and_its_bytes_have_names() -> None:
     asked = {**ASKED, "row": BOTH, "hidden": 200, "rounds": 2, "target": 101.0}
     found = slow.linked(asked, rate=1e7, down=None, limit=120.0, settings=module.settings(1e4), idle=3.0)
-    assert found["error"] == ""
+    assert found["error"] == "not after all 2 rounds"
     np.testing.assert_allclose([point[1] for point in found["line"]], slow.here(**asked)["line"], atol=0.3)
     seen = found["interface"]
     assert found["down"] + found["bundle"] < seen["down_bytes"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gossip_toy
 import pytest
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import FedAvg, Strategy
@@ -16,6 +17,7 @@ from toy import client_app, fedavg, model
 
 import fedcomp as fc
 from fedcomp.clients.compressed import compression
+from fedcomp.flower.faults import ScriptedFaults, late
 from fedcomp.flower.rounds import evaluated
 
 Record = dict[str, float]
@@ -72,6 +74,29 @@ def test_the_loop_of_this_project_hands_on_what_clients_and_report_say() -> None
     assert "train.partition" in last
     assert any(name.startswith("clients.") for name in last)
     assert evaluated.get() is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "lost", "refused"), [("silent", 1, 0), (late(1), 1, 0), ("raise", 0, 1), ("offline", 0, 1)]
+)
+def test_whoever_said_nothing_in_time_has_not_answered(fault: Any, lost: int, refused: int) -> None:
+    """Nor whoever the SuperLink answers for; an app that raises has."""
+    records: list[Record] = []
+    with fc.InProcessGrid(client_app([compression()]), 3, fault=ScriptedFaults({(1, 1): fault})) as engine:
+        grid, strategy = fc.MeteredGrid(engine), fc.Compressed(fedavg(), fc.TopK(0.1))
+        strategy.start(grid, model(), num_rounds=1, evaluate_fn=fc.track(strategy, grid, records.append))
+    (found,) = records
+    assert [found[name] for name in ("asked", "used", "lost", "refused")] == [3, 2, lost, refused]
+    assert found["answered"] == (3 if fault == "raise" else 2)
+
+
+def test_a_client_that_misses_several_exchanges_of_a_round_is_one_client() -> None:
+    """It has said hello, and then nothing five times."""
+    records: list[Record] = []
+    grid = gossip_toy.grid(nodes=3, fault=ScriptedFaults({(1, 1): "silent"}))
+    strategy = gossip_toy.strategy("cold")
+    strategy.start(grid, gossip_toy.model(), num_rounds=2, evaluate_fn=fc.track(strategy, grid, records.append))
+    assert (records[0]["lost"], records[0]["answered"]) == (5, 3)
 
 
 def test_each_of_several_runs_over_one_grid_has_its_own_bytes() -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from gossip_problems import problem, ring_weights, run
 
-from fedcomp.errors import ConfigError, FedcompError, NonFiniteUpdate
+from fedcomp.errors import ConfigError, FedcompError, NonFiniteUpdate, StateError
 from fedcomp.experiments.decentralised import GossipTraining, train
+from fedcomp.flower import store
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, State
 from fedcomp.gossip.choco import CHOCO
@@ -58,6 +59,20 @@ def series(watch: DivergenceWatch, values: Sequence[float]) -> int | None:
         except Diverged:
             return k
     return None
+
+
+@pytest.mark.parametrize("stored", [10, 70, 90])
+def test_a_watch_goes_on_from_its_state(stored: int) -> None:
+    """One that began again would take the level of the first window it sees for the run's own."""
+    values, watch, again = 1.03 ** np.arange(300.0), DivergenceWatch(), DivergenceWatch()
+    assert series(watch, values[:stored]) is None
+    assert watch(stored, {3: {"innovation": float(values[stored])}, 4: {"innovation": np.nan}}).keys() == {4}
+    again.load_state_dict(store.loads(store.dumps(watch.state_dict(), "watch"), "watch"))
+    # Whoever is left out was named before.
+    assert again(stored + 1, {3: {"innovation": float(values[stored])}, 4: {"innovation": np.nan}}) == {}
+    assert series(again, values[stored + 1 :]) == 99 - stored - 2
+    with pytest.raises(StateError, match="resume with the same settings"):
+        DivergenceWatch(window=20).load_state_dict(watch.state_dict())
 
 
 @pytest.mark.parametrize("rate", [1.03, 1.1, 1.5])

@@ -198,6 +198,19 @@ def test_the_next_round_is_after_all_rounds_also_of_draws_before() -> None:
     assert again.next_round() == 27
 
 
+def test_spans_of_rounds_one_behind_the_other_are_all_kept() -> None:
+    ledger = make()
+    for _ in range(3):
+        ledger.record(EVENT, round=ledger.next_round(), times=4)
+    ledger.record(EVENT, round=30, times=2)
+    assert ledger.next_round() == 32
+    for round, times in ((0, 1), (3, 2), (11, 1), (11, 30), (31, 1)):
+        with pytest.raises(ConfigError, match="number rounds on"):
+            ledger.record(EVENT, round=round, times=times)
+    ledger.record(EVENT, round=12, times=18)
+    assert (ledger.rounds, ledger.next_round()) == (32, 32)
+
+
 # The file.
 
 

@@ -289,6 +289,7 @@ def test_a_stored_run_goes_on_to_the_same_bits_and_bytes(name: str, tmp_path) ->
         fit(again, after, found.arrays, 5, start_round=3, result=found.result)
     assert states(after) == states(over)
     assert again.traffic == whole.traffic
+    assert again.state_dict()["watch"] == whole.state_dict()["watch"]
     for direction in ("up", "down"):
         assert after.ledger.by("round", "payload", direction=direction) == over.ledger.by(
             "round", "payload", direction=direction

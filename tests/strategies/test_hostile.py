@@ -275,6 +275,7 @@ LARGE = {
     "metrics, one too many": (entries(MAX_ENTRIES - 2), "1025 entries; at most 1024"),
     "5,000 settings": (entries(5_000, "more"), "record 'more' of the reply holds 5000 entries"),
     "a list, one too long": (metric("seen", [1.0] * (MAX_NUMBERS + 1)), "lists hold 65537 numbers; at most 65536"),
+    "one post for many": (many(1, ConfigRecord, "fedcomp.post.0/1" + ",1" * (MAX_NUMBERS + 1) + "/x"), "65537 numbers"),
 }
 
 

@@ -13,11 +13,12 @@ from registry import update
 from test_contract import RestartError, altered
 from toys import Halving, Passing, SealedPassing
 
+from fedcomp import mailbox
 from fedcomp.codecs import ErrorFeedback, TopK
 from fedcomp.flower import store
 from fedcomp.layout import Layout
 from fedcomp.local import Local
-from fedcomp.mailbox import MOST_WAITING, Mailbox
+from fedcomp.mailbox import MOST_WAITING, Mailbox, PostError
 from fedcomp.program import EVALUATE, Answer, AnswerError, Ask, Given, Me, Now, Post, Round, Step, System, Wait
 from fedcomp.rng import Key
 from fedcomp.systems.pair import Pair
@@ -155,9 +156,18 @@ def test_no_more_waits_for_a_client_than_a_node_may_hold() -> None:
     box = Mailbox()
     box.require([Post(1, 2, "x", Long())], range(NODES))
     box.put([Post(1, 2, "x", Long())])
-    with pytest.raises(ValueError, match="wait for node 2"):
+    with pytest.raises(PostError, match="bytes wait for node 2"):
         box.require([Post(3, 2, "x", b"1")], range(NODES))
     box.require([Post(3, 1, "x", b"1")], range(NODES))
+
+
+def test_empty_posts_count_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "MOST_POSTS", 3)
+    box, empty = Mailbox(), Post(1, 2, "x", b"")
+    box.require([empty] * 3, range(NODES))
+    box.put([empty])
+    with pytest.raises(PostError, match="1 posts wait for node 2; 3 more are beyond 3"):
+        box.require([empty] * 3, range(NODES))
 
 
 def test_whoever_posts_is_who_it_is() -> None:

@@ -182,6 +182,7 @@ def test_a_step_size_that_falls_follows_the_keys_round_and_nothing_that_the_clie
         ({"falls": 10, "optimizer": "adamw"}, {}, "set max_steps"),
         ({"pretrained": 1, "speakers": 48, "min_chars": 0}, {}, "lower speakers"),
         ({"kept": True}, {}, "optimizer='adamw' as well"),
+        ({"frozen_a": True}, {}, "such as rank=16"),
         ({"hidden": 10}, {}, "heads=4 does not divide"),
         ({"partition": "shards:2"}, {}, "splits by class"),
         ({"optimizer": "adamw"}, {"momentum": 0.9}, "leave them out"),

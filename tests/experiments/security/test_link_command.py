@@ -164,6 +164,21 @@ def test_a_folder_has_one_link_at_a_time(tmp_path, capfd):
     listener.close()
 
 
+def test_a_database_has_one_link_at_a_time(tmp_path, capfd, monkeypatch):
+    """Of two folders, on other ports: two SuperLinks would write it."""
+    monkeypatch.setattr(LinkSupervisor, "run", lambda self: 0)
+    for name in ("one", "nodes.db-two", "link.db-two"):
+        create(tmp_path / name, ["localhost"], 0)
+    (tmp_path / "link.db").symlink_to(tmp_path / "nodes.db")
+    listener, _ = prepare(replace(options(tmp_path / "one"), database=tmp_path / "nodes.db"))
+    public, port = free_ports(2)
+    ports = ["--listen", f"127.0.0.1:{public}", "--port", str(port)]
+    for name in ("nodes.db", "link.db"):
+        assert fedcomp(["link", str(tmp_path / f"{name}-two"), *ports, "--database", str(tmp_path / name)]) == 78
+        assert f"{name}: another fedcomp link uses it" in says(capfd)
+    listener.close()
+
+
 STAND_IN = """
 import os, socket, sys, time
 name, port = sys.argv[1], int(sys.argv[2])
