@@ -415,7 +415,8 @@ class Auto(SeededCodec):
         found: dict[str, float] = {}
         bundle = self.open(frame, layout)
         for stretch in self.stretches(layout):
-            values = bundle.tensors[stretch.index].values
+            tensor = bundle.tensors[stretch.index]
+            values = tensor.values
             if isinstance(values, Levels):
                 head, found["bits"] = values.head, 8.0 * values.nbytes / stretch.size
                 part = head.fraction / 65536.0
@@ -424,7 +425,8 @@ class Auto(SeededCodec):
                 alone = noise / energy if energy > 0.0 else math.inf
             else:
                 assert isinstance(values, wire.Codebook | wire.SignScale)
-                taken = values.k + 32 * values.scales.size if isinstance(values, wire.SignScale) else 2 * values.k
+                signs = isinstance(values, wire.SignScale)
+                taken = values.k + 32 * values.scales.size if signs else 8 * len(wire.encode([tensor]))
                 found["bits"] = taken / stretch.size
                 part, alone = values.k / stretch.size, math.pi / 2.0 - 1.0
             if not self.rounded and alone < math.inf:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 
@@ -16,6 +17,7 @@ from fedcomp.codecs import Auto, ErrorFeedback, get_codec
 from fedcomp.codecs.auto import at_link
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
+from fedcomp.kernels import contexts
 from fedcomp.layout import Layout, TensorSpec, Update
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
@@ -68,6 +70,28 @@ def test_the_form_follows_from_bits_and_cohort(auto: Auto, nodes: int, share: fl
     assert found == form
     budget = 8 * auto.budget(SIZE) / SIZE
     assert all(0.5 * budget < each <= budget for each in bits(strategy))
+
+
+@pytest.mark.parametrize(
+    ("bits", "replies", "rounded"), [(0.43, 1, True), (0.44, 1, False), (0.02, 50, False), (0.012, 50, True)]
+)
+def test_one_reply_needs_nearly_half_a_bit_and_fifty_a_fiftieth(bits: float, replies: int, rounded: bool) -> None:
+    assert Auto(bits).settled(1_000_000, replies, True).feedback is rounded
+
+
+@pytest.mark.parametrize("auto", [Auto(bits=0.5, feedback=False), Auto(bits=0.5, feedback=True)], ids=repr)
+def test_clients_with_and_without_compiled_code_are_served_in_one_round(
+    auto: Auto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other client sends signs, or top-k, within the same budget."""
+    installed = itertools.cycle((True, False))
+    monkeypatch.setattr(contexts, "compiled", lambda: next(installed))
+    strategy = Compressed(FedAvg(**ONE), auto)
+    run(strategy, 8)
+    assert strategy.reports[1].used == 8
+    assert not strategy.reports[1].refused
+    assert next(installed), "each client has asked once"
+    assert all(0.4 < each <= 0.5 for each in bits(strategy))
 
 
 def test_what_was_settled_stays_after_a_restart_with_another_cohort() -> None:
