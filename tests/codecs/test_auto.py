@@ -185,7 +185,7 @@ def test_the_largest_arrives_and_nothing_is_further_off_than_declared() -> None:
         if not largest:
             continue
         step = ratecontrol.step_of(1.6 * largest) - (0, 86, 230, 700)[number // 10 % 4]
-        levels = contexts.tier_of(1).quantise(vector, np.float32(1.0) / modelled.width(step))
+        levels = contexts.tier_of(1).quantise(vector, 1.0 / float(modelled.width(step)))
         assert levels.any()
         head = modelled.with_shifts(Head(ROUNDED, ratecontrol.bits_of(levels), step), vector, levels)
         arrived = Levels.coded(head, levels, Terms(((1, vector.size),), 1 << 20)).decode()
