@@ -355,10 +355,17 @@ def fuzz(specimen: Specimen, others: Sequence[Specimen], count: int, seed: int =
 
 
 def _check_dense(tensors: tuple[Tensor, ...], specimen: Specimen, mutant: Frame) -> None:
-    """Require that every tensor of an accepted mutant can be made dense. Coefficients need their basis for this, and
-    levels the shapes of their matrices."""
+    """Require that every tensor of an accepted mutant can be made dense, and that levels are written as they came.
+
+    Coefficients need their basis for the first, and levels the shapes of their matrices.
+    """
     for tensor in tensors:
-        unopened = isinstance(tensor.values, Levels) and tensor.values.terms is None
+        values = tensor.values
+        unopened = isinstance(values, Levels) and values.terms is None
+        if isinstance(values, Levels) and values.terms is not None:
+            again = Levels.coded(values.head, values.levels.astype(np.int32), values.terms)
+            if bytes(again.section) != bytes(values.section):
+                raise AssertionError(f"{specimen.name} mutant {mutant.hex()} is not written again as it came")
         if tensor.kind is COEFFICIENTS or (tensor.kind is SHARED and tensor.indices is None) or unopened:
             continue
         try:

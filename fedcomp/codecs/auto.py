@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params, wire
-from fedcomp.codecs.base import Codec, norm
+from fedcomp.codecs.base import Codec
 from fedcomp.codecs.eden import EDEN, rotation_of
 from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.orthonormal import rotate
@@ -402,12 +402,6 @@ class Auto(SeededCodec):
                 tensor = replace(tensor, values=wire.Raw(_turned_back(tensor.values, self.seed_in(bundle))))
             yield tensor, where
 
-    def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
-        """Return the Euclidean norm of what is decoded."""
-        bundle = self.open(frame, layout)
-        each = (tensor.values.decoded(keep=True) for tensor, _ in self.placed(bundle, layout))
-        return math.hypot(*(norm(values) for values in each))
-
     def figures(self, frame: Frame | Bundle, layout: Layout, length: float) -> Mapping[str, float]:
         """Return ``"bits"``, for each value, and of an unbiased frame ``"noise"``: the energy of its error for each
         unit of the update's, as it follows from the step and from ``length``; nothing of the latter where that is all
@@ -415,7 +409,8 @@ class Auto(SeededCodec):
         found: dict[str, float] = {}
         bundle = self.open(frame, layout)
         for stretch in self.stretches(layout):
-            values = bundle.tensors[stretch.index].values
+            tensor = bundle.tensors[stretch.index]
+            values = tensor.values
             if isinstance(values, Levels):
                 head, found["bits"] = values.head, 8.0 * values.nbytes / stretch.size
                 part = head.fraction / 65536.0
@@ -423,8 +418,10 @@ class Auto(SeededCodec):
                 energy = (part * length) ** 2 - noise
                 alone = noise / energy if energy > 0.0 else math.inf
             else:
-                assert isinstance(values, wire.Codebook | wire.SignScale)
-                taken = values.k + 32 * values.scales.size if isinstance(values, wire.SignScale) else 2 * values.k
+                if isinstance(values, wire.SignScale):
+                    taken = values.k + 32 * values.scales.size
+                else:
+                    taken = 8 * len(wire.encode([tensor]))
                 found["bits"] = taken / stretch.size
                 part, alone = values.k / stretch.size, math.pi / 2.0 - 1.0
             if not self.rounded and alone < math.inf:

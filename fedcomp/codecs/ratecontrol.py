@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.codecs.base import norm
-from fedcomp.kernels.contexts import MOST_BITS, Streams, tier_of
+from fedcomp.kernels.contexts import MOST_BITS, NONE, Streams, tier_of
 from fedcomp.rng import Key
 from fedcomp.wire.modelled import LEAST_STEP, MOST_STEP, Shapes, draws, width
 
@@ -135,7 +135,7 @@ class RateControl:
         self.low = min(max(LEAST_STEP, largest - MOST_BITS * _OCTAVE + 4), MOST_STEP)
         high = largest + 6 * _OCTAVE if dithered else step_of(1.6 * largest_of(values))
         self.high = min(max(self.low, high), MOST_STEP)
-        self._tried = np.zeros(0, np.uint32)
+        self._tried = NONE
 
     def levels(self, step: int, *, trial: bool = True) -> NDArray[np.int32]:
         """Return the levels of all values at a step, for a trial or to be sent."""
@@ -217,16 +217,14 @@ class RateControl:
         return ratio
 
     def _quantised(self, values: NDArray[np.float32], step: int, trial: bool) -> NDArray[np.int32]:
-        kernels = tier_of(values.size)
-        if not self._dithered:
-            return kernels.quantise(values, np.float32(1.0) / width(step))
-        if not trial:
-            drawn = draws(self._seed, values.size)
-        else:
+        drawn = NONE
+        if self._dithered and trial:
             if self._tried.size < values.size:
                 self._tried = draws(self._seed, values.size, purpose="trial")
             drawn = self._tried[: values.size]
-        return kernels.dithered(values, 1.0 / float(width(step)), drawn)
+        elif self._dithered:
+            drawn = draws(self._seed, values.size)
+        return tier_of(values.size).quantise(values, 1.0 / float(width(step)), drawn)
 
     def cut(self, step: int, goal: int, key: Key, cost: Cost) -> None:
         """Try levels of a step of which so many of magnitude 1 are left out that they cost ``goal`` at most.

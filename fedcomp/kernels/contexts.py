@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
 from fedcomp.kernels import portable_contexts, tiers
-from fedcomp.kernels.portable_contexts import FIRST, PATTERNS, begun, ended, finished, opened
+from fedcomp.kernels.portable_contexts import FIRST, NONE, PATTERNS, begun, ended, finished, opened
 from fedcomp.kernels.portable_contexts import MOST_BITS as MOST_BITS
 
 T = TypeVar("T")
@@ -82,12 +82,10 @@ class Words:
         decisions = self.compiled.code(False, out, shapes, top, most, words, state, FIRST)
         return decisions if decisions < 0 or ended(coded, state) else -2
 
-    def quantise(self, values: NDArray[np.float32], inverse: np.float32) -> NDArray[np.int32]:
+    def quantise(
+        self, values: NDArray[np.float32], inverse: float, draws: NDArray[np.uint32] = NONE
+    ) -> NDArray[np.int32]:
         """See :func:`fedcomp.kernels.portable_contexts.quantise`."""
-        return self.dithered(values, float(inverse), np.zeros(0, np.uint32))
-
-    def dithered(self, values: NDArray[np.float32], inverse: float, draws: NDArray[np.uint32]) -> NDArray[np.int32]:
-        """See :func:`fedcomp.kernels.portable_contexts.dithered`."""
         out = np.empty(values.size, np.int32)
         self.compiled.quantise(values, inverse, draws, out)
         return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,9 @@ EARLY: Final = 4
 _FRACTION: Final = 96
 _BLOCK: Final = 1 << 15
 
+NONE: Final = np.zeros(0, np.uint32)
+"""No draws: levels are rounded."""
+
 PATTERNS: Final = 1 << 15
 """Of exponent and seven bits of mantissa, without the sign."""
 
@@ -83,17 +86,6 @@ def _first_probabilities() -> NDArray[np.uint16]:
 FIRST: Final = _first_probabilities()
 
 
-class Coder(Protocol):
-    """What is done about each decision of a model."""
-
-    def bit(self, one: int, known: bool) -> bool:
-        """Code a bit that is 1 with a probability of ``one`` over 65536; return it.
-
-        ``known`` is the bit, or anything for a coder that reads it.
-        """
-        ...
-
-
 class Writer:
     """A range coder of 64 bits, whose lower end is one integer of all bits written."""
 
@@ -101,6 +93,7 @@ class Writer:
         self._low, self._range, self._words = 0, (1 << 64) - 1, 0
 
     def bit(self, one: int, known: bool) -> bool:
+        """Write ``known``, a bit that is 1 with a probability of ``one`` over 65536; return it."""
         bound = (self._range >> 16) * one
         if known:
             self._range = bound
@@ -136,6 +129,7 @@ class Reader:
         self._offset, self._range = int.from_bytes(coded[:8].ljust(8, b"\0"), "big"), (1 << 64) - 1
 
     def bit(self, one: int, known: bool) -> bool:
+        """Read a bit that is 1 with a probability of ``one`` over 65536; ``known`` may be anything."""
         bound = (self._range >> 16) * one
         found = self._offset < bound
         if found:
@@ -162,7 +156,7 @@ class _Adaptive:
         self.ones = list(first)
         self._counts = [0] * len(self.ones)
 
-    def code(self, coder: Coder, place: int, known: bool) -> bool:
+    def code(self, coder: Writer | Reader, place: int, known: bool) -> bool:
         one, count = self.ones[place], self._counts[place]
         bit = coder.bit(one, known)
         self.ones[place] = one + (((HIGH if bit else LOW) - one) * _RATES[count] >> 16)
@@ -174,7 +168,7 @@ _RATES: Final = [int(rate) for rate in RATES]
 _WINDOWS: Final = [int(window) for window in WINDOWS]
 
 
-def code(coder: Coder, levels: list[int], shapes: Sequence[tuple[int, int]], top: int, most: int) -> int:
+def code(coder: Writer | Reader, levels: list[int], shapes: Sequence[tuple[int, int]], top: int, most: int) -> int:
     """Code ``levels`` of matrices, one after the other by rows; return how many decisions that took.
 
     Parameters
@@ -229,7 +223,7 @@ def _class(mean: int, least: int) -> int:
     return min(max(mean.bit_length(), least), CLASSES - 1)
 
 
-def _level(coder: Coder, sizes: _Adaptive, below: _Adaptive, context: int, known: int, top: int) -> int:
+def _level(coder: Writer | Reader, sizes: _Adaptive, below: _Adaptive, context: int, known: int, top: int) -> int:
     """Code one level: its bits in unary, the bits below the leading one from the highest on, its sign."""
     magnitude, size = abs(known), 0
     while size < top and sizes.code(coder, context + size, magnitude.bit_length() > size):
@@ -309,26 +303,21 @@ def magnitudes(values: NDArray[np.float32]) -> NDArray[np.int64]:
     return counts
 
 
-def quantise(values: NDArray[np.float32], inverse: np.float32) -> NDArray[np.int32]:
-    """Return the levels of contiguous ``values``: a = |value| times ``inverse`` rounded, but 1 from 0.6 on; signed.
+def quantise(values: NDArray[np.float32], inverse: float, draws: NDArray[np.uint32] = NONE) -> NDArray[np.int32]:
+    """Return the levels of contiguous ``values``, none above :data:`MOST_BITS`; ``inverse`` is that of a step.
 
-    ``inverse`` is so small that no level exceeds :data:`MOST_BITS`.
+    Without draws |value| times ``inverse``, in float32, is rounded, but is 1 from 0.6 on; then the sign. With as many
+    as values ``floor(value * inverse + u + 1/2)``, where u = (draw + 1/2) / 2**24 - 1/2, in float64.
     """
     out = np.empty(values.size, np.int32)
     for start in range(0, values.size, _BLOCK):
-        part = values[start : start + _BLOCK]
-        sizes = np.abs(part) * inverse
-        levels = np.where(sizes < np.float32(1.0), sizes >= np.float32(0.6), sizes + np.float32(0.5)).astype(np.int32)
-        out[start : start + _BLOCK] = np.where(part < np.float32(0.0), -levels, levels)
-    return out
-
-
-def dithered(values: NDArray[np.float32], inverse: float, draws: NDArray[np.uint32]) -> NDArray[np.int32]:
-    """Return ``floor(value * inverse + u + 1/2)`` with u = (draw + 1/2) / 2**24 - 1/2, in float64."""
-    out = np.empty(values.size, np.int32)
-    for start in range(0, values.size, _BLOCK):
-        part = slice(start, start + _BLOCK)
-        up = (2.0 * draws[part] + 1.0) * 2.0**-25
-        up += values[part].astype(np.float64) * inverse
-        out[part] = np.floor(up, out=up)
+        part, here = values[start : start + _BLOCK], out[start : start + _BLOCK]
+        if draws.size:
+            up = (2.0 * draws[start : start + _BLOCK] + 1.0) * 2.0**-25
+            up += part.astype(np.float64) * inverse
+            here[:] = np.floor(up, out=up)
+        else:
+            sizes = np.abs(part) * np.float32(inverse)
+            levels = np.where(sizes < np.float32(1.0), sizes >= np.float32(0.6), sizes + np.float32(0.5))
+            here[:] = np.copysign(levels, part)
     return out

@@ -66,7 +66,7 @@ def warm() -> float | None:
         streams, levels = contexts.Streams(((2, 8),), "numba"), np.ones(16, np.int32)
         streams.decode(streams.encode(levels, 1)[0], 1, 1 << 20, levels)
         coder = contexts.tier_of(16, "numba")
-        coder.quantise(vector, np.float32(1.0))
-        coder.dithered(vector, 1.0, np.zeros(256, np.uint32))
+        for draws in (contexts.NONE, np.zeros(256, np.uint32)):
+            coder.quantise(vector, 1.0, draws)
         coder.magnitudes(vector)
     return time.perf_counter() - start

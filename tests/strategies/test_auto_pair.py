@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +18,12 @@ from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Auto, ErrorFeedback, get_codec
 from fedcomp.codecs.auto import at_link
 from fedcomp.errors import ConfigError, NoUsableReply
+from fedcomp.flower import checkpoint
 from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.ledger import TrafficLedger
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.rounds import fit
+from fedcomp.kernels import contexts
 from fedcomp.layout import Layout, TensorSpec, Update
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
@@ -34,11 +42,14 @@ def change(number: int, node: int) -> np.ndarray:
     return (scales * (rng.normal(size=(ROWS, COLUMNS)) + own.normal(size=(ROWS, COLUMNS)))).astype(np.float32)
 
 
-def run(strategy: Compressed, nodes: int, rounds: int = 1, examples: int = 10, **grid: object) -> None:
-    initial = ArrayRecord({"w": Array(np.zeros((ROWS, COLUMNS), np.float32))})
+def begun(nodes: int, examples: int = 10, **grid: object) -> tuple[InProcessGrid, ArrayRecord]:
     step = lambda arrays, *place: {"w": arrays["w"] + change(*place)}  # noqa: E731
     app = training(step, [compression()], examples=lambda partition: examples)
-    strategy.start(InProcessGrid(app, nodes, **grid), initial, num_rounds=rounds, timeout=60)
+    return InProcessGrid(app, nodes, **grid), ArrayRecord({"w": Array(np.zeros((ROWS, COLUMNS), np.float32))})
+
+
+def run(strategy: Compressed, nodes: int, rounds: int = 1, examples: int = 10, **grid: object) -> None:
+    strategy.start(*begun(nodes, examples, **grid), num_rounds=rounds, timeout=60)
 
 
 def bits(strategy: Compressed, number: int = 1) -> list[float]:
@@ -68,6 +79,28 @@ def test_the_form_follows_from_bits_and_cohort(auto: Auto, nodes: int, share: fl
     assert found == form
     budget = 8 * auto.budget(SIZE) / SIZE
     assert all(0.5 * budget < each <= budget for each in bits(strategy))
+
+
+@pytest.mark.parametrize(
+    ("bits", "replies", "rounded"), [(0.43, 1, True), (0.44, 1, False), (0.02, 50, False), (0.012, 50, True)]
+)
+def test_one_reply_needs_nearly_half_a_bit_and_fifty_a_fiftieth(bits: float, replies: int, rounded: bool) -> None:
+    assert Auto(bits).settled(1_000_000, replies, True).feedback is rounded
+
+
+@pytest.mark.parametrize("auto", [Auto(bits=0.5, feedback=False), Auto(bits=0.5, feedback=True)], ids=repr)
+def test_clients_with_and_without_compiled_code_are_served_in_one_round(
+    auto: Auto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other client sends signs, or top-k, within the same budget."""
+    installed = itertools.cycle((True, False))
+    monkeypatch.setattr(contexts, "compiled", lambda: next(installed))
+    strategy = Compressed(FedAvg(**ONE), auto)
+    run(strategy, 8)
+    assert strategy.reports[1].used == 8
+    assert not strategy.reports[1].refused
+    assert next(installed), "each client has asked once"
+    assert all(0.4 < each <= 0.5 for each in bits(strategy))
 
 
 def test_what_was_settled_stays_after_a_restart_with_another_cohort() -> None:
@@ -139,6 +172,35 @@ def test_downwards_every_error_is_sent_later() -> None:
         Compressed(FedAvg(**ONE), downlink=Auto(feedback=False))
     run(strategy, 4, rounds=3)
     assert [report.used for report in strategy.reports.values()] == [4, 4, 4]
+
+
+def test_a_restarted_server_goes_on_with_the_very_copy_that_its_nodes_have(tmp_path: Path) -> None:
+    """Every step down is one of the server's memory to the copy of the nodes, who refuse it for a bit of difference."""
+
+    def made() -> Compressed:
+        return Compressed(FedAvg(**ONE), Auto(bits=0.5), downlink=Auto())
+
+    def ended(strategy: Compressed, grid: InProcessGrid, arrays: ArrayRecord, **more: Any) -> bytes:
+        ledger = TrafficLedger()
+        done = fit(strategy, MeteredGrid(grid, ledger), arrays, 4, timeout=60, **more)
+        assert not any(report.refused for report in strategy.reports.values())
+        assert ledger.total("payload", round=4, direction="down") < SIZE
+        return done.arrays["w"].numpy().tobytes()
+
+    grid, start = begun(3)
+    expected = ended(made(), grid, start)
+    first, (grid, start) = made(), begun(3)
+
+    def keep(number: int, arrays: ArrayRecord, outcome: Any) -> None:
+        checkpoint.save(tmp_path / "run", server_round=number, arrays=arrays, strategy=first)
+        if number == 2:
+            raise KeyError("interrupted")
+
+    with pytest.raises(KeyError, match="interrupted"):
+        fit(first, grid, start, 4, timeout=60, on_round=keep)
+    stored, second = checkpoint.load(tmp_path / "run"), made()
+    stored.apply(second)
+    assert ended(second, grid, stored.arrays, start_round=3) == expected
 
 
 def test_where_single_updates_are_looked_at_they_have_a_bit_each(caplog: pytest.LogCaptureFixture) -> None:
