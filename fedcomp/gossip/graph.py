@@ -26,8 +26,8 @@ _UNDIRECTED: Final = "ring, torus, complete"
 _PUSH_SUM: Final = "sgp, sparse-push"
 
 
-class NeighbourTables(Named, ABC):
-    """A graph on the vertices 0..n-1 for every iteration t = 0, 1, ...
+class Topology(Named, ABC):
+    """A graph on the vertices 0..n-1 for every iteration t = 0, 1, ...: shares P, and undirected also weights W.
 
     Immutable; neighbour tables are made once and kept, those of graphs without a period for the last few iterations.
 
@@ -148,10 +148,6 @@ class NeighbourTables(Named, ABC):
                 "every node must reach every other, or the models never agree: add edges"
                 + (", a larger p or a longer window" if self.time_varying else "")
             )
-
-
-class Topology(NeighbourTables):
-    """A graph with weights: shares P on any, symmetric W on undirected ones."""
 
     def column(self, i: int, t: int = 0, alive: Collection[int] | None = None) -> dict[int, float]:
         """Return ``P[j, i]`` for the living out-neighbours j, ascending; what is missing to 1 is ``P[i, i] > 0``.
