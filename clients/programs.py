@@ -166,7 +166,7 @@ def handle(
         return call_next(msg, context)
     system, why = made(head.system, get_system, agreed)
     downlink, why_not = made(head.downlink, get_codec, agreed)
-    exposed = "" if system is None or visible else _exposes(system)
+    exposed = "" if system is None or visible else next((c.exposes for c in system.codecs if c.exposes), "")
     if exposed:
         system, why = None, f"this client has not agreed to show the server {exposed}, as {system!r} does"
     # By way of other clients it is still its system's.
@@ -810,11 +810,6 @@ def _moves(values: Vector) -> bool:
 def _beside(content: RecordDict, model: str = NODE_RECORD) -> RecordDict:
     """Return an app's reply without the model, and without what it says of the node: that is the head's."""
     return RecordDict({k: v for k, v in content.items() if k not in (model, NODE_RECORD)})
-
-
-def _exposes(system: System) -> str:
-    """Return what of single examples the codecs of a system show; empty for nothing."""
-    return next((codec.exposes for codec in system.codecs if codec.exposes), "")
 
 
 def _no_model(*args: object) -> Any:

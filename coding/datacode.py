@@ -180,13 +180,6 @@ class Subset:
         """Whether the margins of all partitions follow."""
         return self.rank == self._rows.shape[1]
 
-    @property
-    def decodes_sum(self) -> bool:
-        """Whether the all-ones vector is in the row space: weaker, enough where only a plain sum is wanted."""
-        ones = np.ones(self._rows.shape[1])
-        missing = ones - self._right.T @ (self._right @ ones)
-        return bool(np.linalg.norm(missing) <= 1e-9 * math.sqrt(len(ones)))
-
     def require(self) -> Self:
         """Return itself.
 

@@ -53,14 +53,6 @@ def replication_probability(devices: int, partitions: int, loss: float) -> float
     return (1.0 - loss ** (2 + spare)) ** more * (1.0 - loss ** (1 + spare)) ** (partitions - more)
 
 
-def single_loss_probability(devices: int, partitions: int, density: float) -> float:
-    """Return the exact P(decodable | one random device lost) of systematic "binary" and "gaussian" codes.
-
-    Over the draw of G: a lost parity costs nothing, a lost partition is found unless it is in none of the r parities.
-    """
-    return 1.0 - partitions / devices * (1.0 - density) ** (devices - partitions)
-
-
 def decodable(matrix: NDArray[np.float64], alive: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return for each row of ``alive``, shape ``(t, n)``, whether those devices decode by the rule of the decoder.
 

@@ -109,7 +109,7 @@ class Decoder:
 
     @property
     def stats(self) -> DecoderStats:
-        """What was received so far, packets of merged decoders included."""
+        """What was received so far."""
         innovative = self._received - self._dependent
         return DecoderStats(self._received, innovative, self._dependent, self._bytes, self._repaired)
 
@@ -135,37 +135,6 @@ class Decoder:
         )
         self._dependent += not innovative
         return innovative
-
-    def merge(self, other: Decoder) -> int:
-        """Take in all that another decoder of the same payload received; return by how much the rank rose.
-
-        Raises
-        ------
-        PacketError
-            When the other decodes another payload, or one that is beyond the limits here.
-        ConfigError
-            When it was told of another number of random symbols.
-        """
-        if other.threshold != self.threshold:
-            raise ConfigError(f"threshold = {other.threshold} merged into a decoder with threshold = {self.threshold}")
-        if other._held is None or other is self:
-            return 0
-        if self._held is not None:
-            self._held.head.require_same(other._held.head)
-        # The limits are this decoder's own: later packets with the same head are not asked for them again.
-        other._held.head.require_within(self.limits)
-        held = self._held = self._held or _store(other._held.head, self.threshold, self.expect)
-        gained = 0
-        if not self._verified:
-            for slot in range(other.rank):
-                gained += self._absorb(held, *other._held.packet_at(slot))
-            for vector, body in other._surplus:
-                gained += self._absorb(held, vector, body)
-        self._received += other._received
-        # What was innovative there may be dependent here: only the rise of the rank counts.
-        self._dependent += other._received - gained
-        self._bytes += other._bytes
-        return gained
 
     def payload(self) -> bytes:
         """Return the payload; its digest is checked.
@@ -365,7 +334,7 @@ class _Held:
 
     ``vectors`` (K, K) are the coefficients as they came. ``bodies`` are the packets' own arrays, each of shape
     (generations, S), until :meth:`solve` made the missing symbols, which take the place of the combinations. None of
-    them is written to: they belong to the packets, and to every decoder that merged this one.
+    them is written to: they belong to the packets.
     """
 
     def __init__(self, head: PayloadHead) -> None:
@@ -415,10 +384,6 @@ class _Held:
         stored = self.encode(vector[None, :])[0] if self.complete else self.bodies[same[0]]
         return np.array_equal(stored, body)
 
-    def packet_at(self, slot: int) -> tuple[int | NDArray[np.uint8], NDArray[np.uint8]]:
-        """Return a packet that spans, with those of the other slots, what was received: its symbol or vector, body."""
-        return (self.vectors[slot] if slot in self.coded else self.symbol_at[slot]), self.bodies[slot]
-
     def combine(self, weights: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return ``weights @ bodies``, shape (len(weights), generations, S)."""
         made = FIELD.matmul(weights, Rows(self.bodies))
@@ -445,7 +410,7 @@ class _Held:
         """Add ``change``, shape (generations, S), times ``column[p]`` to every symbol p; repeating takes it back."""
         for symbol in np.flatnonzero(column):
             slot = self.slot_of[symbol]
-            # A new array: the old one may be the packet's own, and another decoder's.
+            # A new array: the old one may be the packet's own.
             self.bodies[slot] = self.bodies[slot] ^ FIELD.multiply(change, column[symbol])
 
     def determined(self, columns: Iterable[int]) -> dict[int, NDArray[np.uint8]]:

@@ -1,7 +1,7 @@
 """Finite fields: the arithmetic that codes use.
 
-:class:`GF256` is here, the prime fields are in :mod:`fedcomp.coding.prime`. A packet names its field by ``code``;
-:func:`field_of` finds the field again. Note that addition in GF(2^8) is XOR: coded bytes decode to the bytes that were
+:class:`GF256` is here, the prime fields are in :mod:`fedcomp.coding.prime`. A packet names its field by ``code``.
+Note that addition in GF(2^8) is XOR: coded bytes decode to the bytes that were
 coded, and the XOR of two clients' bytes is not the sum of their numbers. What adds up is a prime field.
 """
 
@@ -18,7 +18,6 @@ from fedcomp.coding.kernels import tables
 from fedcomp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedcomp.coding.prime import PrimeField
     from fedcomp.coding.stream import SplitMix64
 
 Bytes = NDArray[np.uint8]
@@ -119,25 +118,6 @@ class GF256:
         """Return the rank of ``a``, shape (n, k)."""
         a = _matrix(a)
         return kernels.reduce(a.copy(), a.shape[1])
-
-
-def field_of(code: int) -> GF256 | PrimeField:
-    """Return the field a packet names by ``code``.
-
-    Raises
-    ------
-    ConfigError
-        When no field has this number.
-    """
-    if code == GF256.code:
-        return GF256()
-    # Imported here: byte codes, which most packets are of, need no prime field.
-    from fedcomp.coding.prime import GF31, GF251, GF65521
-
-    for field in (GF251, GF65521, GF31):
-        if field.code == code:
-            return field
-    raise ConfigError(f"no field has the number {code}; known: 0 GF(2^8), 1 GF(251), 2 GF(65521), 3 GF(2^31-1)")
 
 
 def _elements(a: Any) -> Bytes:

@@ -174,11 +174,6 @@ class SumPlan:
         """Field elements of one shard, S = ceil(length / K)."""
         return -(-self.length // self.symbols)
 
-    @property
-    def shard_bytes(self) -> int:
-        """Bytes of one shard's body; :data:`fedcomp.coding.sumshards.HEADER_BYTES` of header go before it."""
-        return self.shard_symbols * self.field.symbol_bytes
-
     def config(self) -> dict[str, Any]:
         """Return the plan as numbers and names: what travels, and :meth:`from_config` reads."""
         code = {name: getattr(self, name) for name in ("size", "bound", "contributors", "relays", "symbols")}

@@ -583,13 +583,13 @@ class Layout:
         return vector
 
     def difference_of_wide(
-        self, vector: Vector, after: Mapping[str, NDArray[Any]], before: Mapping[str, NDArray[Any]], scale: float = 1.0
+        self, vector: Vector, after: Mapping[str, NDArray[Any]], before: Mapping[str, NDArray[Any]]
     ) -> None:
-        """Set the elements of :attr:`wide` tensors in ``vector`` to ``scale`` times what changed of them."""
+        """Set the elements of :attr:`wide` tensors in ``vector`` to what changed of them."""
         for t in self.wide:
             change = np.subtract(after[t.name], before[t.name], dtype=np.float64)
             with np.errstate(over="ignore"):
-                vector[t.slice] = (change if scale == 1.0 else change * scale).reshape(-1)
+                vector[t.slice] = change.reshape(-1)
 
     def added(
         self,

@@ -6,8 +6,8 @@ model that the server has when it arrives. Averaging whole models instead would 
 trainings that never see each other.
 
 Li, Yu, Li, Avestimehr, Kim, Schwing, "Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net
-Training", NeurIPS 2018, arXiv:1811.03619 (abstract read, the body recalled; warm-up, drain and delay compensation as in
-a production optimizer whose source was read). Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba, "Federated learning
+Training", NeurIPS 2018, arXiv:1811.03619 (abstract read, the body recalled; warm-up and drain as in a production
+optimizer whose source was read). Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba, "Federated learning
 with buffered asynchronous aggregation" (FedBuff), AISTATS 2022 (recalled). The mapping to rounds, cohorts and client
 memory, and what becomes of updates that are too old, is derived here.
 """
@@ -47,7 +47,6 @@ from fedcomp.stateful import Stateful, StatePart, nested
 from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.deadlines import Deadline
-from fedcomp.strategies.means import MEANS, is_mean
 from fedcomp.strategies.nodes import MINIMA, NodesShown
 from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.replies import SentMessage
@@ -432,10 +431,6 @@ class PipelinedStrategy(Overlapping):
         that come after the step are late: they are dropped and reported, and clients with memory put them back.
     grace : float
         Seconds for which a round that has its quorum still waits for the others, at least 0.
-    compensation : float
-        λ of delay compensation, 0 for none: ``u - λ u² (now - then)`` takes the place of the mean update ``u``, where
-        ``then`` is the model that the update started from. The papers' λ is for gradients: η times this one for a
-        client with step size η. Only if the inner strategy is a weighted mean.
     evaluate_every : int
         Clients evaluate after every this many rounds, with the pipeline drained first; 0: never.
 
@@ -466,7 +461,6 @@ class PipelinedStrategy(Overlapping):
         deadline: Deadline | None = None,
         quorum: int = 0,
         grace: float = 0.0,
-        compensation: float = 0.0,
         evaluate_every: int = 0,
     ) -> None:
         super().__init__(inner, timeout=timeout, deadline=deadline)
@@ -476,19 +470,9 @@ class PipelinedStrategy(Overlapping):
             "grace", grace, rule="a finite number of seconds >= 0", ok=lambda v: 0.0 <= v < float("inf")
         )
         self.warmup_rounds = params.integer("warmup_rounds", warmup_rounds, low=0)
-        self.compensation = params.number(
-            "compensation", compensation, rule="a finite number >= 0", ok=lambda v: 0.0 <= v < float("inf")
-        )
         self.evaluate_every = params.integer("evaluate_every", evaluate_every, low=0)
         # Of every node its cohort.
         self.cohorts: dict[int, int] = {}
-        if self.compensation and not is_mean(self.inner.inner):
-            raise ConfigError(
-                f"compensation is for the mean update, and {type(self.inner.inner).__name__} looks at single ones; "
-                f"use one of {', '.join(MEANS)}"
-            )
-        if self.compensation and self.inner.system.makes_steps:
-            raise ConfigError(f"compensation is for the mean update, and {self.inner.system!r} makes its own steps")
 
     def summary(self) -> None:
         """Log the pipe, then what is inside."""
@@ -591,8 +575,6 @@ class PipelinedStrategy(Overlapping):
         self._give_up(flight)
         step = yield from self._land(flight, [reply for _, _, reply in came])
         x, ages = flight.x.onto(arrays), {sent.node: self.steps - flight.step for _, sent, _ in came}
-        if step is not None and self.compensation:
-            _compensate(step, x, flight.now, self.compensation)
         return self._step(x, flight.now, step, ages, grid)
 
     def _enough(self, replies: Sequence[Message]) -> bool:
@@ -611,16 +593,6 @@ class PipelinedStrategy(Overlapping):
         except StopIteration as end:
             step: Step | None = end.value
             return step
-
-
-def _compensate(step: Step, x: Running, then: Now, strength: float) -> None:
-    """Correct a mean update in place by what the model has moved since clients were sent it."""
-    moved = x.vector - then.model
-    if step.model is not None:
-        update = step.model - then.model
-        step.model[...] -= np.float32(strength) * update * update * moved
-    elif step.change is not None:
-        step.change[...] -= np.float32(strength) * step.change * step.change * moved
 
 
 class Buffered(Overlapping):

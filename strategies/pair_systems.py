@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
 
 
-def _plain(settings: Settings, seed: int) -> Strategy:
-    return make_inner(settings)
-
-
 def build_pair(settings: Settings, seed: int, *, codec: str, feedback: bool | None = False) -> Strategy:
     """Return the drop-in pair with a codec and the settings of its parts.
 
@@ -91,7 +87,7 @@ SYSTEMS: Final = (
         "FedAvg",
         "McMahan et al. 2017, Communication-efficient learning of deep networks from decentralized data",
         "the whole model as plain float32 tensors; without fedcomp",
-        _plain,
+        lambda settings, seed: make_inner(settings),
     ),
     _pair(
         "identity",

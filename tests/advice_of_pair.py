@@ -189,11 +189,6 @@ PAIR = (
         lambda: trains(fc.PipelinedStrategy(fc.Compressed(Personal(**ALL), fc.QSGD(7)), 1)),
     ),
     row(
-        "compensation is for the mean update, and {} looks at single ones; use one of",
-        lambda: fc.PipelinedStrategy(quiet(FedMedian), compensation=0.1),
-        lambda: trains(fc.PipelinedStrategy(quiet(), compensation=1e-9)),
-    ),
-    row(
         "and the promise does not cover overlapping rounds; run it",
         lambda: fc.PipelinedStrategy(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE)),
         lambda: trains(fc.DpFedAvg(quiet(), clip=1.0, **PROMISE), PRIVATE),

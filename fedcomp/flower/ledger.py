@@ -50,8 +50,20 @@ def wire_bytes(message: Message) -> int:
     return weigher()(message)
 
 
-class MessageTable:
-    """Rows of messages as columns, 26 bytes a row; nodes and kinds of message are indices into tables."""
+class TrafficLedger:
+    """One row per message, with totals by any column.
+
+    Nodes appear by partition id once it is known (:meth:`identify`), by node id until then, since node ids differ in
+    every run. The rows are columns, 26 bytes a row; nodes and kinds of message are indices into tables.
+
+    Examples
+    --------
+    >>> ledger = TrafficLedger()
+    >>> ledger.record(1, 0, "up", "train", payload=40, wire=300)
+    >>> ledger.record(1, 1, "up", "train", payload=60, wire=320)
+    >>> ledger.total("payload", direction="up"), ledger.by("node", "wire")
+    (100, {0: 300, 1: 320})
+    """
 
     def __init__(self) -> None:
         # array and not ndarray: a row is appended for every message, which has to be cheap.
@@ -68,7 +80,7 @@ class MessageTable:
         return len(self._columns["round"])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, MessageTable) and self.to_json() == other.to_json()
+        return isinstance(other, TrafficLedger) and self.to_json() == other.to_json()
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -198,22 +210,6 @@ class MessageTable:
     def _view(self, name: str) -> NDArray[Any]:
         # An exported buffer forbids appending, so views never outlive the method that takes them.
         return np.frombuffer(self._columns[name], _COLUMNS[name])
-
-
-class TrafficLedger(MessageTable):
-    """One row per message, with totals by any column.
-
-    Nodes appear by partition id once it is known (:meth:`identify`), by node id until then, since node ids differ in
-    every run.
-
-    Examples
-    --------
-    >>> ledger = TrafficLedger()
-    >>> ledger.record(1, 0, "up", "train", payload=40, wire=300)
-    >>> ledger.record(1, 1, "up", "train", payload=60, wire=320)
-    >>> ledger.total("payload", direction="up"), ledger.by("node", "wire")
-    (100, {0: 300, 1: 320})
-    """
 
     def __repr__(self) -> str:
         return (

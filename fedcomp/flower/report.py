@@ -448,13 +448,7 @@ def _because(report: Report) -> str:
     return "; ".join([*report.notes, *sorted(set(report.refused.values()))])
 
 
-def reports_of(strategy: object, otherwise: Reports, kind: str = "reports") -> Reports:
-    """Return a strategy's reports; ``otherwise`` where it makes none, as Flower's own do.
-
-    Parameters
-    ----------
-    kind : {"reports", "evaluations"}
-        Those of training rounds, or of the clients' evaluation.
-    """
-    found = getattr(strategy, kind, None)
+def reports_of(strategy: object, otherwise: Reports) -> Reports:
+    """Return a strategy's reports of training; ``otherwise`` where it makes none, as Flower's own do."""
+    found = getattr(strategy, "reports", None)
     return found if isinstance(found, Reports) else otherwise

@@ -41,8 +41,6 @@ Exchanges = Generator[Iterable[Message] | Send | Await, list[Message], T]
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
-ShouldStop = Callable[[int, Result], bool]
-
 planned: ContextVar[int] = ContextVar("planned", default=0)
 """The number of the last round of the training under way; 0 where nobody has said it."""
 
@@ -367,7 +365,6 @@ class ExchangeStrategy(Strategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
-        should_stop: ShouldStop | None = None,
     ) -> Result:
         """Run ``num_rounds`` rounds; same meaning as Flower's ``Strategy.start``, by way of :func:`fit`.
 
@@ -393,7 +390,6 @@ class ExchangeStrategy(Strategy):
             train_config=train_config,
             evaluate_config=evaluate_config,
             evaluate_fn=evaluate_fn,
-            should_stop=should_stop,
         )
         self._ended = result.arrays
         return result
@@ -438,7 +434,6 @@ def fit(
     train_config: ConfigRecord | None = None,
     evaluate_config: ConfigRecord | None = None,
     evaluate_fn: EvaluateFn | None = None,
-    should_stop: ShouldStop | None = None,
     on_round: OnRound | None = None,
     result: Result | None = None,
 ) -> Result:
@@ -464,8 +459,6 @@ def fit(
         Passed to the strategy each round, which may write to them (Flower's write ``server-round``).
     evaluate_fn : callable, optional
         ``(round, arrays) -> MetricRecord | None``; also called for round 0 when ``start_round`` is 1.
-    should_stop : callable, optional
-        ``(round, result so far) -> bool``, asked after each round: when true no more rounds are made.
     on_round : callable, optional
         ``(round, arrays, outcome)``, called after each round: progress, checkpoints. An exception in it ends the run.
     result : Result, optional
@@ -529,9 +522,6 @@ def fit(
         if on_round is not None:
             # Last of all: a checkpoint made here holds the whole round.
             on_round(server_round, arrays, RoundOutcome(outcome.arrays, outcome.train, outcome.evaluate, server))
-        if should_stop is not None and should_stop(server_round, result):
-            log.info("stopped after round %d of %d, because should_stop returned True", server_round, num_rounds)
-            break
     if isinstance(strategy, ExchangeStrategy):
         strategy.finish()
     return result

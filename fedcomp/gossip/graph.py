@@ -26,8 +26,8 @@ _UNDIRECTED: Final = "ring, torus, complete"
 _PUSH_SUM: Final = "sgp, sparse-push"
 
 
-class NeighbourTables(Named, ABC):
-    """A graph on the vertices 0..n-1 for every iteration t = 0, 1, ...
+class Topology(Named, ABC):
+    """A graph on the vertices 0..n-1 for every iteration t = 0, 1, ...: shares P, and undirected also weights W.
 
     Immutable; neighbour tables are made once and kept, those of graphs without a period for the last few iterations.
 
@@ -149,10 +149,6 @@ class NeighbourTables(Named, ABC):
                 + (", a larger p or a longer window" if self.time_varying else "")
             )
 
-
-class Topology(NeighbourTables):
-    """A graph with weights: shares P on any, symmetric W on undirected ones."""
-
     def column(self, i: int, t: int = 0, alive: Collection[int] | None = None) -> dict[int, float]:
         """Return ``P[j, i]`` for the living out-neighbours j, ascending; what is missing to 1 is ``P[i, i] > 0``.
 
@@ -250,26 +246,25 @@ class Topology(NeighbourTables):
             product = self.mixing_matrix(t, symmetric=symmetric) @ product
         return w.second_modulus(product, self.period)
 
-    def averaging_rounds(self, tolerance: float = 1e-3, *, start: int = 0, most: int | None = None) -> int:
+    def averaging_rounds(self, start: int = 0) -> int:
         """Return the number R of uncompressed push-sum rounds of a closing phase.
 
-        The smallest R after which no models, however different, disagree by more than ``tolerance`` times what they did
+        The smallest R after which no models, however different, disagree by more than a thousandth of what they did
         (spectral norm, measured on the matrices, weights beginning at 1): log2 n on the one-peer exponential graph when
-        n is a power of two, where it is exact. Never more than ``most``, by default n: graphs that mix slowly are left
-        with ``mixing_rate() ** n`` of their disagreement.
+        n is a power of two, where it is exact. Never more than n: graphs that mix slowly are left with
+        ``mixing_rate() ** n`` of their disagreement.
 
         Parameters
         ----------
         start : int
             First iteration of the phase, for graphs that change.
         """
-        bound = self.n if most is None else most
         product = np.eye(self.n)
-        for done in range(bound):
-            if w.disagreement(product) <= tolerance:
+        for done in range(self.n):
+            if w.disagreement(product) <= 1e-3:
                 return done
             product = self.mixing_matrix(start + done, symmetric=False) @ product
-        return bound
+        return self.n
 
     def check(self, algorithm: Algorithm | type[Algorithm]) -> None:
         """Refuse an algorithm this graph cannot carry; call it once before a run.

@@ -117,15 +117,13 @@ class GossipTraffic:
         """Messages on directed edges."""
         return sum(count.messages for count in self.edge.values())
 
-    def energy(self, sent: float, received: float, *, broadcast: bool = False) -> float:
+    def energy(self, sent: float, received: float) -> float:
         """Return joules: ``8 * (bytes sent * sent + bytes received * received)``.
 
         Parameters
         ----------
         sent, received : float
             Joules per bit, at least 0. There are no defaults: they belong to a radio.
-        broadcast : bool
-            A message to several neighbours is sent once; received it is by each of them either way.
 
         Raises
         ------
@@ -134,6 +132,5 @@ class GossipTraffic:
         """
         if not (0.0 <= sent < float("inf") and 0.0 <= received < float("inf")):
             raise ConfigError(f"joules per bit are {sent}, {received}; expected finite numbers, at least 0")
-        out = self.node_bytes if broadcast else self.edge_bytes
         # What no node took in was sent, and paid for, but not received.
-        return 8.0 * (out * sent + (self.edge_bytes - self.undelivered.bytes) * received)
+        return 8.0 * (self.edge_bytes * sent + (self.edge_bytes - self.undelivered.bytes) * received)

@@ -36,6 +36,13 @@ _BLOCKS: Final = 5
 fluctuate."""
 _STEADY: Final = 1.02
 """Factor by which each must grow; noise around a plateau does not grow five times in a row."""
+_GROWTH: Final = 3.0
+"""A window that grew all along and ends at this many times the largest level of the first one ends the run."""
+_CEILING: Final = 100.0
+"""So does a level this many times that one, however slowly it came about."""
+_FLOOR: Final = 1e-6
+"""Levels up to this do not count: without compression, or where a method has converged, there is nothing but rounding,
+which grows with the model."""
 _APART: Final = 1e3
 """A node is ignored if its innovation is this many times that of most nodes. Honest nodes with non-IID data stay within
 a factor of 3 of the median (measured with three digits per node)."""
@@ -65,14 +72,6 @@ class DivergenceWatch(Stateful):
     ----------
     window : int
         Iterations over which growth is judged; judged are those after the first ``2 * window``.
-    growth : float
-        A window that grew all along, in each of its five parts, and ends at this many times the largest level of the
-        first ``window`` iterations, ends the run.
-    ceiling : float
-        So does a level this many times that one, however slowly it came about.
-    floor : float
-        Iterations with a level up to this do not count. It is rounding, which grows with the model: without
-        compression, or where a method has converged, there is nothing else.
 
     Examples
     --------
@@ -93,14 +92,10 @@ class DivergenceWatch(Stateful):
         "_named": set[tuple[int, str]],
     }
 
-    def __init__(self, window: int = 50, growth: float = 3.0, ceiling: float = 100.0, floor: float = 1e-6) -> None:
+    def __init__(self, window: int = 50) -> None:
         if window < _BLOCKS:
             raise ConfigError(f"window={window!r} is not valid: at least {_BLOCKS} iterations")
-        if not growth > 1.0 or not ceiling > 1.0:
-            raise ConfigError(f"growth={growth!r} and ceiling={ceiling!r} must be above 1")
-        if not 0.0 <= floor < math.inf:
-            raise ConfigError(f"floor={floor!r} is not valid: a norm, at least 0")
-        self.window, self.growth, self.ceiling, self.floor = window, growth, ceiling, floor
+        self.window = window
         self._latest: dict[int, tuple[int, Mapping[str, float]]] = {}
         self._recent: list[float] = []
         self._seen = 0
@@ -142,7 +137,7 @@ class DivergenceWatch(Stateful):
             # The lower median: of two nodes it is the smaller figure, so that one of them alone ends no run.
             level = median_low(innovations.values())
             # At least the floor: near rounding any two nodes may be a thousand times apart.
-            far = _APART * max(level, self.floor)
+            far = _APART * max(level, _FLOOR)
             left_out |= {
                 node: (
                     "apart",
@@ -185,7 +180,7 @@ class DivergenceWatch(Stateful):
         return dict.fromkeys(found, ("saturated", text))
 
     def _judge(self, iteration: int, level: float, nodes: int) -> None:
-        if level <= self.floor:
+        if level <= _FLOOR:
             return
         self._recent = [*self._recent, level][-self.window :]
         self._seen += 1
@@ -195,13 +190,13 @@ class DivergenceWatch(Stateful):
         if self._seen < 2 * self.window:
             return
         blocks = self._blocks()
-        if blocks[-1] > self.ceiling * self._early:
+        if blocks[-1] > _CEILING * self._early:
             raise Diverged(
                 f"the innovation of most of {nodes} nodes is {blocks[-1]:.3g} in iteration {iteration}; it was at most "
                 f"{self._early:.3g} in the first {self.window}. {ADVICE}"
             )
         grew = all(after > _STEADY * before for before, after in itertools.pairwise(blocks))
-        if grew and blocks[-1] > self.growth * self._early:
+        if grew and blocks[-1] > _GROWTH * self._early:
             raise Diverged(
                 f"the innovation of most of {nodes} nodes grew from {blocks[0]:.3g} to {blocks[-1]:.3g} within "
                 f"{self.window} iterations, up to iteration {iteration}; in the first {self.window} it was at most "

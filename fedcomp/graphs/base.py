@@ -307,11 +307,8 @@ class Conditions:
         Of mode "measured": what is known of the norms of every layer's inputs. The norms of owned nodes at the input
         layer are taken from the features. A node without a known norm counts with the root mean square of the known
         norms of the layer's candidates; when none is known, all count alike.
-    scale : float, optional
-        Of mode "adaptive": s; 1 unless given.
     """
 
     absent: frozenset[int] = frozenset()
     held: Ids = field(default_factory=lambda: np.zeros(0, np.int64))
     norms: Norms | None = None
-    scale: float | None = None

@@ -215,7 +215,7 @@ def decode_ids(frame: Buffer, *, nodes: int = MAX_NODES, limit: int | None = Non
     return ids
 
 
-def encode_norms(ids: ArrayLike, norms: ArrayLike, *, nodes: int = MAX_NODES) -> bytes:
+def encode_norms(ids: ArrayLike, norms: ArrayLike) -> bytes:
     """Return the frame of one norm per node, 4 bytes each beside its id.
 
     Parameters
@@ -225,7 +225,7 @@ def encode_norms(ids: ArrayLike, norms: ArrayLike, *, nodes: int = MAX_NODES) ->
     norms : array of floats, (R,)
         Finite and not negative, else a GraphError; rounded to float32.
     """
-    ids = ascending(ids, nodes)
+    ids = ascending(ids)
     return seal(NORMS, (put_ids(ids), put_norms(ids, norms)))
 
 

@@ -89,7 +89,7 @@ def plan_step(
     key : Key
         Layer l draws from ``key.at(layer=l)``, the input layer is 0.
     conditions : Conditions
-        Absent owners, and what is known of norms and scale.
+        Absent owners, and what is known of norms.
 
     Raises
     ------
@@ -98,8 +98,7 @@ def plan_step(
     GraphError
         For a batch with repeats, ids out of range, or nodes of another owner.
     ConfigError
-        When a scale is given for another mode or is below 1, norms do not fit the layers, or the sampler does not fit
-        the structure.
+        When norms do not fit the layers, or the sampler does not fit the structure.
     """
     batch = as_ids(batch, part.structure.nodes)
     if len(np.unique(batch)) != len(batch):
@@ -139,7 +138,7 @@ def plan_layer(
 
     Other parameters and errors are those of :func:`plan_step`.
     """
-    given, norms = _given_scale(settings, conditions.scale), conditions.norms
+    norms = conditions.norms
     if norms is not None and len(norms) != settings.layers:
         raise ConfigError(
             f"norms of {len(norms)} layers for a sampler of {settings.layers}; give one mapping per layer"
@@ -156,7 +155,7 @@ def plan_layer(
     if settings.skews and settings.mode == "measured":
         known = _norms(part, candidates, owned, level, norms)
     layer = Layer(part, rows, candidates, positions, owned, favoured, usable, certain, known)
-    drawn = draw(layer, settings, settings.draws(level), uniforms, given)
+    drawn = draw(layer, settings, settings.draws(level), uniforms)
     return _operator(layer, drawn, _lost(layer, settings))
 
 
@@ -241,16 +240,6 @@ def wanted(plans: Sequence[StepPlan], have: Ids) -> dict[int, Ids]:
     lacking = ~find(have, ids)[0]
     ids, owners = ids[lacking], owners[lacking]
     return {int(owner): ids[owners == owner] for owner in np.unique(owners)}
-
-
-def _given_scale(settings: SamplerSettings, scale: float | None) -> float:
-    if scale is None:
-        return settings.scale if settings.mode == "fixed" else 1.0
-    if settings.mode != "adaptive":
-        raise ConfigError(f"a scale of {scale!r} was given to mode {settings.mode!r}; only 'adaptive' takes one")
-    if not scale >= 1.0:
-        raise ConfigError(f"scale={scale!r} is not valid: a number of at least 1")
-    return float(scale)
 
 
 def _usable(part: GraphPart, candidates: Ids, owned: Bools, level: int, conditions: Conditions) -> Bools:

@@ -100,7 +100,7 @@ class Draw:
     expected_remote: float
 
 
-def draw(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, given: float) -> Draw:
+def draw(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms) -> Draw:
     """Return what the sampler of ``settings`` keeps of a layer.
 
     Parameters
@@ -108,25 +108,23 @@ def draw(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, gi
     n : int
         Columns of this layer (see :class:`~fedcomp.graphs.settings.SamplerSettings`).
     uniforms : callable
-    given : float
-        Scale of the modes "fixed" and "adaptive".
 
     Raises
     ------
     ConfigError
         When the sampler cannot work on this structure.
     """
-    return _SAMPLERS[settings.sampler](layer, settings, n, uniforms, given)
+    return _SAMPLERS[settings.sampler](layer, settings, n, uniforms)
 
 
-def _skewed(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, given: float) -> Draw:
+def _skewed(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms) -> Draw:
     kept = layer.kept_columns
     weights = np.where(layer.usable & ~kept, layer.weights(settings.weight), 0.0)
     lam = local_mass(weights, layer.favoured)
     s = 1.0
     if not np.isnan(lam):
         near, far = _energies(layer, weights) if settings.mode == "measured" else (np.nan, np.nan)
-        s = _scale(settings, lam, given, near, far)
+        s = _scale(settings, lam, near, far)
     weights = np.where(layer.favoured, s * weights, weights)
     if settings.estimator == "poisson":
         pi = waterfill(weights, n)
@@ -142,7 +140,7 @@ def _skewed(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms,
     return Draw(factors[layer.positions], lam, s, float(pi[~layer.owned].sum()))
 
 
-def _node(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, given: float) -> Draw:
+def _node(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms) -> Draw:
     del n  # the budget is each row's: fanout
     rows, fanout = len(layer.rows.ids), settings.fanout
     at = np.flatnonzero(layer.usable[layer.positions] & ~layer.certain)
@@ -151,7 +149,7 @@ def _node(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, g
     degree, local = np.bincount(row, minlength=rows), np.bincount(row[near], minlength=rows)
     has = degree > 0
     lam = local / np.maximum(degree, 1)
-    s = _row_scales(layer, settings, at, row, near, degree, lam, given)
+    s = _row_scales(layer, settings, at, row, near, degree, lam)
     # Rows without entries divide by 1 instead of 0.
     total = np.where(has, s * local + (degree - local), 1.0)
     factors = layer.certain.astype(np.float64)
@@ -186,13 +184,12 @@ def _row_scales(
     near: Bools,
     degree: Ids,
     lam: Reals,
-    given: float,
 ) -> Reals:
     """Return the scale of every row, ``(R,)``. Rows with equal lambda share one, except in mode "measured"."""
     s = np.ones(len(degree))
     if settings.mode != "measured":
         masses, which = np.unique(lam, return_inverse=True)
-        return np.array([_scale(settings, float(one), given) for one in masses] + [1.0])[which]
+        return np.array([_scale(settings, float(one)) for one in masses] + [1.0])[which]
     assert layer.norms is not None
     norms = layer.norms[layer.positions[at]]
     energy = np.square(layer.rows.values[at] * norms) * degree[row]  # a / q with q = 1 / degree
@@ -200,7 +197,7 @@ def _row_scales(
     far = np.bincount(row, np.where(near, 0.0, energy), len(degree))
     # A row with nothing to favour, or nothing to favour it over, keeps s = 1.
     for one in np.flatnonzero((lam > 0.0) & (lam < 1.0)):
-        s[one] = _scale(settings, float(lam[one]), given, float(close[one]), float(far[one]))
+        s[one] = _scale(settings, float(lam[one]), float(close[one]), float(far[one]))
     return s
 
 
@@ -239,7 +236,7 @@ def _row_draws(row: Ids, near: Bools, degree: Ids, local: Ids, share: Reals, uni
     return np.bincount(order[(first + place).ravel()], minlength=len(row))
 
 
-def _ladies(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, given: float) -> Draw:
+def _ladies(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms) -> Draw:
     """LADIES as published (Zou et al. 2019, arXiv 1911.07323) and coded by its authors (read).
 
     Sequential draws without replacement use arrival times: the first n of independent exponential times with rates w
@@ -274,7 +271,7 @@ def _row_correction(rows: AdjacencyRows, factors: Reals) -> Reals:
     return np.where(left > 0.0, whole / np.where(left > 0.0, left, 1.0), 1.0)[row]
 
 
-def _fastgcn(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, given: float) -> Draw:
+def _fastgcn(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms) -> Draw:
     """FastGCN (Chen et al. 2018, arXiv 1801.10247): n draws with replacement from all nodes, by column norms of P.
 
     Draws that are not a column of U, or are unavailable, are lost, so rows without any input are common.
@@ -318,18 +315,18 @@ def column_ends(part: GraphPart) -> Reals:
     return found
 
 
-def _boundary(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, given: float) -> Draw:
+def _boundary(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms) -> Draw:
     """BNS-GCN (Wan et al. 2022, arXiv 2203.10983): all owned candidates, and each remote candidate with probability
     q."""
     pi = np.where(layer.owned, 1.0, settings.q)
     return _with_probability(layer, settings, np.where(layer.usable, pi, 0.0), uniforms)
 
 
-def _local(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, given: float) -> Draw:
+def _local(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms) -> Draw:
     return _with_probability(layer, settings, layer.owned.astype(np.float64), uniforms)
 
 
-def _full(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, given: float) -> Draw:
+def _full(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms) -> Draw:
     return _with_probability(layer, settings, layer.usable.astype(np.float64), uniforms)
 
 
@@ -342,7 +339,7 @@ def _with_probability(layer: Layer, settings: SamplerSettings, pi: Reals, unifor
     return Draw(factors[layer.positions], local_mass(weights, layer.owned), 1.0, float(pi[~layer.owned].sum()))
 
 
-_SAMPLERS: Final[Mapping[str, Callable[[Layer, SamplerSettings, int, Uniforms, float], Draw]]] = {
+_SAMPLERS: Final[Mapping[str, Callable[[Layer, SamplerSettings, int, Uniforms], Draw]]] = {
     "skewed": _skewed,
     "node": _node,
     "ladies": _ladies,
@@ -360,8 +357,10 @@ def _many(uniforms: Uniforms, count: int) -> Reals:
     return uniforms(count)
 
 
-def _scale(settings: SamplerSettings, lam: float, given: float, near: float = np.nan, far: float = np.nan) -> float:
-    return scale(settings.mode, lam, settings.budget, s_max=settings.s_max, s=given, a_local=near, a_remote=far)
+def _scale(settings: SamplerSettings, lam: float, near: float = np.nan, far: float = np.nan) -> float:
+    return scale(
+        settings.mode, lam, settings.budget, s_max=settings.s_max, s=settings.scale, a_local=near, a_remote=far
+    )
 
 
 def _energies(layer: Layer, weights: Reals) -> tuple[float, float]:

@@ -12,7 +12,7 @@ and s is the largest scale with ``M(s) <= D M(1)``. The modes differ in what is 
   the optimum; it guarantees nothing.
 * "measured": the norms of the vectors; exact.
 * "worst": nothing, and nothing is assumed: it holds for any vectors, and saves little.
-* "fixed", "adaptive": there is no budget; s is given by the user or by :class:`AdaptiveScale`.
+* "fixed": there is no budget; s is given by the user.
 
 The variance of n multinomial draws is ``(M - ||Z||^2) / n``; that of a Poisson draw of the same expected size is at
 most M / n, because no pi_i is below min(1, n p_i).
@@ -21,13 +21,11 @@ most M / n, because no pi_i is below min(1, n p_i).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, Final
+from typing import Final
 
-from fedcomp.errors import ConfigError, StateError, nearest
-from fedcomp.stateful import Stateful
+from fedcomp.errors import ConfigError, nearest
 
-MODES: Final = ("matched", "measured", "worst", "fixed", "adaptive")
+MODES: Final = ("matched", "measured", "worst", "fixed")
 
 
 def scale(
@@ -54,7 +52,7 @@ def scale(
     s_max : float
         Largest scale, at least 1.
     s : float
-        Of "fixed" and "adaptive": the scale, at least 1.
+        Of "fixed": the scale, at least 1.
     a_local, a_remote : float
         Of "measured": sum of ``a_i / q_i`` over local and over remote candidates, q summing to 1 over both.
 
@@ -76,7 +74,7 @@ def scale(
     # Exact values: local_mass() returns them where one side has no weight at all.
     if lam in (0.0, 1.0):
         return 1.0
-    if mode in ("fixed", "adaptive"):
+    if mode == "fixed":
         return float(min(s, s_max))
     if D <= 1.0:
         return 1.0
@@ -134,82 +132,3 @@ def _measured(lam: float, D: float, a_local: float, a_remote: float) -> float:
     if not a > 0.0:
         return math.inf
     return 1.0 + (-b + math.sqrt(b * b + 4.0 * a * e)) / (2.0 * a)
-
-
-class AdaptiveScale(Stateful):
-    """Searches s by what moving features costs: one observation per epoch, no variance budget.
-
-    While moving takes ``high`` or more of the time, s doubles, as long as it is below ``cap``. Once it takes less than
-    ``low``, s becomes the mean of its last two values, and stays. Between the two, at the cap, and before the first
-    doubling nothing changes. The rule is that of public code that continues the work named above (read); what is timed
-    is up to the caller, and modelled link times give the same run on every machine.
-
-    Parameters
-    ----------
-    cap : float
-        No doubling from here on, at least 1.
-    low, high : float
-        Shares of time, ``0 < low <= high``.
-
-    Attributes
-    ----------
-    s : float
-        The scale to use now.
-    previous : float
-        The one before the last doubling; 0 before the first.
-    frozen : bool
-        Whether the search is over.
-
-    Raises
-    ------
-    ConfigError
-        For parameters out of range.
-
-    Examples
-    --------
-    >>> search = AdaptiveScale()
-    >>> [search.observe(share, 1.0) for share in (0.4, 0.3, 0.1, 0.3)]
-    [2.0, 4.0, 3.0, 3.0]
-    """
-
-    STATE: ClassVar[Mapping[str, Any]] = {"s": float, "previous": float, "frozen": bool}
-
-    def __init__(self, *, cap: float = 8.0, low: float = 0.15, high: float = 0.2) -> None:
-        if not 1.0 <= cap < math.inf:
-            raise ConfigError(f"cap={cap!r} is not valid: a scale, finite and at least 1")
-        if not 0.0 < low <= high < math.inf:
-            raise ConfigError(f"low={low!r} and high={high!r} are not valid: shares of time with 0 < low <= high")
-        self.cap, self.low, self.high = float(cap), float(low), float(high)
-        self.s = 1.0
-        self.previous = 0.0
-        self.frozen = False
-
-    def observe(self, movement: float, execution: float) -> float:
-        """Take how long moving features took in an epoch, and how long the epoch took; return the scale of the next.
-
-        Raises
-        ------
-        ConfigError
-            Unless ``0 <= movement`` and ``0 < execution``, both finite. Any unit will do, if it is the same for both.
-        """
-        if not 0.0 <= movement < math.inf or not 0.0 < execution < math.inf:
-            raise ConfigError(f"movement={movement!r} of execution={execution!r} are not times, finite and positive")
-        if self.frozen:
-            return self.s
-        share = movement / execution
-        if share >= self.high and self.s < self.cap:
-            self.previous, self.s = self.s, min(2.0 * self.s, self.cap)
-        elif share < self.low and self.previous:
-            self.s = (self.previous + self.s) / 2.0
-            self.frozen = True
-        return self.s
-
-    def check_state(self, values: Mapping[str, Any]) -> None:
-        """Refuse a state that this search cannot be in."""
-        s, previous = values["s"], values["previous"]
-        # Doubled or halfway back, s stays above the value before the last doubling.
-        begun = 1.0 <= previous < s <= self.cap
-        if not (begun or (s == 1.0 and previous == 0.0 and not values["frozen"])):
-            raise StateError(
-                f"s={s!r} after {previous!r} is not a state of a search that doubles from 1 to {self.cap:g}"
-            )

@@ -568,10 +568,11 @@ def noise_multiplier_for(
     releases: int,
     rate: float = 1.0,
     cap: int = 0,
-    tolerance: float = 1e-4,
     grid_sigma: float = FINE,
 ) -> float:
     """Return the smallest noise multiplier that keeps ``releases`` within (epsilon, delta), on the safe side.
+
+    With sampling it is at most 1e-4 of itself larger than necessary; without, the last bits are right.
 
     Parameters
     ----------
@@ -581,8 +582,6 @@ def noise_multiplier_for(
         Poisson sampling probability.
     cap : int
         Releases any one unit is in, at most (0: all).
-    tolerance : float
-        With sampling, how much more noise than necessary is accepted, as a fraction; without, the last bits are right.
     grid_sigma : float
         Standard deviation of the noise in grid steps, at least. Default: the least that is accounted as continuous, so
         that the plan keeps a budget whichever mechanism it is used for; infinite for continuous noise.
@@ -621,8 +620,8 @@ def noise_multiplier_for(
     # Sampling only lowers the cost, so the answer is not above the noise without it: halve until that is too little.
     while low > 1e-3 and fits(low):
         low, high = low / 2.0, low
-    while high / low > 1.0 + tolerance:
-        # The geometric mean, since the tolerance is a fraction.
+    while high / low > 1.0 + 1e-4:
+        # The geometric mean, since what is tolerated is a fraction.
         middle = math.sqrt(low * high)
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high

@@ -142,9 +142,7 @@ class NormBits:
         return min(1.0, max(0.0, 0.5 + 0.5 * votes / expected))
 
 
-def joint_event(
-    noise_multiplier: float, update: Mechanism, bits: Mechanism, *, size: int, rate: float = 1.0, label: str = "update"
-) -> Event:
+def joint_event(noise_multiplier: float, update: Mechanism, bits: Mechanism, *, size: int, rate: float = 1.0) -> Event:
     """Return the one event that the sum of updates and the count of bits cost together.
 
     Both are Gaussian, about the same clients, with multipliers that satisfy ``1/z^2 = 1/z_sum^2 + 1/z_bits^2``: their
@@ -161,7 +159,7 @@ def joint_event(
             "adaptive clipping joins two releases into one event, which Skellam noise does not allow; use "
             "noise='discrete_gaussian'"
         )
-    one, other = update.event(rate=rate, size=size, label=label), bits.event(rate=rate, size=1, label="norm bits")
+    one, other = update.event(rate=rate, size=size), bits.event(rate=rate, size=1, label="norm bits")
     return Event(
         noise=update.noise,
         noise_multiplier=noise_multiplier,
@@ -169,5 +167,5 @@ def joint_event(
         grid_sigma=min(one.grid_sigma, other.grid_sigma),
         rate=rate,
         delta=one.delta + other.delta,
-        label=f"{label} and norm bits",
+        label="update and norm bits",
     )

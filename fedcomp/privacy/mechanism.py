@@ -366,8 +366,6 @@ class PrivateSum:
         *,
         round: int,
         entropy: Entropy | None = None,
-        rate: float = 1.0,
-        label: str = "update",
         event: Event | None = None,
         participants: Sequence[int] | None = None,
     ) -> NDArray[np.float64]:
@@ -380,8 +378,6 @@ class PrivateSum:
         round : int
         entropy : Entropy, optional
             Default: the operating system's.
-        rate, label
-            As in :class:`Event`.
         event : Event, optional
             What is recorded instead of the mechanism's own, where one release is paid for together with others.
         participants : sequence of int, optional
@@ -394,7 +390,7 @@ class PrivateSum:
         """
         if self._released:
             raise Unbounded("the sum was released; a second release would have to be paid for as another sum")
-        cost = event or self.mechanism.event(rate=rate, size=self._total.size, label=label)
+        cost = event or self.mechanism.event(size=self._total.size)
         # On the disk before any noise exists: a crash in between has paid for nothing, never released for nothing.
         ledger.record(cost, round=round, participants=self.participants if participants is None else participants)
         # Before the draw: noise drawn twice on one sum could be averaged away.

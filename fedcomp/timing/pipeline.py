@@ -21,7 +21,7 @@ from fedcomp.rng import Key
 from fedcomp.rules import Configured, Int, NotNegative, Real, checked
 from fedcomp.timing.collectives import Coding, Network
 
-__all__ = ["Pipeline", "layered", "log_normal", "ring_events", "simulate", "stable_step", "star"]
+__all__ = ["Pipeline", "layered", "log_normal", "simulate", "stable_step", "star"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,17 +166,3 @@ def stable_step(delay: int) -> float:
     [2.0, 1.0, 0.618, 0.445]
     """
     return 2.0 * math.sin(math.pi / (2.0 * (2.0 * params.integer("delay", delay, low=0) + 1.0)))
-
-
-def ring_events(network: Network, nbytes: float) -> float:
-    """Return the seconds of a ring all-reduce by playing its messages: what :meth:`Network.ring` says in closed form.
-
-    Every worker sends a part to the next one, adds what it gets while parts are still partial, and goes on.
-    """
-    p, part = network.workers, nbytes / network.workers
-    ready = np.zeros(p)
-    for step in range(2 * (p - 1)):
-        # From the worker before, which sends when it has the part and the receiver has taken the last one.
-        arrived = np.maximum(np.roll(ready, 1), ready) + network.latency + part * network.per_byte
-        ready = arrived + (part * network.add_per_byte if step < p - 1 else 0.0)
-    return float(ready.max()) + network.fixed

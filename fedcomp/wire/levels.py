@@ -157,12 +157,7 @@ class Ternary(Values):
         return 12 * k + 3 * kept + Rice().work_bytes(rice, k, kept, stream)
 
 
-def _trit_table() -> NDArray[np.int8]:
-    digits = np.arange(243)[:, None] // np.array([1, 3, 9, 27, 81]) % 3
-    return np.where(digits == 2, -1, digits).astype(np.int8)
-
-
-_TRITS = _trit_table()
+_TRITS = ((np.arange(243)[:, None] // np.array([1, 3, 9, 27, 81]) % 3 + 1) % 3 - 1).astype(np.int8)
 
 
 class QsgdLevels(Values):

@@ -70,11 +70,6 @@ def _quotient_sum(gaps: NDArray[Any], b: int) -> int:
     return int(np.add.reduce(gaps >> gaps.dtype.type(b), dtype=gaps.dtype))
 
 
-def _quotients(gaps: NDArray[Any], b: int) -> NDArray[Any]:
-    # A new array even for b = 0: pack_unary overwrites it, and the gaps are kept for other codecs to measure.
-    return gaps >> gaps.dtype.type(b)
-
-
 class Rice(IndexCodec):
     """Gaps in Rice code with one parameter. Parameter on the wire: b. Section: unary quotients, then low bits."""
 
@@ -86,7 +81,9 @@ class Rice(IndexCodec):
 
     def encode_with(self, support: Support, b: int) -> tuple[bytes, bytes]:
         """Encode with a given parameter."""
-        return bytes((b,)), pack_unary(_quotients(support.gaps, b)) + pack(support.gaps, b)
+        # A new array even for b = 0: pack_unary overwrites it, and the gaps are kept for other codecs to measure.
+        quotients = support.gaps >> support.gaps.dtype.type(b)
+        return bytes((b,)), pack_unary(quotients) + pack(support.gaps, b)
 
     def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
         # More low bits than n has would all be zero, and above 64 no field could hold them.

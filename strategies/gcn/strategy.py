@@ -29,7 +29,7 @@ from fedcomp.strategies.round_log import RoundLog
 from fedcomp.strategies.running import Exchange, Pushes, Running
 from fedcomp.strategies.server import Server
 from fedcomp.strategies.wrapping import require_inner
-from fedcomp.systems.graphs.conversation import OTHERS, THERE, Conversation, scales_in
+from fedcomp.systems.graphs.conversation import OTHERS, THERE, Conversation
 from fedcomp.systems.graphs.system import Graphs
 from fedcomp.systems.graphs.traffic import FetchTraffic
 from fedcomp.systems.graphs.words import EVALUATE_TYPE, TRAIN_TYPE
@@ -113,11 +113,6 @@ class SkewedGCN(Server):
     def method(self) -> str:
         """What training is equivalent to."""
         return self.system.rounds.method
-
-    @property
-    def scales(self) -> dict[int, float]:
-        """Scale of each part's next round, where the server decides it (mode "adaptive")."""
-        return scales_in(self.state)
 
     def summary(self) -> None:
         """Log the sampler, then the inner strategy's own summary."""

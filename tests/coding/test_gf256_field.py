@@ -9,7 +9,7 @@ import pytest
 from galois_oracle import gf256
 
 from fedcomp.coding.errors import NotDecodable
-from fedcomp.coding.field import GF256, field_of
+from fedcomp.coding.field import GF256
 from fedcomp.coding.stream import SplitMix64
 from fedcomp.errors import ConfigError
 
@@ -108,15 +108,6 @@ def test_random_elements_are_the_bytes_of_the_stream() -> None:
     assert FIELD.random((2, 8), SplitMix64(0)).tobytes().hex() == "afcd1d7b39a820e2f465b9a16a9e786e"
     assert FIELD.random(5, SplitMix64(1)).shape == (5,)
     assert FIELD.random((), SplitMix64(1)).shape == ()
-
-
-def test_packets_name_their_field_by_number() -> None:
-    orders = {code: field_of(code).order for code in range(4)}
-    assert orders == {0: 256, 1: 251, 2: 65521, 3: 2**31 - 1}
-    assert field_of(0) == FIELD
-    assert [field_of(code).symbol_bytes for code in range(4)] == [1, 1, 2, 4]
-    with pytest.raises(ConfigError, match="no field has the number 4"):
-        field_of(4)
 
 
 def test_axpy_takes_elements_only() -> None:

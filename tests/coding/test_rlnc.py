@@ -247,12 +247,6 @@ def test_packets_of_two_payloads_never_mix(name: str, change: dict[str, Any]) ->
         with pytest.raises(PacketError, match=name):
             collector.add(other)
         assert collector.rank == 1
-    one, two = decoded(sent[:3]), Decoder()
-    if name in ("round", "source", "digest"):
-        two.add(other)
-        with pytest.raises(PacketError, match=name):
-            one.merge(two)
-    assert one.rank == one.stats.received == 3
 
 
 def test_a_decoder_refuses_what_it_does_not_expect() -> None:
@@ -260,8 +254,6 @@ def test_a_decoder_refuses_what_it_does_not_expect() -> None:
     for expect in ((3, 4), (4, 5)):
         with pytest.raises(PacketError, match="expects"):
             Decoder(expect=expect).add(sent[0])
-        with pytest.raises(PacketError, match="expects"):
-            Decoder(expect=expect).merge(decoded(sent[:1]))
     for changes, message in (
         ({"field": 1}, "field 1"),
         ({"first_generation": 1}, "first generation 1"),
@@ -275,8 +267,6 @@ def test_a_decoder_refuses_what_it_does_not_expect() -> None:
         Decoder(threshold=8).add(sent[0])
     with pytest.raises(PacketError, match="K = 8"):
         Decoder(limits=PacketLimits(max_symbols=7)).add(sent[0])
-    with pytest.raises(PacketError, match="K = 8"):
-        Decoder(limits=PacketLimits(max_symbols=7)).merge(decoded(sent[:1]))
     with pytest.raises(PacketError, match="K = 8"):
         Recoder(PacketLimits(max_symbols=7)).add(sent[0])
     with pytest.raises(ConfigError, match="threshold"):
@@ -338,24 +328,6 @@ def test_all_symbols_together_are_the_payload() -> None:
         receiver = decoded(packets_of(data(length), 7, 12)[3:11])
         found = receiver.partial()
         assert b"".join(found[index] for index in sorted(found)) == receiver.payload() == data(length)
-
-
-def test_two_receivers_merge_into_one() -> None:
-    payload = data(5000)
-    sent = packets_of(payload, 8, 12)
-    one, two = decoded(sent[:5]), decoded([*sent[3:6], *sent[9:12], sent[9]])
-    assert one.merge(two) == 3
-    assert one.complete
-    assert one.payload() == payload
-    assert (one.stats.received, one.stats.innovative, one.stats.dependent) == (12, 8, 4)
-    assert one.stats.bytes == sum(packet.wire_bytes for packet in [*sent[:5], *sent[3:6], *sent[9:12], sent[9]])
-    assert two.rank == 6, "the other is left as it was"
-    empty = Decoder()
-    assert empty.merge(Decoder()) == 0
-    assert empty.merge(two) == 6
-    assert empty.merge(empty) == 0
-    with pytest.raises(ConfigError, match="threshold"):
-        empty.merge(Decoder(threshold=1))
 
 
 def test_only_the_missing_symbols_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,28 +436,13 @@ def test_a_receiver_that_failed_goes_on_and_is_not_misled_by_copies() -> None:
     assert receiver.stats.repaired
 
 
-@pytest.mark.parametrize("first", [0, 3, 8])
-def test_a_solved_receiver_merges_like_any_other(first: int) -> None:
-    payload = data(2**20 + 7)
-    sent = packets_of(payload, 8, 20)
-    solved = decoded(sent[first : first + 8])
-    assert solved.solve() == min(first, 8)
-    other = decoded([sent[16], sent[0]])
-    assert other.merge(solved) == 6
-    assert other.payload() == payload
-    assert solved.merge(decoded([sent[17]])) == 0
-    assert solved.payload() == payload
-    assert sorted(solved.partial()) == list(range(16))
-
-
 def test_packets_after_the_payload_is_known_change_nothing() -> None:
     sent = packets_of(data(4000), 8, 12)
     receiver = decoded(sent[:8])
     assert receiver.payload() == data(4000)
     assert not receiver.add(spoil(sent[10]))
-    assert receiver.merge(decoded(sent[8:])) == 0
     assert receiver.payload() == data(4000)
-    assert (receiver.stats.received, receiver.stats.dependent) == (13, 5)
+    assert (receiver.stats.received, receiver.stats.dependent) == (9, 1)
 
 
 @pytest.mark.parametrize(
@@ -657,16 +614,13 @@ def test_packets_of_an_encoder_are_decoded_without_becoming_bytes() -> None:
     assert decoded(made).payload() == payload
 
 
-def test_a_repair_leaves_packets_and_the_decoder_that_was_merged_as_they_were() -> None:
-    """Bodies are shared with packets and other decoders: a correction goes into an array of its own."""
+def test_a_repair_leaves_packets_and_other_decoders_as_they_were() -> None:
+    """Bodies are shared with packets: a correction goes into an array of its own."""
     payload = data(4000)
     sent = packets_of(payload, 8, 12)
     forged = [*sent[:3], spoil(sent[3]), *sent[4:7], sent[8]]
     before = [packet.body.tobytes() for packet in forged]
-    one, two = decoded(forged), Decoder()
-    assert two.merge(one) == 8
-    two.add(sent[9])
-    two.add(sent[10])
+    one, two = decoded(forged), decoded([*forged, sent[9], sent[10]])
     assert two.payload() == payload
     assert two.stats.repaired
     assert [packet.body.tobytes() for packet in forged] == before

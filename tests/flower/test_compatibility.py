@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAvg, Result
+from flwr.serverapp.strategy import FedAvg
 from plain_grid import PlainGrid
 from toy import client_app, fedavg, model, stack
 
@@ -184,31 +184,6 @@ class Count(ExchangeStrategy):
     def round(self, server_round, arrays, config, grid):
         yield []
         return ArrayRecord({k: type(a)(a.numpy() + 1) for k, a in arrays.items()}), MetricRecord({"n": server_round})
-
-
-@pytest.mark.parametrize("run", ["start", "fit"])
-def test_a_run_ends_after_the_round_that_should_be_its_last(run: str, engine: InProcessGrid) -> None:
-    seen: list[tuple[int, list[int]]] = []
-
-    def enough(number: int, result: Result) -> bool:
-        seen.append((number, sorted(result.train_metrics_clientapp)))
-        return number == 2
-
-    strategy, initial = Count(), model(0.0)
-    evaluated: list[int] = []
-
-    def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
-        evaluated.append(number)
-        return MetricRecord({"number": number})
-
-    if run == "start":
-        result = strategy.start(engine, initial, 5, evaluate_fn=evaluate, should_stop=enough)
-    else:
-        result = fit(strategy, engine, initial, 5, evaluate_fn=evaluate, should_stop=enough)
-    # Not asked before the first round, and shown all of a round.
-    assert seen == [(1, [1]), (2, [1, 2])]
-    assert evaluated == [0, 1, 2]
-    assert set(stack(result.arrays)) == {2.0}
 
 
 def test_the_wrapped_strategys_start_gets_whatever_flower_gives_it(engine: InProcessGrid) -> None:

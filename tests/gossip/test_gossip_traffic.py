@@ -46,7 +46,6 @@ def test_energy_is_bits_times_what_a_bit_costs() -> None:
     message = 8 + 4 * D
     sent, received = K * 2 * N * message, K * 2 * N * message
     assert traffic.energy(2.0, 0.5) == 8 * (2.0 * sent + 0.5 * received)
-    assert traffic.energy(2.0, 0.5, broadcast=True) == 8 * (2.0 * sent / 2 + 0.5 * received)
     traffic.undelivered.add(message, 3)
     assert traffic.energy(0.0, 1.0) == 8 * (received - 3 * message)
     for wrong in (-1.0, float("nan"), float("inf")):

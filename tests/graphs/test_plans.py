@@ -114,18 +114,8 @@ def test_batches_are_ascending_without_repeats_and_all_when_asked_for_too_many()
         draw_batch(ids, -1, Key(0))
 
 
-@pytest.mark.parametrize("options", [{}, {"estimator": "multinomial"}, {"sampler": "node"}])
-def test_an_adaptive_scale_is_the_one_that_is_passed_in(options: dict[str, Any]) -> None:
+def test_norms_of_another_number_of_layers_are_refused() -> None:
     part = toy_parts(80, 4, 6.0)[1]
-    adaptive = SamplerSettings(n=12, mode="adaptive", **options)
-    for given in (None, 1.0, 3.0):
-        plan = plan_step(part, part.train[:4], adaptive, Key(0), conditions=Conditions(scale=given))
-        fixed = SamplerSettings(n=12, mode="fixed", scale=given or 1.0, **options)
-        assert same(plan, plan_step(part, part.train[:4], fixed, Key(0)))
-    with pytest.raises(ConfigError, match="only 'adaptive'"):
-        plan_step(part, part.train[:4], SamplerSettings(), Key(0), Conditions(scale=2.0))
-    with pytest.raises(ConfigError, match="at least 1"):
-        plan_step(part, part.train[:4], adaptive, Key(0), Conditions(scale=0.5))
     with pytest.raises(ConfigError, match="one mapping per layer"):
         plan_step(part, part.train[:4], SamplerSettings(mode="measured"), Key(0), Conditions(norms=[{}]))
 

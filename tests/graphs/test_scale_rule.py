@@ -1,4 +1,4 @@
-"""The scale from a variance budget: every mode does what it promises, and the adaptive search's every transition."""
+"""The scale from a variance budget: every mode does what it promises."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.errors import ConfigError
 from fedcomp.graphs.inclusion import local_mass
-from fedcomp.graphs.scale import AdaptiveScale, moment_ratio, scale
+from fedcomp.graphs.scale import moment_ratio, scale
 from fedcomp.rng import Key
 
 INSTANCES = 2000
@@ -98,7 +98,7 @@ def test_7_04_the_scale_starts_at_one_and_grows_with_the_budget(mode: str, lam: 
     assert scale(mode, lam, math.inf, s_max=12.0, **MEASURED) == 12.0
 
 
-@pytest.mark.parametrize("mode", ["matched", "measured", "worst", "fixed", "adaptive"])
+@pytest.mark.parametrize("mode", ["matched", "measured", "worst", "fixed"])
 def test_7_04_nothing_to_favour_is_scale_one(mode: str) -> None:
     for lam in (0.0, 1.0):
         for D in (1.0, 1.5, math.inf):
@@ -117,11 +117,10 @@ def test_7_04_measured_at_its_edges() -> None:
 
 
 def test_7_04_given_scales_are_clamped() -> None:
-    for mode in ("fixed", "adaptive"):
-        assert scale(mode, 0.5, 1.5, s=4.0) == 4.0
-        assert scale(mode, 0.5, 1.0, s=40.0) == 16.0
-        assert scale(mode, 0.5, 1.0, s=40.0, s_max=math.inf) == 40.0
-        assert scale(mode, 0.5, 1.0) == 1.0
+    assert scale("fixed", 0.5, 1.5, s=4.0) == 4.0
+    assert scale("fixed", 0.5, 1.0, s=40.0) == 16.0
+    assert scale("fixed", 0.5, 1.0, s=40.0, s_max=math.inf) == 40.0
+    assert scale("fixed", 0.5, 1.0) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -152,85 +151,3 @@ def test_the_moment_ratio_is_one_at_one_and_without_energy() -> None:
     assert moment_ratio(1.0, 0.3, 2.0, 5.0) == pytest.approx(1.0, rel=1e-15)
     assert moment_ratio(7.0, 0.3, 0.0, 0.0) == 1.0
     assert moment_ratio(4.0, 0.5, 1e308, 1e308) == pytest.approx(1 + 0.25 * 9 / 4, rel=1e-15)
-
-
-MUCH, SOME, LITTLE = (0.2, 1.0), (0.15, 1.0), (0.1499, 1.0)
-"""Times at the thresholds of doubling, of rest, and of bisecting."""
-
-
-def walk(search: AdaptiveScale, *observations: tuple[float, float]) -> list[float]:
-    return [search.observe(*observation) for observation in observations]
-
-
-def test_the_search_doubles_up_to_its_cap_and_no_further() -> None:
-    search = AdaptiveScale()
-    assert search.s == 1.0
-    assert walk(search, *[MUCH] * 5) == [2, 4, 8, 8, 8]
-    assert not search.frozen
-    assert walk(AdaptiveScale(cap=3.0), *[MUCH] * 3) == [2, 3, 3]
-    assert walk(AdaptiveScale(cap=1.0), *[MUCH] * 2) == [1, 1]
-
-
-def test_the_search_bisects_between_its_last_two_and_freezes() -> None:
-    for doublings, expected in ((1, 1.5), (2, 3.0), (3, 6.0), (4, 6.0)):
-        search = AdaptiveScale()
-        walk(search, *[MUCH] * doublings)
-        assert walk(search, LITTLE, MUCH, LITTLE, SOME) == [expected] * 4
-        assert search.frozen
-
-
-def test_the_search_rests_between_its_thresholds_and_before_the_first_doubling() -> None:
-    search = AdaptiveScale()
-    assert walk(search, SOME, LITTLE, (0.0, 1.0), MUCH, SOME, (0.1999, 1.0), MUCH) == [1, 1, 1, 2, 2, 2, 4]
-    assert not search.frozen
-
-
-def test_only_the_share_of_time_counts() -> None:
-    assert walk(AdaptiveScale(), (2e-9, 1e-8), (2e9, 1e10), (1e-300, 1.0)) == [2, 4, 3]
-    assert walk(AdaptiveScale(low=0.5, high=0.5), (0.5, 1.0), (0.49, 1.0)) == [2, 1.5]
-
-
-def test_the_search_goes_on_from_a_saved_state() -> None:
-    script = [SOME, MUCH, MUCH, SOME, LITTLE, MUCH]
-    whole = AdaptiveScale()
-    for at, observation in enumerate(script):
-        other = AdaptiveScale()
-        other.load_state_dict(whole.state_dict())
-        rest = AdaptiveScale()
-        rest.load_state_dict(other.state_dict())
-        assert other.state_dict() == whole.state_dict()
-        assert walk(other, *script[at:]) == walk(rest, *script[at:])
-        whole.observe(*observation)
-    assert (whole.s, whole.previous, whole.frozen) == (3.0, 2.0, True)
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"s": 2.0, "previous": 0.0, "frozen": False},
-        {"s": 16.0, "previous": 8.0, "frozen": False},
-        {"s": 1.0, "previous": 0.0, "frozen": True},
-        {"s": math.nan, "previous": 1.0, "frozen": False},
-        {"s": 2.0, "previous": 2.0, "frozen": True},
-        {"s": 2.0, "previous": 0.5, "frozen": True},
-        {"s": 2.0},
-    ],
-)
-def test_a_state_the_search_cannot_be_in_is_refused(state: dict[str, Any]) -> None:
-    search = AdaptiveScale()
-    search.observe(*MUCH)
-    with pytest.raises(FedcompError, match=r"search|AdaptiveScale lacks"):
-        search.load_state_dict(state)
-    assert search.state_dict() == {"s": 2.0, "previous": 1.0, "frozen": False}
-
-
-@pytest.mark.parametrize("times", [(-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0), (1.0, math.inf), (math.inf, 1.0)])
-def test_times_that_are_none_are_refused(times: tuple[float, float]) -> None:
-    with pytest.raises(ConfigError, match="not times"):
-        AdaptiveScale().observe(*times)
-
-
-@pytest.mark.parametrize("wrong", [{"cap": 0.5}, {"cap": math.inf}, {"low": 0.0}, {"low": 0.3}, {"high": math.nan}])
-def test_parameters_out_of_range_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError):
-        AdaptiveScale(**wrong)

@@ -436,7 +436,7 @@ def test_planning_is_tight_and_safe(cap: int, grid_sigma: float) -> None:
 
 @pytest.mark.long
 def test_planning_with_sampling_is_tight_and_safe() -> None:
-    z = noise_multiplier_for(1.0, DELTA, releases=200, rate=0.05, tolerance=2e-3, grid_sigma=math.inf)
+    z = noise_multiplier_for(1.0, DELTA, releases=200, rate=0.05, grid_sigma=math.inf)
     assert exact([gaussian(z, rate=0.05)] * 200, DELTA) <= 1.0
     assert exact([gaussian(z * 0.995, rate=0.05)] * 200, DELTA) > 1.0
     rounds = releases_for(1.0, DELTA, z, rate=0.05, grid_sigma=math.inf)

@@ -174,22 +174,6 @@ def test_7_10_the_metrics_have_the_agreed_names_and_those_of_the_inner_strategy(
     assert evaluated["gcn.evaluate_remote_inputs"] > trained["gcn.remote_inputs"]
 
 
-# What owners know of the edges.
-
-
-@pytest.mark.slow
-def test_the_adaptive_scale_follows_the_bytes() -> None:
-    of = strategy(mode="adaptive", n=16, local_steps=3)
-    run(of, grid(graph()), 4)
-    assert [report.train.scale for report in reports(of)][:2] == [1.0, 2.0]
-    assert all(scale >= 4.0 for scale in of.scales.values())
-    assert reports(of)[3].train.rows_fetched < reports(of)[0].train.rows_fetched
-    # One that fetches nothing has no reason to favour what it owns.
-    alone = strategy(mode="adaptive")
-    run(alone, grid(graph(parts=1)), 3)
-    assert alone.scales == {0: 1.0}
-
-
 # Inner strategies.
 
 
@@ -245,11 +229,10 @@ def test_nodes_outside_the_cohort_still_answer_with_rows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["measured", "adaptive"])
-def test_resumed_equals_uninterrupted(tmp_path: Path, mode: str) -> None:
+def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     def resumable() -> SkewedGCN:
         pair = Compressed(averaging(), TopK(density=0.25), TopK(density=0.5), seed=SEED)
-        return strategy(pair, mode=mode, cache="lru", cache_bytes=600, local_steps=2)
+        return strategy(pair, mode="measured", cache="lru", cache_bytes=600, local_steps=2)
 
     whole, over = resumable(), grid(graph())
     model = run(whole, over, 2)
@@ -265,10 +248,9 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, mode: str) -> None:
     held.apply(after, again)
     assert bits(run(after, again, 2, first=2, start=held.arrays)) == bits(model)
     assert after.reports == whole.reports
-    assert after.scales == whole.scales
     assert again.ledger.total("payload") == over.ledger.total("payload")
     with pytest.raises(StateError, match="resume with the same settings"):
-        held.apply(strategy(before.inner, mode=mode))
+        held.apply(strategy(before.inner, mode="measured"))
 
 
 @pytest.mark.parametrize(
@@ -425,22 +407,6 @@ def test_a_run_after_another_on_the_same_nodes_finds_their_caches_and_nothing_el
     assert bits(run(after, over, 2, first=2, start=begun)) == bits(model)
     assert after.reports[2].gcn.train.clients == FEW
     assert after.reports[2].gcn.train.setup_bytes == before.reports[1].gcn.train.setup_bytes > 0
-
-
-# Epochs.
-
-
-@pytest.mark.slow
-def test_the_adaptive_scale_is_searched_once_an_epoch() -> None:
-    """Of 48 nodes of 4 owners each learns from 10: batches of 4 make an epoch of three rounds."""
-    of = strategy(mode="adaptive", n=ENOUGH, batch_size=4)
-    over, scales = grid(graph()), []
-    run(of, over, 2, on_round=lambda *_: scales.append(set(of.scales.values())))
-    # Resumed within an epoch.
-    again = strategy(mode="adaptive", n=ENOUGH, batch_size=4)
-    again.load_state_dict(of.state_dict())
-    run(again, over, 4, first=3, on_round=lambda *_: scales.append(set(again.scales.values())))
-    assert scales == [{1.0}, {1.0}, {2.0}, {2.0}]
 
 
 # What stands inside and outside.

@@ -124,7 +124,6 @@ def test_models_of_nodes_own_are_piped_and_in_no_checkpoint(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: PipelinedStrategy(SharedSupport(), compensation=0.1), "makes its own steps"),
         (lambda: PipelinedStrategy(quiet(), 0), "width"),
         (lambda: Buffered(quiet(), 0, 1), "concurrency"),
         (lambda: Buffered(quiet(), 1, 0), "buffer"),

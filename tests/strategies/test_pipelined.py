@@ -280,26 +280,6 @@ def test_clients_evaluate_on_a_drained_pipe() -> None:
     assert [max(strategy.reports[r].overlap.staleness.values()) for r in range(1, 8)] == [0, 1, 1, 0, 1, 1, 0]
 
 
-def test_delay_compensation_corrects_the_mean_update_by_what_the_model_has_moved() -> None:
-    weights, strength, sent = [start()["w"].numpy().astype(np.float64)], 0.7, {}
-    queue: list[int] = []
-
-    def apply(number: int) -> None:
-        then = sent[number]
-        update = -float(STEP) * np.mean([gradient(then.astype(np.float32), p) for p in turns(2)(number)], axis=0)
-        weights.append(weights[-1] + update - strength * update**2 * (weights[-1] - then))
-
-    for number in range(1, 9):
-        sent[number] = weights[-1]
-        queue.append(number)
-        if len(queue) == 2:
-            apply(queue.pop(0))
-    apply(queue.pop(0))
-    end, _ = run(pipe(compensation=strength), 8)
-    np.testing.assert_allclose(end, weights[-1], atol=5e-6)
-    assert np.abs(end - recursion(8, 2, 0, turns(2))[-1]).max() > 1e-3
-
-
 def test_a_deadline_names_the_setting_that_is_wrong() -> None:
     with pytest.raises(ConfigError, match=r"quantile=80 is not valid: quantile must be a number in \(0, 1\]"):
         Deadline(80)

@@ -26,7 +26,6 @@ from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.graphs.base import GraphError, Ids
 from fedcomp.graphs.ids import decode_ids, decode_norms, encode_ids
 from fedcomp.graphs.rowcodecs import RowCodec, get_row_codec
-from fedcomp.graphs.scale import AdaptiveScale
 from fedcomp.graphs.structure_rows import decode_structure
 from fedcomp.program import EVALUATE, Answer, Ask, Now, Wait
 from fedcomp.systems.graphs.options import GraphOptions
@@ -60,9 +59,6 @@ OTHERS: Final = "others"
 THERE: Final = "there"
 """Where it says, after each exchange, which nodes are there, whether their answers can be used or not."""
 
-_ADAPTIVE_CAP: Final = 8.0
-"""Default cap of :class:`~fedcomp.graphs.scale.AdaptiveScale`; a lower ``s_max`` of the sampler holds as well."""
-
 _FIGURES: Final = {ROWS: "id_bytes", STRUCTURE: "structure_bytes", NORMS: "setup_bytes"}
 """The figure in which the bytes of id lists count, by kind of request; bytes of rows have separate figures."""
 
@@ -76,7 +72,6 @@ class Requester:
     part : int
     absent : frozenset of int
         Owners that its plan does without.
-    scale : float
     planned : bool
     plans : int
         How often it was asked for a plan.
@@ -91,13 +86,10 @@ class Requester:
         Frames of feature rows by owner, ready for its training.
     brought : dict of str to bytes
         Norms and rows of the adjacency for its next plan.
-    moved : int
-        Bytes that its plans and its rows have taken so far.
     """
 
     part: int
     absent: frozenset[int]
-    scale: float
     planned: bool = False
     plans: int = 0
     needs: str = ""
@@ -106,7 +98,6 @@ class Requester:
     figures: Planned | None = None
     rows: dict[int, Frame] = field(default_factory=dict)
     brought: dict[str, Frame] = field(default_factory=dict)
-    moved: int = 0
     _fetched: dict[int, Ids] = field(default_factory=dict)
 
     def missing(self) -> dict[int, Ids]:
@@ -120,7 +111,6 @@ class Requester:
     def take(self, owner: int, ids: Ids, frame: Frame) -> None:
         """Keep feature rows."""
         self.rows[owner], self._fetched[owner] = frame, ids
-        self.moved += len(frame)
 
     def settle(self, codec: RowCodec) -> None:
         """Keep only those fetched rows that the last plan uses: the client refuses others."""
@@ -172,7 +162,6 @@ class Conversation:
         # Those that were silent in this round's training are not asked in its evaluation: each would cost a timeout.
         self._dropped = set(self.silent) if held.get("round") == now.number else set[int]()
         self._common: tuple[Any, ...] | None = tuple(held["common"]) if held.get("common") else None
-        self._scales: dict[str, Any] = dict(held.get("scales", {}))
         self._before, self._present = set[int](held.get("present", ())), set[int]()
         self._apart = set[int]()
 
@@ -201,7 +190,6 @@ class Conversation:
             "present": sorted(self._present),
             "round": self.now.number,
             "common": [] if self._common is None else list(self._common),
-            "scales": self._scales,
         }
 
     def turn(self) -> Answers:
@@ -222,7 +210,7 @@ class Conversation:
         yield from self._prepared(clients)
         asks = []
         for part, r in self.requesters.items():
-            say = Turn(self.purpose, tuple(sorted(r.absent)), r.scale)
+            say = Turn(self.purpose, tuple(sorted(r.absent)))
             asks.append(Ask(part, "train" if self.purpose == "train" else EVALUATE, say, named(ROWS, r.rows)))
             self.traffic.count(asks[-1].frames, "feature_bytes_link")
             self.traffic.rows_received[part] = sum(map(len, r.wants.values()))
@@ -232,8 +220,6 @@ class Conversation:
         self.traffic.clients = len(answers)
         for part in self.requesters.keys() - {answer.node for answer in answers}:
             self.lost[part] = "it did not answer, or its answer was refused"
-        if self.system.adaptive and self.purpose == "train":
-            self._observe(answers)
         self.keep()
         return answers
 
@@ -321,7 +307,7 @@ class Conversation:
             if part in self.absent:
                 self.lost[part] = self.absent[part]
             else:
-                self.requesters[part] = Requester(part, frozenset(self.absent), self._scale(part))
+                self.requesters[part] = Requester(part, frozenset(self.absent))
         while True:
             yield from self._plan()
             if self._replan():
@@ -344,10 +330,10 @@ class Conversation:
         asks = []
         for r in todo:
             r.plans += 1
-            say = Plan(self.purpose, tuple(sorted(r.absent)), r.scale)
+            say = Plan(self.purpose, tuple(sorted(r.absent)))
             asks.append(Ask(r.part, "query", say, r.brought, model=False))
             for name, data in r.brought.items():
-                r.moved += self.traffic.count({name: data}, _FIGURES[name.partition("/")[0]])
+                self.traffic.count({name: data}, _FIGURES[name.partition("/")[0]])
         answers = yield from self._exchange(asks)
         came = {answer.node: answer for answer in answers}
         for r in todo:
@@ -359,7 +345,7 @@ class Conversation:
                 continue
             answer = came[r.part]
             kind = answer.say.kind if isinstance(answer.say, Needs) else ROWS
-            r.moved += self.traffic.count(answer.frames, _FIGURES[kind])
+            self.traffic.count(answer.frames, _FIGURES[kind])
             try:
                 self._take_plan(r, answer, kind)
             except FedcompError as why:
@@ -519,47 +505,6 @@ class Conversation:
         """Continue without a client."""
         if self.requesters.pop(part, None) is not None:
             self.lost.setdefault(part, reason)
-
-    # The scale, where the server searches it.
-
-    def _scale(self, part: int) -> float:
-        return self._search(part).s if self.system.adaptive and self.purpose == "train" else 0.0
-
-    def _search(self, part: int) -> AdaptiveScale:
-        search = AdaptiveScale(cap=min(_ADAPTIVE_CAP, self.system.sampler.s_max))
-        if held := self._scales.get(str(part)):
-            search.load_state_dict(held["search"])
-        return search
-
-    def _observe(self, answers: Sequence[Answer]) -> None:
-        """Report to each search, once per epoch, the fraction of its client's bytes that was used for fetching.
-
-        It uses bytes, not seconds, so the search is the same on every machine. An epoch of a part lasts until it has
-        trained on as many nodes as it has for training; rounds with a lost reply do not count.
-        """
-        model = sum(t.size * np.dtype(t.dtype).itemsize for t in self.now.layout.tensors)
-        for answer in answers:
-            part, rounds = answer.node, self.system.rounds
-            requester, nodes = self.requesters[part], self.owners[part].train
-            moved = requester.moved + sum(map(len, requester.rows.values()))
-            trained = model + sum(map(len, answer.frames.values()))
-            # A batch size of 0 is all training nodes, and no batch is larger than that.
-            learnt = rounds.local_steps * min(rounds.batch_size or nodes, nodes)
-            search, held = self._search(part), self._scales.get(str(part), {})
-            before = held.get("epoch", (0, 0, 0))
-            epoch = before[0] + learnt, before[1] + moved, before[2] + moved + trained
-            if epoch[0] >= nodes:
-                # An epoch in which no byte moved has no share to tell.
-                if epoch[2]:
-                    search.observe(epoch[1], epoch[2])
-                epoch = 0, 0, 0
-            self._scales[str(part)] = {"search": search.state_dict(), "epoch": list(epoch)}
-
-
-def scales_in(state: Mapping[str, Any]) -> dict[int, float]:
-    """Return the scale of each part's next round, where the server searches it, from what a round has left."""
-    held: Mapping[str, Any] = state.get(STATE, {}).get("scales", {})
-    return {int(part): float(each["search"]["s"]) for part, each in sorted(held.items())}
 
 
 def _told(common: tuple[Any, ...] | None) -> str:

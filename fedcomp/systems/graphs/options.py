@@ -62,11 +62,6 @@ class GraphOptions(Pair):
             )
         return ""
 
-    @property
-    def adaptive(self) -> bool:
-        """Whether the server searches the scale."""
-        return self.sampler.skews and self.sampler.mode == "adaptive"
-
     def sampler_of(self, purpose: str) -> SamplerSettings:
         """Return the sampler of a training or an evaluation."""
         if purpose == "train" or self.rounds.evaluate == "sampled":

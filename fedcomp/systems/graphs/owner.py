@@ -222,7 +222,7 @@ def _plans(
         steps=system.rounds.local_steps,
         batch_size=system.rounds.batch_size,
         purpose=say.purpose,
-        conditions=Conditions(frozenset(say.absent), kept.cache.ids, norms, say.scale or None),
+        conditions=Conditions(frozenset(say.absent), kept.cache.ids, norms),
     )
 
 

@@ -39,7 +39,6 @@ Parts = Annotated[tuple[int, ...], Many(_Part, MOST_PARTS, ascending=True)]
 Count = Annotated[int, Int(absent=0)]
 Amount = Annotated[float, Real(least=0.0, absent=0.0)]
 Purpose = Annotated[str, OneOf(*PURPOSES)]
-Scale = Annotated[float, Real(least=0.0, absent=0.0)]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -109,16 +108,10 @@ class Plan(Said):
     purpose : {"train", "evaluate"}
     absent : tuple of int
         Owners to do without.
-    scale : float
-        s where the server decides it; 0: the sampler does.
     """
 
     purpose: Purpose
     absent: Parts = ()
-    scale: Scale = 0.0
-
-    def conflict(self) -> str:
-        return f"scale {self.scale} is neither 0 nor at least 1" if 0.0 < self.scale < 1.0 else ""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
