@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fedcomp import params
 from fedcomp.codecs.base import State
 from fedcomp.codecs.forms import FORMS, RESTS
-from fedcomp.codecs.listed import INDICES, ListedCodec, without_densities
+from fedcomp.codecs.listed import INDICES, ListedCodec
 from fedcomp.codecs.positional import SCOPES, AdaptiveCodec, Stretch
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.kernels import exceedances, select_above, select_topk, tiers
@@ -113,6 +113,7 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
 
     codec_id: ClassVar[str] = "keyregion"
     finds_non_finite = True
+    takes_densities = False
 
     key_density: Density = 0.10
     sparse_density: Density = 0.005
@@ -122,10 +123,6 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
     values: Annotated[str, OneOf(*FORMS)] = "float32"
     index: Annotated[str, OneOf(*INDICES)] = "auto"
     rest: Annotated[str, OneOf(*RESTS)] = "auto"
-
-    def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
-        """Return the parts of the vector that become tensors; densities of single tensors are refused."""
-        return without_densities(layout, self.scope, self)
 
     def most(self, stretch: Stretch) -> int:
         """Return the largest number of values of any update: twice the largest total of the fractions, and 3.
@@ -139,7 +136,6 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
         return min(2 * params.count(min(1.0, total * (1.0 + 1e-9)), stretch.size) + 3, stretch.size)
 
     def start(self, stretch: Stretch) -> State:
-        """Return the state before the first round."""
         return {"histograms": np.zeros((2, COUNTERS)), "gains": np.ones(2), "wanted": np.zeros(2, np.int64)}
 
     def pack_next(self, values: Vector, stretch: Stretch, state: State, key: Key) -> tuple[Tensor, State]:

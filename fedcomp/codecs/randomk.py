@@ -84,11 +84,9 @@ class RandomK(PositionalCodec):
 
     @property
     def rest_form(self) -> ValueForm:
-        """How the dense rest travels: in 8 bits beside values of 8 bits and fewer."""
         return rest_form(self.values)
 
     def form(self) -> dict[str, int]:
-        """Return what the lengths of the values depend on."""
         return dict(FORMS[self.values].form)
 
     def count(self, stretch: Stretch) -> int:
@@ -96,7 +94,6 @@ class RandomK(PositionalCodec):
         return params.count(self.density if stretch.density is None else stretch.density, stretch.size)
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return the tensor whose indices are a seed."""
         k = self.count(stretch)
         kept = narrowed(values[self.positions(stretch, key)])
         if self.unbiased:
@@ -109,7 +106,6 @@ class RandomK(PositionalCodec):
         return wire.seeded((stretch.size,), self._seed(stretch, key), k, coded, algorithm=self.algorithm)
 
     def positions(self, stretch: Stretch, key: Key) -> NDArray[np.int64]:
-        """Return the coordinates of ``stretch`` that travel under the key of its layer, ascending."""
         return Seeded(self._seed(stretch, key), self.algorithm).indices(stretch.size, self.count(stretch))
 
     def expect(self, stretch: Stretch) -> Expected:

@@ -77,11 +77,9 @@ class FixedSupport(PositionalCodec):
 
     @property
     def rest_form(self) -> ValueForm:
-        """How the dense rest travels: in 8 bits beside values of 8 bits and fewer."""
         return rest_form(self.values)
 
     def form(self) -> dict[str, int]:
-        """Return what the lengths of the values depend on."""
         return dict(FORMS[self.values].form)
 
     def get_config(self) -> dict[str, Any]:
@@ -122,13 +120,11 @@ class FixedSupport(PositionalCodec):
         return parts
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return the values on the support."""
         indices = self.indices(stretch)
         kept = FORMS[self.values].code(values[indices])
         return wire.shared((stretch.size,), self.tensor_id(stretch), kept, indices=indices)
 
     def expect(self, stretch: Stretch) -> Expected:
-        """Return the stretch's shape, and that values on a shared support are expected, as many as it has indices."""
         return Expected(
             "",
             (stretch.size,),
@@ -229,7 +225,6 @@ class LeaderSelected(Waiting):
         return {_BLOCK: block, _BLOCK_ID: np.asarray(support_id, np.int64)}
 
     def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
-        """Return ``state`` with the frame's mass back in the memory."""
         # The frame was encoded without an exchange, by a leader without followers.
         if _BLOCK not in state:
             return self.feedback.rollback(state, frame, layout)
@@ -249,7 +244,6 @@ class LeaderSelected(Waiting):
 
     @property
     def feedback(self) -> ErrorFeedback:
-        """The memory of a leader without followers."""
         return self.around(self.codec)
 
     def around(self, codec: Codec) -> ErrorFeedback:

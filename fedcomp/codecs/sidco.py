@@ -269,7 +269,6 @@ class SIDCo(AdaptiveCodec, ListedCodec):
         return max(1, math.ceil(math.log2(stretch.size / self.count(stretch))))
 
     def start(self, stretch: Stretch) -> State:
-        """Return the state before the first estimate."""
         stages = self.stages
         if stages is None:
             fraction = self.count(stretch) / stretch.size

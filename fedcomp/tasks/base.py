@@ -482,5 +482,4 @@ class Classification(Task):
         return nn.functional.cross_entropy(outputs, targets)
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return where the largest logit is the target's."""
         return outputs.argmax(1) == targets
