@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -110,7 +110,7 @@ class LearnedGradients(System, id="lgc"):
     training_rounds: Annotated[int, Int()] = 50
     server_lr: Positive = 1.0
     common: Annotated[str, OneOf("turn", "first")] = "turn"
-    training: Annotated[AutoencoderTraining, Made(_training)] = ADAM
+    training: Annotated[AutoencoderTraining, Made(AutoencoderTraining.made)] = ADAM
 
     def conflict(self) -> str:
         if not isinstance(self.codec, LGC):
@@ -347,7 +347,3 @@ def _encoder_in(ask: Ask, named: int) -> LatentEncoder:
     if found.id != named:
         raise StateError(f"the message brings the encoder {found.id:x} and names {named:x}")
     return found
-
-
-def _training(value: Any) -> AutoencoderTraining:
-    return value if isinstance(value, AutoencoderTraining) else AutoencoderTraining(**value)

@@ -87,10 +87,6 @@ class DpSgdPlan(Configured):
     insecure: Annotated[bool, Flag()] = False
     options: Annotated[Mapping[str, Any], Options(16)] = field(default_factory=dict)
 
-    def to_config(self) -> dict[str, Any]:
-        """Return the JSON-able fields."""
-        return self.get_config()
-
     def ledger(self, records: int) -> PrivacyLedger:
         """Return an empty ledger of somebody with ``records`` records.
 
