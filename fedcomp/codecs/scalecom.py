@@ -346,23 +346,6 @@ def _index(leader: PositionalCodec, stretch: Stretch) -> str:
     return f"auto+bins:{leader.chunk(stretch)}" if isinstance(leader, ChunkTop1) else "auto"
 
 
-def support_id_of(frame: Frame, codec: LeaderSelected, layout: Layout) -> int | None:
-    """Return the id of the support on which the server's mean lies, None for a model without compressible tensors.
-
-    Raises
-    ------
-    fedcomp.wire.WireError
-        When the frame is not such a mean.
-    """
-    # Only the sizes matter here: one element stands for all, so that nothing of the model's size is allocated.
-    everywhere = tuple(np.broadcast_to(np.int64(0), (s.size,)) for s in codec.leader.stretches(layout))
-    bundle = wire.decode(frame, codec.mean(everywhere, 0).schema(layout))
-    for tensor in bundle.tensors:
-        if isinstance(tensor.index, SharedSupport):
-            return tensor.index.support_id >> _STRETCH_BITS
-    return None
-
-
 def held_support(state: State) -> tuple[int, Frame] | None:
     """Return id and index block of the support the last frame lies on, None when there is none in ``state``."""
     if _BLOCK not in state or _BLOCK_ID not in state:
