@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs.base import all_finite
-from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
-from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_dense, require_values
+from fedcomp.codecs.forms import FORMS, ValueForm
+from fedcomp.codecs.positional import FormedCodec, PositionalCodec, Stretch, expected_dense, require_values
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.kernels import add_scaled
 from fedcomp.layout import Layout, Update, Vector
@@ -148,15 +148,13 @@ class Coefficients(PositionalCodec):
         return np.zeros(0, np.int64)
 
 
-class SharedCoefficients(Coefficients):
+class SharedCoefficients(FormedCodec, Coefficients):
     """Base of codecs that send in a basis both ends hold; frames carry its id, and those of another id are refused.
 
     Sending is linear, up to a constant that all clients share: coefficients of a mean are the mean of coefficients. So
     a receiver adds up coefficients (:meth:`gather`) and forms tensors once (:meth:`conclude`), whatever the number of
     clients. Such a codec is made per round; its basis travels as a frame of its own, never in a configuration.
     """
-
-    values: str
 
     @property
     @abstractmethod
@@ -167,17 +165,6 @@ class SharedCoefficients(Coefficients):
     def linear(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here of the form
         """Whether coefficients travel as they are, so that what arrives adds up like what was sent."""
         return FORMS[self.values].exact
-
-    @property
-    def value_form(self) -> ValueForm:
-        return FORMS[self.values]
-
-    @property
-    def rest_form(self) -> ValueForm:
-        return rest_form(self.values)
-
-    def form(self) -> dict[str, int]:
-        return dict(self.value_form.form)
 
     def get_config(self) -> dict[str, object]:
         """Refused: a basis travels as a frame of its own."""

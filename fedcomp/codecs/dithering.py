@@ -48,7 +48,7 @@ class Dithering(PositionalCodec):
     codec_id: ClassVar[str] = "dithering"
     unbiased = True
     wide = True
-    whole = wire.QsgdLevels
+    complete = wire.QsgdLevels
 
     bits: Annotated[int, Int(1, 16)] = 2
 

@@ -28,7 +28,7 @@ class Identity(PositionalCodec):
     unbiased = True
     never_enlarges = True
     wide = True
-    whole = wire.Raw
+    complete = wire.Raw
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return one stretch over everything: nothing is left for the dense rest, whatever the policy asks."""

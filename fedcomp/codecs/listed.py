@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import wire
-from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
 from fedcomp.codecs.positional import (
-    PositionalCodec,
+    FormedCodec,
     Stretch,
     expected_sparse,
     require_values,
@@ -25,39 +24,21 @@ INDICES = ("auto", *wire.PLAIN, *(f"complement:{name}" for name in wire.PLAIN))
 """How the support travels."""
 
 
-class ListedCodec(PositionalCodec):
+class ListedCodec(FormedCodec):
     """Base of codecs that choose coordinates and list them: how they are written, and what a receiver takes of them.
 
     Attributes
     ----------
-    values : str
-        How the chosen values travel, a name of :data:`~fedcomp.codecs.forms.FORMS`; what is rounded to zero does not.
     index : str
         The wire's index codec; "auto" takes the smallest.
-    rest : {"auto", "float32", "bf16", "q8"}
-        How the dense rest travels; "auto": "q8" beside values of 8 bits and fewer, else "float32".
     """
 
-    values: str
     index: str
-    rest: str
-
-    @property
-    def value_form(self) -> ValueForm:
-        """How the chosen values travel."""
-        return FORMS[self.values]
-
-    @property
-    def rest_form(self) -> ValueForm:
-        return rest_form(self.values, self.rest)
 
     @property
     def never_enlarges(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here of the form
         """Whether neither the chosen values nor the dense rest are rounded up."""
         return self.value_form.never_enlarges and self.rest_form.never_enlarges
-
-    def form(self) -> dict[str, int]:
-        return dict(self.value_form.form)
 
     @abstractmethod
     def most(self, stretch: Stretch) -> int:

@@ -44,7 +44,7 @@ class NaturalCompression(PositionalCodec):
 
     codec_id: ClassVar[str] = "natural"
     unbiased = True
-    whole = wire.Natural
+    complete = wire.Natural
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the dense tensor of signs and exponents.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs.base import Codec, State, all_finite, norm, require_finite
-from fedcomp.codecs.forms import FORMS, ValueForm
+from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.kernels import add_scaled, scatter_add
 from fedcomp.layout import Layout, Update, Vector
@@ -124,14 +124,14 @@ class Packing(ABC):
         How supports are written, as :func:`fedcomp.wire.longest` takes it.
     wide : bool
         :meth:`pack` takes float64 values, too, and ranks or rounds them as they are. Updates are float32.
-    whole : type of values, optional
+    complete : type of values, optional
         The form of all values of a stretch, where tensors hold all of them in one form.
     """
 
     finds_non_finite: bool = False
     index = "auto"
     wide: ClassVar[bool] = False
-    whole: ClassVar[type[Values] | None] = None
+    complete: ClassVar[type[Values] | None] = None
 
     @abstractmethod
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
@@ -139,14 +139,14 @@ class Packing(ABC):
 
     def expect(self, stretch: Stretch) -> Expected:
         """Return what the receiver expects for ``stretch``; what it rules out is refused before it is decoded."""
-        if self.whole is None:
+        if self.complete is None:
             return Expected("", (stretch.size,), "float32")
-        return expected_dense(stretch.size, self.whole)
+        return expected_dense(stretch.size, self.complete)
 
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
         """Raise :class:`fedcomp.wire.WireError` when ``tensor`` is not what :meth:`pack` makes of a stretch."""
-        if self.whole is not None:
-            require_values(tensor, self.whole, sparse=False)
+        if self.complete is not None:
+            require_values(tensor, self.complete, sparse=False)
 
     def section(self, stretch: Stretch, dtype: str = "float32") -> wire.Section | None:
         """Return how a tensor of ``stretch`` travels in a message that needs no frame, None where it needs one.
@@ -329,6 +329,33 @@ class PositionalCodec(Packing, Codec):
         if _covered(parts) < layout.size:
             places.append(slice(_covered(parts), layout.size))
         yield from zip(bundle.tensors, places, strict=True)
+
+
+class FormedCodec(PositionalCodec):
+    """Base of codecs whose values travel in one form, and the dense rest in another.
+
+    Attributes
+    ----------
+    values : str
+        How values travel, a name of :data:`~fedcomp.codecs.forms.FORMS`.
+    rest : {"auto", "float32", "bf16", "q8"}
+        How the dense rest travels; "auto": "q8" beside values of 8 bits and fewer, else "float32".
+    """
+
+    values: str
+    rest: str = "auto"
+
+    @property
+    def value_form(self) -> ValueForm:
+        """How values travel."""
+        return FORMS[self.values]
+
+    @property
+    def rest_form(self) -> ValueForm:
+        return rest_form(self.values, self.rest)
+
+    def form(self) -> dict[str, int]:
+        return dict(self.value_form.form)
 
 
 class SeededCodec(PositionalCodec):

@@ -43,7 +43,7 @@ class QSGD(PositionalCodec):
 
     codec_id: ClassVar[str] = "qsgd"
     unbiased = True
-    whole = wire.QsgdLevels
+    complete = wire.QsgdLevels
 
     levels: Annotated[int, Int(1, 32767)] = 127
     bucket: Annotated[int, Int(2, 1 << 24)] = 512

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params, wire
-from fedcomp.codecs.forms import FORMS, ValueForm, narrowed, rest_form
+from fedcomp.codecs.forms import FORMS, narrowed
 from fedcomp.codecs.positional import (
     SCOPES,
-    PositionalCodec,
+    FormedCodec,
     Stretch,
     expected_sparse,
     require_values,
@@ -33,7 +33,7 @@ _VALUES = tuple(name for name in FORMS if name != "float64")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class RandomK(PositionalCodec):
+class RandomK(FormedCodec):
     """Send ``k = max(1, ceil(density * n))`` coordinates of a uniformly random support.
 
     Parameters
@@ -81,13 +81,6 @@ class RandomK(PositionalCodec):
             linear=form.exact,
             never_enlarges=not self.unbiased and form.never_enlarges and self.rest_form.never_enlarges,
         )
-
-    @property
-    def rest_form(self) -> ValueForm:
-        return rest_form(self.values)
-
-    def form(self) -> dict[str, int]:
-        return dict(FORMS[self.values].form)
 
     def count(self, stretch: Stretch) -> int:
         """Return k of ``stretch``."""

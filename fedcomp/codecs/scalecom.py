@@ -23,8 +23,8 @@ from fedcomp import params, wire
 from fedcomp.codecs.base import Codec, State
 from fedcomp.codecs.chunk import ChunkTop1
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
-from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, require_values
+from fedcomp.codecs.forms import FORMS
+from fedcomp.codecs.positional import SCOPES, FormedCodec, PositionalCodec, Stretch, expected_sparse, require_values
 from fedcomp.codecs.topk import TopK
 from fedcomp.codecs.waiting import Waiting
 from fedcomp.errors import ConfigError, StateError
@@ -46,7 +46,7 @@ _INDICES: Final = (*wire.PLAIN, "complement", "bins")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class FixedSupport(PositionalCodec):
+class FixedSupport(FormedCodec):
     """Send the values on a support both ends hold; not a single index travels.
 
     For one support it is linear: frames of several clients may be summed before or after decoding. It is made per
@@ -74,13 +74,6 @@ class FixedSupport(PositionalCodec):
     def linear(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here of the form
         """Whether values travel as they are, so that what arrives adds up like what was sent."""
         return FORMS[self.values].exact
-
-    @property
-    def rest_form(self) -> ValueForm:
-        return rest_form(self.values)
-
-    def form(self) -> dict[str, int]:
-        return dict(FORMS[self.values].form)
 
     def get_config(self) -> dict[str, Any]:
         """Refused: supports travel as index blocks (:func:`support_frame`)."""

@@ -56,7 +56,7 @@ class ScaledSign(PositionalCodec):
     codec_id: ClassVar[str] = "scaledsign"
     never_enlarges = True
     wide = True
-    whole = wire.SignScale
+    complete = wire.SignScale
     takes_densities = False
 
     scope: Annotated[str, OneOf(*SCOPES)] = "layer"

@@ -60,7 +60,7 @@ class SignSGD(PositionalCodec):
 
     codec_id: ClassVar[str] = "signsgd"
     votes = True
-    whole = wire.SignScale
+    complete = wire.SignScale
     takes_densities = False
 
     step: Annotated[float, Real(least=_SMALLEST, most=_LARGEST)]

@@ -53,7 +53,7 @@ class TernGrad(PositionalCodec):
     """
 
     codec_id: ClassVar[str] = "terngrad"
-    whole = wire.Ternary
+    complete = wire.Ternary
     takes_densities = False
 
     clip: NotNegative = 0.0

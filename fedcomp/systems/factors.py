@@ -25,7 +25,7 @@ from fedcomp.codecs.factors import at_model, wanted_by
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.factors.collect import Captured
 from fedcomp.layout import Layout, Vector
-from fedcomp.program import Answer, AnswerError, Ask, Frames, Given, Me, Mean, Now, Round, Said, Single, Step, System
+from fedcomp.program import Answer, AnswerError, Ask, Encoded, Frames, Given, Me, Mean, Now, Round, Said, Single, Step
 from fedcomp.rules import Int, Made, Switch
 from fedcomp.wire import Bundle, Frame, Limits
 
@@ -57,7 +57,7 @@ class FramePart(Said):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class FactorSharing(System, id="factors"):
+class FactorSharing(Encoded, id="factors"):
     """Average updates that are sent as outer products.
 
     Parameters
@@ -95,9 +95,6 @@ class FactorSharing(System, id="factors"):
     @property
     def several(self) -> bool:
         return self.by_layer
-
-    def start(self, layout: Layout) -> State:
-        return self.codec.init(layout)
 
     def at(self, model: Vector, layout: Layout) -> Codec:
         """Return the codec for updates of a model: edAD back-propagates through it."""

@@ -34,7 +34,7 @@ from fedcomp.codecs.lgc import FEWEST, LGC, SCALES, Innovation, NodeEstimate, sc
 from fedcomp.codecs.scalecom import Supports, open_support, support_frame
 from fedcomp.errors import StateError
 from fedcomp.layout import Layout, Update, Vector
-from fedcomp.program import NO_FRAMES, Answer, AnswerError, Ask, Frames, Given, Me, Now, Round, Said, Step, System
+from fedcomp.program import NO_FRAMES, Answer, AnswerError, Ask, Encoded, Frames, Given, Me, Now, Round, Said, Step
 from fedcomp.rng import Key
 from fedcomp.rules import Flag, Int, Made, OneOf, Positive, Real
 from fedcomp.systems.autoencoder import ADAM, AutoencoderTraining, drawn, half_of
@@ -79,7 +79,7 @@ class Led(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class LearnedGradients(System, id="lgc"):
+class LearnedGradients(Encoded, id="lgc"):
     """LGC: average updates that are sent as latents of an autoencoder trained on the updates of earlier rounds.
 
     Parameters
@@ -101,6 +101,7 @@ class LearnedGradients(System, id="lgc"):
     """
 
     KEEPS: ClassVar[bool] = True
+    SEVERAL: ClassVar[bool] = True
 
     SAYS: ClassVar[tuple[type[Said], ...]] = (Stage, Scale)
     SHARED: ClassVar[tuple[str, ...]] = ("support",)
@@ -118,13 +119,6 @@ class LearnedGradients(System, id="lgc"):
         if self.codec.sends_latents:
             return "the ids of the autoencoder are set by the server; leave encoder and decoder at 0"
         return ""
-
-    @property
-    def several(self) -> bool:
-        return True
-
-    def start(self, layout: Layout) -> State:
-        return self.codec.init(layout)
 
     def round(self, now: Now) -> Round:
         layout = now.layout
@@ -244,9 +238,6 @@ class LearnedGradients(System, id="lgc"):
         frames["values"], memory = sent
         says = by_node or (stage.lead and not codec.dense)
         return memory, Answer(me.node, say=Scale(scale) if says else None, frames=frames)
-
-    def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
-        return self.codec.rollback(memory, frame, layout)
 
     def residual(self, memory: State, layout: Layout) -> Vector | None:
         # Elsewhere what is decoded of all is not the sum of what each gives away.

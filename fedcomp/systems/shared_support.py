@@ -20,7 +20,7 @@ import numpy as np
 from fedcomp.codecs import Codec, State, get_codec
 from fedcomp.codecs.scalecom import ScaleCom, Supports, open_support, support_frame
 from fedcomp.layout import Layout, Vector
-from fedcomp.program import Answer, AnswerError, Ask, Frames, Me, Now, Round, Said, Step, System
+from fedcomp.program import Answer, AnswerError, Ask, Encoded, Frames, Me, Now, Round, Said, Step
 from fedcomp.rng import Key
 from fedcomp.rules import Int, Made, Real, Switch
 from fedcomp.wire import Frame
@@ -39,7 +39,7 @@ class Lead(Said):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class SharedSupport(System, id="shared-support"):
+class SharedSupport(Encoded, id="shared-support"):
     """ScaleCom: average updates on a support that one client chooses for all.
 
     Parameters
@@ -53,6 +53,7 @@ class SharedSupport(System, id="shared-support"):
     """
 
     SAYS: ClassVar[tuple[type[Said], ...]] = (Lead,)
+    SEVERAL: ClassVar[bool] = True
     SHARED: ClassVar[tuple[str, ...]] = ("support",)
 
     codec: Annotated[ScaleCom, Made(get_codec)]
@@ -67,13 +68,6 @@ class SharedSupport(System, id="shared-support"):
     def at(self, number: int) -> ScaleCom:
         """Return the codec of a round."""
         return replace(self.codec, dense=True) if number <= self.warmup_rounds else self.codec
-
-    @property
-    def several(self) -> bool:
-        return True
-
-    def start(self, layout: Layout) -> State:
-        return self.codec.init(layout)
 
     def round(self, now: Now) -> Round:
         codec, layout = self.at(now.number), now.layout
@@ -128,9 +122,6 @@ class SharedSupport(System, id="shared-support"):
     def reads(self, blobs: Frames, number: int, layout: Layout) -> Codec:
         codec = self.at(number)
         return codec.mean(open_support(blobs["support"], codec, layout), number)
-
-    def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
-        return self.codec.rollback(memory, frame, layout)
 
     def residual(self, memory: State, layout: Layout) -> Vector | None:
         if not self.codec.memory:

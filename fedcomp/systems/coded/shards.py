@@ -149,6 +149,7 @@ class Coded(System):
     """
 
     KEYS: ClassVar[type[KeyPair] | None] = PeerIdentity
+    SEVERAL: ClassVar[bool] = True
 
     symbols: Annotated[int, Int()] = 0
     shards: Annotated[int, Int()] = 0
@@ -162,10 +163,6 @@ class Coded(System):
     def updates(self) -> System:
         """What makes the updates, and remembers."""
         raise NotImplementedError
-
-    @property
-    def several(self) -> bool:
-        return True
 
     def start(self, layout: Layout) -> State:
         return self.updates.start(layout)

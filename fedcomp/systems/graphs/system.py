@@ -38,10 +38,7 @@ class Graphs(GraphOptions, id="graphs"):
     SAYS: ClassVar[tuple[type[Said], ...]] = (Who, Owner, Plan, Needs, Planned, Fetch, Refused, Turn)
     RULES: ClassVar[tuple[type, ...]] = (Mean, Single)
     KEEPS: ClassVar[bool] = True
-
-    @property
-    def several(self) -> bool:
-        return True
+    SEVERAL: ClassVar[bool] = True
 
     def round(self, now: Now) -> Round:
         turn = Conversation(self, now, "train")
