@@ -108,10 +108,8 @@ class ChunkTopK(ListedCodec):
         c, at least 1.
     scope : {"layer", "global"}
         Chunks of every tensor by itself, or of the whole model as one vector, where they straddle its tensors.
-    values, rest : str
-        How the chosen values and the dense rest travel, as for :class:`~fedcomp.codecs.TopK`.
-    index : str
-        The wire's index codec; "auto" takes the smallest.
+    values, rest, index : str
+        As of :class:`~fedcomp.codecs.TopK`.
 
     Examples
     --------

@@ -95,10 +95,8 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
         Factor of the histograms per round, in [0, 1]. With 0 only the current round counts.
     scope : {"global", "layer"}
         Treat the whole model as one vector, or every tensor by itself. Densities of single tensors are refused.
-    values, rest : str
-        How the values and the dense rest travel, as for :class:`~fedcomp.codecs.TopK`.
-    index : str
-        The wire's index codec; "auto" takes the smallest.
+    values, rest, index : str
+        As of :class:`~fedcomp.codecs.TopK`.
 
     Notes
     -----

@@ -31,10 +31,8 @@ class Threshold(ListedCodec):
         The magnitude, positive. It is compared as a float32: the largest that does not exceed it.
     scope : {"global", "layer"}
         One tensor of the frame for the whole model, or one per tensor. The same coordinates travel.
-    values, rest : str
-        How the values and the dense rest travel, as for :class:`~fedcomp.codecs.TopK`.
-    index : str
-        The wire's index codec; "auto" takes the smallest.
+    values, rest, index : str
+        As of :class:`~fedcomp.codecs.TopK`.
 
     Examples
     --------
