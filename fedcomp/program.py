@@ -615,17 +615,28 @@ class System(Configured, ABC):
 
 
 class Encoded(System):
-    """A system with one codec, whose memory is that of a client.
+    """A system with one codec, whose memory a client keeps.
 
     Attributes
     ----------
     codec : Codec
     """
 
+    BESIDE: ClassVar[tuple[str, ...]] = ()
+    """How the names of what a client remembers beside it begin; it stays where a frame is put back."""
+
     codec: Codec
+
+    def own(self, memory: State) -> State:
+        """Return the codec's part of a memory."""
+        return {name: array for name, array in memory.items() if not name.startswith(self.BESIDE)}
 
     def start(self, layout: Layout) -> State:
         return self.codec.init(layout)
 
     def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
-        return self.codec.rollback(memory, frame, layout)
+        beside = {name: array for name, array in memory.items() if name.startswith(self.BESIDE)}
+        return {**self.codec.rollback(self.own(memory), frame, layout), **beside}
+
+    def residual(self, memory: State, layout: Layout) -> Vector | None:
+        return self.codec.residual(self.own(memory))

@@ -78,6 +78,7 @@ class FactorSharing(Encoded, id="factors"):
     """
 
     SAYS: ClassVar[tuple[type[Said], ...]] = (FetchPart, FramePart)
+    BESIDE: ClassVar[tuple[str, ...]] = (_PART,)
     RULES: ClassVar[tuple[type, ...]] = (Mean, Single)
 
     codec: Annotated[Codec, Made(get_codec)]
@@ -173,7 +174,7 @@ class FactorSharing(Encoded, id="factors"):
         codec = self.at(me.start, me.layout)
         # Memory and update together are no sum of what was captured.
         update = me.update(collect=wanted_by(codec))
-        frame, after = codec.encode(update, _own(memory), me.key)
+        frame, after = codec.encode(update, self.own(memory), me.key)
         if not self.by_layer:
             return after, Answer(me.node, frames={self.SENT: frame})
         first, *rest = split(frame, layers(me.layout))
@@ -185,19 +186,12 @@ class FactorSharing(Encoded, id="factors"):
         )
 
     def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
-        return self.codec.rollback(_own(memory), frame, layout)
-
-    def residual(self, memory: State, layout: Layout) -> Vector | None:
-        return self.codec.residual(_own(memory))
+        # Parts belong to the frame that is put back.
+        return self.codec.rollback(self.own(memory), frame, layout)
 
 
 def _inner(codec: Codec) -> Codec:
     return codec.codec if isinstance(codec, ErrorFeedback) else codec
-
-
-def _own(memory: State) -> State:
-    """Return the memory of the codec, without parts that were not fetched."""
-    return {name: array for name, array in memory.items() if not name.startswith(_PART)}
 
 
 def _kept(memory: State, number: int, me: Me) -> Answer:

@@ -10,7 +10,7 @@ from fedcomp.codecs import Codec, State, get_codec
 from fedcomp.codecs.auto import at_link
 from fedcomp.codecs.base import padded
 from fedcomp.codecs.factors import at_model, wanted_by
-from fedcomp.layout import Layout, Update, Vector
+from fedcomp.layout import Update
 from fedcomp.program import Answer, Ask, Encoded, Me, Mean, Now, Released, Round, Single, Step
 from fedcomp.rules import Made
 from fedcomp.wire import Frame
@@ -68,6 +68,3 @@ class Pair(Encoded, id="pair"):
             codec = at_link(codec, me.layout.compressed_size, me.uplink, me.spent)
         frame, memory = codec.encode(update, memory, me.key)
         return (padded(frame, codec, me.layout, me.key) if me.padded else frame), memory
-
-    def residual(self, memory: State, layout: Layout) -> Vector | None:
-        return self.codec.residual(memory)

@@ -21,13 +21,12 @@ from fedcomp.asks import Frames
 from fedcomp.codecs import Codec, Identity, State, get_codec
 from fedcomp.codecs.factors import at_model, wanted_by
 from fedcomp.errors import ConfigError
-from fedcomp.layout import Layout, Update, Vector
+from fedcomp.layout import Layout, Update
 from fedcomp.privacy.events import NOISES, Adjacency, Event
 from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.sampling import Sampling
-from fedcomp.program import Answer, Ask, Me, Mean, Now, Round, Said, System
+from fedcomp.program import Answer, Ask, Encoded, Me, Mean, Now, Round, Said
 from fedcomp.rules import Configured, Flag, Int, Made, OneOf, Options, Real, Text
-from fedcomp.wire import Frame
 
 if TYPE_CHECKING:
     from fedcomp.privacy.mechanism import Mechanism
@@ -172,7 +171,7 @@ returns the update, what it cost, and what the node keeps of its ledger; it rais
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Records(System, id="record-dp"):
+class Records(Encoded, id="record-dp"):
     """Clients train on their records with noise, and send their updates encoded by ``codec``.
 
     Parameters
@@ -185,6 +184,7 @@ class Records(System, id="record-dp"):
     APP: ClassVar[str] = "app = fc.client(app, fc.record_dp(...))"
     SAYS: ClassVar[tuple[type[Said], ...]] = (Account,)
     RULES: ClassVar[tuple[type, ...]] = (Mean,)
+    BESIDE: ClassVar[tuple[str, ...]] = (_TRAININGS,)
 
     plan: Annotated[DpSgdPlan, Made(plan_of)]
     codec: Annotated[Codec, Made(get_codec)] = field(default_factory=Identity)
@@ -213,16 +213,6 @@ class Records(System, id="record-dp"):
             me, self.plan, lambda: me.update(whole=self.whole, collect=wanted_by(self.codec))
         )
         codec = at_model(self.codec, lambda: me.layout.unflatten(me.start))
-        frame, after = codec.encode(update, _of_codec(memory), me.key)
+        frame, after = codec.encode(update, self.own(memory), me.key)
         after[_TRAININGS] = memory[_TRAININGS] + 1
         return after, Answer(me.node, say=account, frames={"values": frame}, keep=keep)
-
-    def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
-        return {**self.codec.rollback(_of_codec(memory), frame, layout), _TRAININGS: memory[_TRAININGS]}
-
-    def residual(self, memory: State, layout: Layout) -> Vector | None:
-        return self.codec.residual(_of_codec(memory))
-
-
-def _of_codec(memory: State) -> State:
-    return {name: array for name, array in memory.items() if name != _TRAININGS}
