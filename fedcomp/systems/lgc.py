@@ -136,10 +136,6 @@ class LearnedGradients(Encoded, id="lgc"):
             return Ask(node, kind, Stage(lead, codec.encoder, codec.scale), frames, blobs, says)
 
         def chosen(answer: Answer) -> Led | None:
-            # A support without values on it is as good as none, and so are latents without an innovation.
-            if not {"support", "values"} <= answer.frames.keys():
-                now.refuse(answer.node, "it was asked to lead, and its answer holds no support with values")
-                return None
             found = now.read([answer], "support", partial(_opened, codec, layout, answer)).get(answer.node)
             if found is None:
                 return None

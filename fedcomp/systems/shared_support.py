@@ -79,10 +79,6 @@ class SharedSupport(Encoded, id="shared-support"):
             return supports
 
         def chosen(answer: Answer) -> Supports | None:
-            # A support without values on it is as good as none.
-            if not {"support", "values"} <= answer.frames.keys():
-                now.refuse(answer.node, "it was asked to lead, and its answer holds no support with values")
-                return None
             return now.read([answer], "support", opened).get(answer.node)
 
         led = yield from elect(now, lambda node, kind, lead: Ask(node, kind, Lead(lead)), chosen, now.number - 1)
@@ -144,7 +140,7 @@ def elect(
     ask : callable
         ``ask(node, kind, lead)``.
     chosen : callable
-        Returns what an answer chose; None where it cannot be used.
+        Returns what an answer with a support and values chose; None where it cannot be used.
     turn : int
         Of those present, and of those that stand by for a lost leader: whose turn it is.
 
@@ -155,6 +151,14 @@ def elect(
     """
     if not now.nodes:
         return None
+
+    def led(answer: Answer) -> T | None:
+        # A support without values on it is as good as none.
+        if {"support", "values"} <= answer.frames.keys():
+            return chosen(answer)
+        now.refuse(answer.node, "it was asked to lead, and its answer holds no support with values")
+        return None
+
     # Of those whose answer goes by the number that they are asked by; where there is none, the first that trained.
     known = [node for node in now.nodes if node not in now.strangers]
     leader = known[turn % len(known)] if known else None
@@ -163,7 +167,7 @@ def elect(
     answers = [answer for answer in answers if answer.node == leader]
     start = turn % max(1, len(waiting))
     candidates = [*waiting[start:], *waiting[:start]][:_CANDIDATES]
-    while not answers or (found := chosen(answers[0])) is None:
+    while not answers or (found := led(answers[0])) is None:
         if not candidates:
             now.note("no client could choose a support: the model is unchanged")
             return None

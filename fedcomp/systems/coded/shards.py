@@ -46,6 +46,12 @@ def listed(now: Now) -> tuple[list[int], Frame]:
     return nodes, b"".join(node.to_bytes(_NUMBER, "little") + now.keys[node] for node in nodes)
 
 
+def counted(now: Now, name: str, more: int) -> None:
+    """Add to a figure of a round."""
+    told = now.told["coded"]
+    told[name] = told.get(name, 0) + more
+
+
 def peers_of(ask: Ask) -> tuple[list[Peer], int]:
     """Return who takes part, as an ask lists them, and which of them the asked node is.
 
