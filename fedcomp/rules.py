@@ -482,8 +482,19 @@ class Configured:
 
     @classmethod
     def made(cls, given: Any) -> Self:
-        """Return ``given`` where it is such an object, or the one of its dictionary."""
-        return given if isinstance(given, cls) else cls.from_config(given)
+        """Return ``given`` where it is such an object, or the one of its dictionary.
+
+        Raises
+        ------
+        ConfigError
+            For anything else.
+        """
+        if isinstance(given, cls):
+            return given
+        try:
+            return cls.from_config(given)
+        except TypeError as error:
+            raise ConfigError(f"{shown(given)} is not valid: a {cls.__name__} ({error})") from error
 
     def __repr__(self) -> str:
         """Return ``Name(field=value, ...)`` without the fields at their defaults; ``eval`` gives an equal object."""

@@ -127,21 +127,6 @@ class DpSgdPlan(Configured):
         return self.mechanism(size).event(rate=self.rate, size=size, label="gradient")
 
 
-def plan_of(given: DpSgdPlan | dict[str, Any]) -> DpSgdPlan:
-    """Return a plan as it is, and what its configuration says.
-
-    Raises
-    ------
-    ConfigError
-    """
-    if isinstance(given, DpSgdPlan):
-        return given
-    try:
-        return DpSgdPlan(**given)
-    except TypeError as error:
-        raise ConfigError(f"plan={given!r} is not valid: a DpSgdPlan ({error})") from error
-
-
 @dataclass(frozen=True, repr=False, eq=False)
 class Account(Said):
     """What a client spent, in steps of the plan.
@@ -186,7 +171,7 @@ class Records(Encoded, id="record-dp"):
     RULES: ClassVar[tuple[type, ...]] = (Mean,)
     BESIDE: ClassVar[tuple[str, ...]] = (_TRAININGS,)
 
-    plan: Annotated[DpSgdPlan, Made(plan_of)]
+    plan: Annotated[DpSgdPlan, Made(DpSgdPlan.made)]
     codec: Annotated[Codec, Made(get_codec)] = field(default_factory=Identity)
 
     @property
