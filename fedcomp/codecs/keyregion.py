@@ -9,9 +9,8 @@ histogram, and all rules and figures below are our own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, NamedTuple
+from typing import Annotated, ClassVar, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,13 +222,6 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
     def contraction(self, layout: Layout) -> float | None:
         """Return 1/n of the longest stretch: the largest coordinate always travels."""
         return self.contraction_of_largest(layout)
-
-    @staticmethod
-    def wanted(state: Mapping[str, NDArray[Any]]) -> dict[str, tuple[int, int]]:
-        """Return how many coordinates of the key and of the sparse region the last round's fractions came to, by the
-        index of the stretch; ``state`` is one of this codec, alone or inside that of a wrapper."""
-        found = {name.split(".")[-2]: array for name, array in state.items() if name.endswith(".wanted")}
-        return {index: (int(array[_KEY]), int(array[_SPARSE])) for index, array in found.items()}
 
 
 class _Magnitudes(NamedTuple):

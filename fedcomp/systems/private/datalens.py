@@ -473,12 +473,6 @@ class TeacherVotes(Private):
         return self.exhausted or self.unaffordable(self.event(self.mechanism(layout), layout.size))
 
     def require_population(self) -> None:
-        """Refuse to go on without the public number of clients.
-
-        Raises
-        ------
-        ConfigError
-        """
         if not self.clients:
             raise ConfigError(
                 "the public number of clients is not known: give clients=N, which the threshold and delta depend on; "
