@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import tracemalloc
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 
 from flwr.app import Context, Message
 
 from fedcomp.experiments.advised_client import trial_client
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.payload import payload_bytes
+from fedcomp.flower.wrapper import Enough
 
 
 class CountingGrid(InProcessGrid):
@@ -56,11 +57,7 @@ class CountingGrid(InProcessGrid):
             return super().push_messages(messages)
 
     def receive(
-        self,
-        message_ids: Collection[str],
-        *,
-        timeout: float | None = None,
-        enough: Callable[[Sequence[Message]], bool] | None = None,
+        self, message_ids: Collection[str], *, timeout: float | None = None, enough: Enough | None = None
     ) -> list[Message]:
         """Deliver: what that allocates is neither side's, but the replies are the server's."""
         with self._delivering():

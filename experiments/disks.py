@@ -10,7 +10,6 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from fedcomp import params
@@ -60,9 +59,7 @@ class SmallDisk:
         command("mount", "-t", "tmpfs", "-o", f"size={self.size},mode=0700", "fedcomp", str(self.path))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # Lazily: whoever still has a file open there must not keep it mounted for ever.
         command("umount", "--lazy", str(self.path))
 

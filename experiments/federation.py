@@ -7,7 +7,7 @@ server decides who takes part, by partition, and shows a strategy only those nod
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from flwr.app import ConfigRecord, Message
@@ -18,6 +18,7 @@ from fedcomp.experiments.roll import Roll
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.pipeline import arrived, now
 from fedcomp.flower.privacy import is_secret
+from fedcomp.flower.wrapper import Enough
 from fedcomp.rng import Key
 from fedcomp.strategies.deadlines import Deadline
 
@@ -156,11 +157,7 @@ class Cohorts(Roll):
         return words
 
     def send_and_receive(
-        self,
-        messages: Iterable[Message],
-        *,
-        timeout: float | None = None,
-        enough: Callable[[Sequence[Message]], bool] | None = None,
+        self, messages: Iterable[Message], *, timeout: float | None = None, enough: Enough | None = None
     ) -> list[Message]:
         """Send to the nodes and count what came of training messages; after them the evaluation cohort is shown."""
         batch = list(messages)
@@ -174,9 +171,7 @@ class Cohorts(Roll):
             self._phase = "evaluate"
         return replies
 
-    def _timed(
-        self, batch: list[Message], timeout: float | None, enough: Callable[[Sequence[Message]], bool] | None
-    ) -> list[Message]:
+    def _timed(self, batch: list[Message], timeout: float | None, enough: Enough | None) -> list[Message]:
         """Send, and wait for no longer than the clients' own past times let expect; learn from what they take now."""
         if self._deadline is None or timeout is None or any(is_secret(message.content) for message in batch):
             return super().send_and_receive(batch, timeout=timeout, enough=enough)

@@ -38,6 +38,7 @@ from fedcomp.flower.metered import MeteredGrid, addressed
 from fedcomp.flower.payload import FRAME
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.rounds import RoundOutcome, fit
+from fedcomp.flower.wrapper import Enough
 from fedcomp.layout import Layout, policy_from_config
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
@@ -160,11 +161,7 @@ class Patient(MeteredGrid):
         self._silent = silent
 
     def send_and_receive(
-        self,
-        messages: Iterable[Message],
-        *,
-        timeout: float | None = None,
-        enough: Callable[[Sequence[Message]], bool] | None = None,
+        self, messages: Iterable[Message], *, timeout: float | None = None, enough: Enough | None = None
     ) -> list[Message]:
         """Send messages and return the replies, at most one for each."""
         batch = list(messages)

@@ -20,7 +20,6 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from fedcomp import params
@@ -119,9 +118,7 @@ class SlowLinks:
             self._made = made.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # Processes must have left the namespaces before.
         self._made.close()
 

@@ -16,7 +16,6 @@ from fedcomp.experiments.report import count, duration, percent
 from fedcomp.experiments.spec import RoundRecord, RunSpec
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Self
 
 
@@ -172,9 +171,7 @@ class Watch:
         self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
     def start(self, spec: RunSpec, done: int) -> None:

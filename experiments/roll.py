@@ -19,7 +19,7 @@ slow gives one at its next heartbeat. Where the engine knows of no heartbeats, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -31,7 +31,7 @@ from fedcomp.flower.grid import in_process
 from fedcomp.flower.metered import MeteredGrid, addressed, engine_lookup
 from fedcomp.flower.payload import take_node
 from fedcomp.flower.privacy import is_secret
-from fedcomp.flower.wrapper import GridWrapper, as_batch, awaited_ids
+from fedcomp.flower.wrapper import Enough, GridWrapper, as_batch, awaited_ids
 from fedcomp.logs import log
 from fedcomp.strategies.replies import GONE
 
@@ -171,11 +171,7 @@ class Roll(GridWrapper):
         return self._under_names(self.inner.pull_messages(awaited_ids(reply_to_message_ids, message_ids)))
 
     def send_and_receive(
-        self,
-        messages: Iterable[Message],
-        *,
-        timeout: float | None = None,
-        enough: Callable[[Sequence[Message]], bool] | None = None,
+        self, messages: Iterable[Message], *, timeout: float | None = None, enough: Enough | None = None
     ) -> list[Message]:
         """Send to where the names are now; return the replies under names."""
         batch = as_batch(messages)
@@ -187,11 +183,7 @@ class Roll(GridWrapper):
         return self._under_names(self._hear(replies))
 
     def receive(
-        self,
-        message_ids: Collection[str],
-        *,
-        timeout: float | None = None,
-        enough: Callable[[Sequence[Message]], bool] | None = None,
+        self, message_ids: Collection[str], *, timeout: float | None = None, enough: Enough | None = None
     ) -> list[Message]:
         """Wait for replies to messages that were pushed before; return those that came, under names."""
         return self._under_names(self._hear(self.inner.receive(message_ids, timeout=timeout, enough=enough)))

@@ -48,13 +48,14 @@ def write(path: Path, *data: Any, mode: int = 0o600) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
         # A rename survives a power failure only with the folder that records it.
-        _flush_folder(path.parent)
+        flush_folder(path.parent)
     # After an interrupt too, or every one of them would leave a file behind.
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
+    """Bring to the disk what a folder says of its files: names that are new, gone or other ones."""
     # Where folders cannot be opened, as on Windows, the system records the rename when it sees fit.
     if not hasattr(os, "O_DIRECTORY"):
         return

@@ -535,6 +535,9 @@ class System(Configured, ABC):
     """Whether it is for private rounds alone, in which its half bounds by itself what leaves of what the app brings. Of
     what goes wrong settings may then be named. Of other systems the update alone leaves, and nothing is brought."""
 
+    SEVERAL: ClassVar[bool] = False
+    """Whether a round may take several exchanges."""
+
     SHARED: ClassVar[tuple[str, ...]] = ()
     """Frames of answers that are blobs from then on: whoever made one holds it."""
 
@@ -553,8 +556,8 @@ class System(Configured, ABC):
 
     @property
     def several(self) -> bool:
-        """Whether a round may take several exchanges; it may hang on the options."""
-        return False
+        """:attr:`SEVERAL`, where it does not hang on the options."""
+        return self.SEVERAL
 
     @property
     def codecs(self) -> list[Codec]:
@@ -609,3 +612,31 @@ class System(Configured, ABC):
         """Return what is asked and answered for clients to evaluate :attr:`Now.model`, where that takes more than the
         model: its last asks are of kind :data:`EVALUATE`, and what it returns is not used. None: it takes no more."""
         return None
+
+
+class Encoded(System):
+    """A system with one codec, whose memory a client keeps.
+
+    Attributes
+    ----------
+    codec : Codec
+    """
+
+    BESIDE: ClassVar[tuple[str, ...]] = ()
+    """How the names of what a client remembers beside it begin; it stays where a frame is put back."""
+
+    codec: Codec
+
+    def own(self, memory: State) -> State:
+        """Return the codec's part of a memory."""
+        return {name: array for name, array in memory.items() if not name.startswith(self.BESIDE)}
+
+    def start(self, layout: Layout) -> State:
+        return self.codec.init(layout)
+
+    def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
+        beside = {name: array for name, array in memory.items() if name.startswith(self.BESIDE)}
+        return {**self.codec.rollback(self.own(memory), frame, layout), **beside}
+
+    def residual(self, memory: State, layout: Layout) -> Vector | None:
+        return self.codec.residual(self.own(memory))

@@ -471,10 +471,30 @@ class Configured:
 
         return {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.init}  # type: ignore[arg-type]
 
+    def to_config(self) -> dict[str, Any]:
+        """Return :meth:`get_config`'s dictionary; with a name, where one is needed to find the class."""
+        return self.get_config()
+
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
         """Create the object from :meth:`get_config`'s dictionary."""
         return cls(**config)
+
+    @classmethod
+    def made(cls, given: Any) -> Self:
+        """Return ``given`` where it is such an object, or the one of its dictionary.
+
+        Raises
+        ------
+        ConfigError
+            For anything else.
+        """
+        if isinstance(given, cls):
+            return given
+        try:
+            return cls.from_config(given)
+        except TypeError as error:
+            raise ConfigError(f"{shown(given)} is not valid: a {cls.__name__} ({error})") from error
 
     def __repr__(self) -> str:
         """Return ``Name(field=value, ...)`` without the fields at their defaults; ``eval`` gives an equal object."""

@@ -39,6 +39,7 @@ from fedcomp.flower.protocol import app_failure
 from fedcomp.flower.records import to_record
 from fedcomp.flower.report import Reports, ReportSection, figure, shorten
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push, own_loop
+from fedcomp.flower.wrapper import Enough
 from fedcomp.layout import Vector
 from fedcomp.plain import Count, from_plain, to_plain
 from fedcomp.program import Answer, Ask, Mean, Now, Origin, Round, Single, Step
@@ -338,11 +339,7 @@ class Overlapping(ExchangeStrategy, Stateful):
         return flight
 
     def _collect(
-        self,
-        flights: Sequence[Flight],
-        until: float,
-        grid: Grid,
-        enough: Callable[[Sequence[Message]], bool] | None = None,
+        self, flights: Sequence[Flight], until: float, grid: Grid, enough: Enough | None = None
     ) -> Exchanges[list[Arrived]]:
         """Wait for replies; take the messages that were answered off their rounds."""
         began, waited = now(grid), [(flight, each) for flight in flights for each in flight.waiting]

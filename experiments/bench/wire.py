@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from fedcomp import wire
 from fedcomp.codecs import EDEN, QSGD, STC, Codec, NaturalCompression, ScaledSign, TernGrad, TopK
 from fedcomp.errors import why_missing
+from fedcomp.experiments.bench.peers import by_numpy
 from fedcomp.experiments.bench.readpass import read_pass
 from fedcomp.layout import Layout, Update
 from fedcomp.measuring import Bound, Calls, Case, Found, Row, Times
@@ -298,8 +299,8 @@ def _speed(n: int, k: int, case: str) -> Case:
     def measure() -> Measured:
         x = Key(5, "bench wire tensor").generator().standard_normal(n, dtype=np.float32)
         # In units of a selection, which every sparsifier makes anyway: the ratio hardly depends on the machine.
-        select = Times({"select": lambda: _select(x, k)}, 5 if large else 15).median("select")
-        support = np.sort(_select(x, k))
+        select = Times({"select": lambda: by_numpy(x, k)}, 5 if large else 15).median("select")
+        support = np.sort(by_numpy(x, k))
         # The coder of indices by itself, then whole frames with values and checksum.
         calls: dict[str, Callable[[], object]] = {"index": lambda: Rice().encode(Support(support, n))}
         for codec in ("rice", "auto"):
@@ -329,11 +330,6 @@ def _speed(n: int, k: int, case: str) -> Case:
     elif large and k >= 25_000:
         goals[f"{slow}, GB/s dense"] = f">= {50 if k == 250_000 else 250}"
     return _case("speed", case, measure, {index: goal, frame.format("rice"): goal}, goals)
-
-
-def _select(x: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """Return the positions of the k largest magnitudes, the way numpy does it."""
-    return np.argpartition(np.abs(x), x.size - k)[x.size - k :]
 
 
 def _quantised(codec: Codec, update: Update, key: Key, repetitions: int) -> Measured:

@@ -24,6 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.commands import OK, WRONG_INPUT, complain
+from fedcomp.files import flush_folder
 
 CA_DAYS: Final = 3650
 SERVER_DAYS: Final = 825
@@ -342,11 +343,7 @@ def write_new(path: Path, content: bytes, mode: int) -> None:
         except FileExistsError:
             # Whoever calls has looked before: another process has made it since.
             raise ConfigError(f"{path} was made by another process meanwhile; try again when that has ended") from None
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        flush_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 

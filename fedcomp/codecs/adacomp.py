@@ -15,7 +15,6 @@ import numpy as np
 from fedcomp import wire
 from fedcomp.codecs.base import State, all_finite
 from fedcomp.codecs.forms import FORMS, RESTS, ValueForm
-from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.memory import not_finite, vector_of
 from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_sparse, require_values
 from fedcomp.errors import NonFiniteUpdate
@@ -83,6 +82,7 @@ class AdaComp(PositionalCodec):
     codec_id: ClassVar[str] = "adacomp"
     remembers = True
     scope = "layer"
+    takes_densities = False
 
     bin: Annotated[int, Int(1, _LONGEST_BIN)] = 500
     conv_bin: Annotated[int, Int(1, _LONGEST_BIN)] = 50
@@ -92,24 +92,17 @@ class AdaComp(PositionalCodec):
 
     @property
     def rest_form(self) -> ValueForm:
-        """How the dense rest travels."""
         return FORMS[self.rest]
-
-    def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
-        """Return one stretch per tensor; densities of single tensors are refused."""
-        return without_densities(layout, self.scope, self)
 
     def length(self, stretch: Stretch) -> int:
         """Return the elements per bin of ``stretch``."""
         return self.conv_bin if len(stretch.shape) >= 3 else self.bin
 
     def init(self, layout: Layout) -> State:
-        """Return a state with no residue, after checking that the codec can serve ``layout``."""
         self.stretches(layout)
         return {"memory": np.zeros(layout.size, np.float32)}
 
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
-        """Encode update plus residue; see :meth:`fedcomp.codecs.base.Codec.encode`."""
         layout = update.layout
         residue = vector_of(state, "memory", layout)
         # An array of its own, because a step that meets NaN spoils the one it writes to.
@@ -170,11 +163,9 @@ class AdaComp(PositionalCodec):
         }
 
     def expect(self, stretch: Stretch) -> Expected:
-        """Return the stretch's shape, and that listed signs are expected, up to all of them."""
         return expected_sparse(stretch.size, wire.SignScale, stretch.size, (*wire.PLAIN, "complement", "bins"))
 
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
-        """Require signs with one scale for the whole tensor, on a support that is listed."""
         require_values(tensor, wire.SignScale, sparse=True)
         coded = tensor.values
         assert isinstance(coded, wire.SignScale)

@@ -20,9 +20,15 @@ from numpy.typing import NDArray
 from fedcomp import params, wire
 from fedcomp.codecs.base import Codec
 from fedcomp.codecs.eden import EDEN, rotation_of
-from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.orthonormal import rotate
-from fedcomp.codecs.positional import PositionalCodec, SeededCodec, Stretch, require_values, with_rest
+from fedcomp.codecs.positional import (
+    PositionalCodec,
+    SeededCodec,
+    Stretch,
+    require_values,
+    with_rest,
+    without_densities,
+)
 from fedcomp.codecs.ratecontrol import RateControl, bits_of, largest_of
 from fedcomp.codecs.topk import TopK
 from fedcomp.errors import ConfigError, NonFiniteUpdate

@@ -119,18 +119,15 @@ class Chain(Wrapper):
         self.never_enlarges = self.codec.never_enlarges and all(t.never_enlarges for t in self.transforms)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the nested configurations."""
         return {"transforms": [t.to_config() for t in self.transforms], "codec": self.codec.to_config()}
 
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, (*self.transforms, self.codec)))})"
 
     def init(self, layout: Layout) -> State:
-        """Return the stages' fresh states, nested."""
         return nest([*(t.init(layout) for t in self.transforms), self.codec.init(layout)])
 
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
-        """Apply the transforms in order, then encode."""
         *before, last = unnest(state, len(self.transforms) + 1)
         after = []
         for transform, stage in zip(self.transforms, before, strict=True):
@@ -140,14 +137,12 @@ class Chain(Wrapper):
         return frame, nest([*after, last])
 
     def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
-        """Roll back every stage, the codec first."""
         *before, last = unnest(state, len(self.transforms) + 1)
         last = self.codec.rollback(last, frame, layout)
         stages = [t.rollback(s) for t, s in zip(self.transforms, before, strict=True)]
         return nest([*stages, last])
 
     def residual(self, state: State) -> Vector | None:
-        """Return the codec's."""
         return self.codec.residual(unnest(state, len(self.transforms) + 1)[-1])
 
     def contraction(self, layout: Layout) -> float | None:

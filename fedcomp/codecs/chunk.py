@@ -67,18 +67,15 @@ class ChunkTop1(ListedCodec):
         return min(round(1.0 / density), stretch.size) if density * stretch.size > 0.5 else stretch.size
 
     def most(self, stretch: Stretch) -> int:
-        """Return k, the number of chunks of ``stretch``."""
         return -(-stretch.size // self.chunk(stretch))
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return the sparse tensor of the largest magnitude of every chunk."""
         chunk = self.chunk(stretch)
         indices = select_bins(values, chunk)
         # The shorter of the two is never longer than "auto", by which `longest` bounds the frame.
         return replace(self.listed(indices, values[indices], stretch), index=f"auto+bins:{chunk}")
 
     def expect(self, stretch: Stretch) -> Expected:
-        """Return the stretch's shape, the most values it may carry, and how their support may be written."""
         expected = super().expect(stretch)
         return replace(expected, index_codecs=(expected.index_codecs or frozenset()) | {"bins"})
 
@@ -111,10 +108,8 @@ class ChunkTopK(ListedCodec):
         c, at least 1.
     scope : {"layer", "global"}
         Chunks of every tensor by itself, or of the whole model as one vector, where they straddle its tensors.
-    values, rest : str
-        How the chosen values and the dense rest travel, as for :class:`~fedcomp.codecs.TopK`.
-    index : str
-        The wire's index codec; "auto" takes the smallest.
+    values, rest, index : str
+        As of :class:`~fedcomp.codecs.TopK`.
 
     Examples
     --------
@@ -139,12 +134,10 @@ class ChunkTopK(ListedCodec):
         return params.count(density, self.chunk), params.count(density, left) if left else 0
 
     def most(self, stretch: Stretch) -> int:
-        """Return k of all chunks of ``stretch``."""
         full, last = self.counts(stretch)
         return stretch.size // self.chunk * full + last
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return the sparse tensor of the largest magnitudes of every chunk."""
         indices = select_of_bins(values, self.chunk, *self.counts(stretch))
         return self.listed(indices, values[indices], stretch)
 

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs.base import all_finite
-from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
-from fedcomp.codecs.listed import without_densities
-from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_dense, require_values
+from fedcomp.codecs.forms import FORMS, ValueForm
+from fedcomp.codecs.positional import FormedCodec, PositionalCodec, Stretch, expected_dense, require_values
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.kernels import add_scaled
 from fedcomp.layout import Layout, Update, Vector
@@ -65,10 +64,7 @@ class Coefficients(PositionalCodec):
     """Base of codecs whose frames hold coefficients: one tensor of them per stretch, other stretches whole."""
 
     scope = "layer"
-
-    def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
-        """Return one stretch per tensor; densities of single tensors are refused."""
-        return without_densities(layout, self.scope, self)
+    takes_densities = False
 
     @property
     def value_form(self) -> ValueForm:
@@ -100,7 +96,6 @@ class Coefficients(PositionalCodec):
         self.value_form.check(tensor.values, stretch.name)
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return the coefficients of a stretch, or its values as they are."""
         if self.count(stretch) is None:
             return wire.dense(values)
         # What overflows is refused below, with the tensor's name.
@@ -111,7 +106,6 @@ class Coefficients(PositionalCodec):
         return Tensor(self.write(found, stretch, key), (stretch.size,), kind=COEFFICIENTS)
 
     def expect(self, stretch: Stretch) -> Expected:
-        """Return as many coefficients as the stretch has, or a dense tensor."""
         count = self.count(stretch)
         if count is None:
             return expected_dense(stretch.size, wire.Raw)
@@ -125,7 +119,6 @@ class Coefficients(PositionalCodec):
         )
 
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
-        """Require the number and the form of the coefficients."""
         count = self.count(stretch)
         if count is None:
             require_values(tensor, wire.Raw, sparse=False)
@@ -155,15 +148,13 @@ class Coefficients(PositionalCodec):
         return np.zeros(0, np.int64)
 
 
-class SharedCoefficients(Coefficients):
+class SharedCoefficients(FormedCodec, Coefficients):
     """Base of codecs that send in a basis both ends hold; frames carry its id, and those of another id are refused.
 
     Sending is linear, up to a constant that all clients share: coefficients of a mean are the mean of coefficients. So
     a receiver adds up coefficients (:meth:`gather`) and forms tensors once (:meth:`conclude`), whatever the number of
     clients. Such a codec is made per round; its basis travels as a frame of its own, never in a configuration.
     """
-
-    values: str
 
     @property
     @abstractmethod
@@ -175,26 +166,11 @@ class SharedCoefficients(Coefficients):
         """Whether coefficients travel as they are, so that what arrives adds up like what was sent."""
         return FORMS[self.values].exact
 
-    @property
-    def value_form(self) -> ValueForm:
-        """How coefficients travel."""
-        return FORMS[self.values]
-
-    @property
-    def rest_form(self) -> ValueForm:
-        """How the dense rest travels: in 8 bits beside values of 8 bits and fewer."""
-        return rest_form(self.values)
-
-    def form(self) -> dict[str, int]:
-        """Return what the lengths of the values depend on."""
-        return dict(self.value_form.form)
-
     def get_config(self) -> dict[str, object]:
         """Refused: a basis travels as a frame of its own."""
         raise ConfigError(f"{self!r} has no configuration that can be sent; send its basis")
 
     def fields(self, key: Key) -> tuple[tuple[int, bytes], ...]:
-        """Return the id of the basis."""
         return ((BASIS_ID, id_bytes(self.basis_id)),)
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:

@@ -120,7 +120,6 @@ class DGC(Wrapper):
         return clip / math.sqrt(self.clients)
 
     def init(self, layout: Layout) -> State:
-        """Return a state with neither momentum nor velocity."""
         return self.codec.init(layout)
 
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import wire
-from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_dense, require_values
+from fedcomp.codecs.positional import PositionalCodec, Stretch
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 from fedcomp.rules import Int
-from fedcomp.wire import Expected, SchemaMismatch, Tensor
+from fedcomp.wire import SchemaMismatch, Tensor
 from fedcomp.wire.quantised import round_up
 
 _TINY: Final = float(np.finfo(np.float32).tiny)
@@ -48,6 +48,7 @@ class Dithering(PositionalCodec):
     codec_id: ClassVar[str] = "dithering"
     unbiased = True
     wide = True
+    complete = wire.QsgdLevels
 
     bits: Annotated[int, Int(1, 16)] = 2
 
@@ -57,7 +58,6 @@ class Dithering(PositionalCodec):
         return 1 << (self.bits - 1)
 
     def pack(self, values: NDArray[Any], stretch: Stretch, key: Key) -> Tensor:
-        """Return the dense tensor of signed levels and the norm."""
         magnitudes = np.abs(values).astype(np.float64)
         norm = _round_up(float(magnitudes.max()))
         levels = np.zeros(values.size, np.int32)
@@ -73,13 +73,8 @@ class Dithering(PositionalCodec):
         """Return levels, one norm for all, and that without a frame every level has as many bits."""
         return {"levels": self.levels, "bucket": 0, "fixed": 1}
 
-    def expect(self, stretch: Stretch) -> Expected:
-        """Return the stretch's shape, dense and in levels."""
-        return expected_dense(stretch.size, wire.QsgdLevels)
-
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
-        """Require dense levels of the agreed number under one norm."""
-        require_values(tensor, wire.QsgdLevels, sparse=False)
+        super().check(tensor, stretch)
         coded = tensor.values
         assert isinstance(coded, wire.QsgdLevels)
         if (coded.s, coded.bucket) != (self.levels, 0):

@@ -92,7 +92,6 @@ class Domain(Wrapper):
         )
 
     def init(self, layout: Layout) -> State:
-        """Return the inner codec's."""
         return self.codec.init(layout)
 
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
@@ -134,7 +133,6 @@ class Domain(Wrapper):
         return np.zeros(0, np.int64)
 
     def common_support(self, layout: Layout, key: Key) -> NDArray[np.int64] | None:
-        """Return None, as :meth:`support`."""
         return None
 
     def enter(self, update: Update) -> None:
@@ -148,7 +146,6 @@ class Domain(Wrapper):
         self.transform.apply(total.vector, total.layout, inverse=True)
 
     def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
-        """Add ``float32(weight) * decode(frame)`` into ``out.vector``."""
         add_scaled(out.vector, self.decode(frame, out.layout), weight)
 
     def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
@@ -165,5 +162,4 @@ class Domain(Wrapper):
         return self.codec.contraction(layout)
 
     def variance(self, layout: Layout) -> float | None:
-        """Return the inner codec's ω."""
         return self.codec.variance(layout)

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from fedcomp import params, wire
 from fedcomp.codecs.base import all_finite
-from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.orthonormal import SHORTEST, blocks, rotate
 from fedcomp.codecs.positional import (
     SCOPES,
@@ -96,6 +95,7 @@ class EDEN(SeededCodec):
     """
 
     codec_id: ClassVar[str] = "eden"
+    takes_densities = False
 
     bits: Annotated[int, Int(1, 4)] = 1
     scale: Annotated[str, OneOf("unbiased", "least")] = "unbiased"
@@ -106,9 +106,8 @@ class EDEN(SeededCodec):
         params.assign(self, unbiased=self.scale == "unbiased", never_enlarges=self.scale == "least")
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
-        """Return the blocks, and the tails that are too short for one."""
         found: list[Stretch] = []
-        for whole in without_densities(layout, self.scope, self):
+        for whole in super().stretches(layout):
             parts = blocks(whole.size)
             end = parts[-1].stop if parts else 0
             for part in (*parts, *((slice(end, whole.size),) if end < whole.size else ())):
@@ -117,7 +116,6 @@ class EDEN(SeededCodec):
         return tuple(found)
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return the codes of a block, or a tail as it is."""
         if stretch.size < SHORTEST:
             return wire.dense(values)
         return Tensor(self._coded(values, stretch, rotation_of(self.seed_of(key), stretch.index)), (stretch.size,))
@@ -164,7 +162,6 @@ class EDEN(SeededCodec):
         return found
 
     def form(self) -> dict[str, int]:
-        """Return the bits."""
         return {"bits": self.bits}
 
     def section(self, stretch: Stretch, dtype: str = "float32") -> Section | None:
@@ -172,11 +169,9 @@ class EDEN(SeededCodec):
         return None
 
     def expect(self, stretch: Stretch) -> Expected:
-        """Return the stretch's shape, dense, in codes or as it is."""
         return expected_dense(stretch.size, wire.Raw if stretch.size < SHORTEST else wire.Codebook)
 
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
-        """Require codes of the agreed bits, or a tail as it is."""
         require_values(tensor, wire.Raw if stretch.size < SHORTEST else wire.Codebook, sparse=False)
         if isinstance(tensor.values, wire.Codebook) and tensor.values.bits != self.bits:
             raise SchemaMismatch(f"{stretch.name}: expected codes of {self.bits} bits, got {tensor.values.bits}")

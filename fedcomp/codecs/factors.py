@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from fedcomp import params, wire
 from fedcomp.codecs.base import Codec, State, norm, require_finite
 from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
-from fedcomp.codecs.listed import without_densities
+from fedcomp.codecs.positional import without_densities
 from fedcomp.errors import ConfigError
 from fedcomp.factors.backprop import ChainLayer, explained, lefts, parse_chain
 from fedcomp.factors.collect import Wanted
@@ -294,11 +294,9 @@ class Factors(Codec):
         return wire.longest(tuple(whole), "auto", *forms) + _ENTRY * (len(whole) + 1)
 
     def tensor_names(self, layout: Layout) -> tuple[str, ...]:
-        """Return the tensors' own names."""
         return tuple(t.name for t in layout.tensors)
 
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
-        """Encode ``update``; see :meth:`fedcomp.codecs.base.Codec.encode`."""
         require_finite(update)
         sender = _Sender(self, update, key)
         forms = sender.forms(self.per_layer)

@@ -150,14 +150,12 @@ class ErrorFeedback(Wrapper):
         params.assign(self, gain=1.0 / (1.0 - self.momentum))
 
     def init(self, layout: Layout) -> State:
-        """Return a state with empty memory."""
         state = kept(np.zeros(layout.size, np.float32), self.memory)
         if self.momentum:
             state["momentum"] = np.zeros(layout.size, np.float32)
         return state | _prefixed(self.codec.init(layout))
 
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
-        """Encode update plus memory; see :meth:`fedcomp.codecs.base.Codec.encode`."""
         inner = _inner(state)
         after: State = {"round": np.asarray(key.round, np.int64)}
         # Sums that overflow are reported as what they are; before that they must not warn.

@@ -67,11 +67,9 @@ class DFT(Orthonormal):
     order: Annotated[str, OneOf(*ORDERS)] = NATURAL
 
     def conflict(self) -> str:
-        """Return why order and scope contradict each other."""
         return order_conflict(self.order, self.scope)
 
     def turn(self, values: Vector, layer: int, *, inverse: bool = False) -> None:
-        """Transform in place, or back."""
         n, inner = values.size, (values.size - 1) // 2
         if inverse:
             spectrum = np.zeros(n // 2 + 1, np.complex128)

@@ -184,11 +184,9 @@ class FixedPoint(Wrapper):
         return IntegerGrid(self.step, self.levels)
 
     def init(self, layout: Layout) -> State:
-        """Return the inner codec's empty state."""
         return self.codec.init(layout)
 
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
-        """Encode with the inner codec, then round; see :meth:`fedcomp.codecs.base.Codec.encode`."""
         frame, state = self.codec.encode(update, state, key)
         tensors = self.codec.open(frame, update.layout).tensors
         own, grid = self.draws(key), self.grid
@@ -211,11 +209,9 @@ class FixedPoint(Wrapper):
         return {"bits": self.grid.bits}
 
     def schema(self, layout: Layout) -> Schema:
-        """Return the inner codec's expectations, with values on the grid."""
         return tuple(replace(expected, value_codecs=self.VALUES) for expected in self.codec.schema(layout))
 
     def longest(self, layout: Layout) -> int:
-        """Return a number of bytes that no frame for ``layout`` exceeds."""
         fields = sum(2 + len(content) for _, content in self.fields(Key(0)))
         return fields + wire.longest(self.schema(layout), getattr(self.codec, "index", "auto"), self.form)
 
@@ -234,7 +230,6 @@ class FixedPoint(Wrapper):
         return bundle
 
     def unwrapped(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
-        """Return the checked frame with float32 values, as the inner codec knows them."""
         return self.real(self.open(frame, layout))
 
     def count(self, layout: Layout) -> int:

@@ -22,8 +22,7 @@ from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.fixedpoint import IntegerGrid
 from fedcomp.codecs.forms import FORMS
 from fedcomp.codecs.identity import Identity
-from fedcomp.codecs.listed import without_densities
-from fedcomp.codecs.positional import Stretch, expected_dense
+from fedcomp.codecs.positional import Stretch, expected_dense, without_densities
 from fedcomp.codecs.slices import Slices
 from fedcomp.codecs.subspace import KINDS, BasisFit, SliceBasis, Subspace, shared_grid
 from fedcomp.codecs.waiting import InBasis
@@ -64,12 +63,10 @@ class SliceProjection(SharedCoefficients):
 
     @property
     def basis_id(self) -> int:
-        """The id of the basis."""
         return self.basis.id
 
     @property
     def linear(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here of the form
-        """Whether coefficients travel as they are."""
         return not self.grids and super().linear
 
     def __repr__(self) -> str:
@@ -88,36 +85,29 @@ class SliceProjection(SharedCoefficients):
         return self.basis.slices.stretches
 
     def form(self) -> dict[str, int]:
-        """Return what the lengths of the values depend on."""
         # All grids have the same number of levels.
         return {"bits": self.grids[0].bits} if self.grids else super().form()
 
     def count(self, stretch: Stretch) -> int | None:
-        """Return d for each slice."""
         part = self._part(stretch)
         return None if part is None else self.basis.slices.parts[part].count * self.basis.subspaces[part].dimension
 
     def project(self, values: Vector, stretch: Stretch, key: Key) -> Vector:
-        """Return the slices' coefficients."""
         return self._subspace(stretch).project(values.reshape(stretch.shape))
 
     def add(self, out: Vector, values: Vector, stretch: Stretch) -> None:
-        """Add the slices for which coefficients stand into ``out``, their flat place."""
         out += self._subspace(stretch).reconstruct(values, stretch.shape[0]).reshape(-1)
 
     def write(self, found: Vector, stretch: Stretch, key: Key) -> Values:
-        """Return coefficients in their form, or on the grid of their part."""
         if not self.grids:
             return super().write(found, stretch, key)
         grid = self.grids[self.basis.slices.part_of[stretch.index]]
         return grid.values(grid.round(found, key.at(purpose=f"{key.purpose}/grid")))
 
     def value_class(self, stretch: Stretch) -> type[Values]:
-        """Return the class of values on a grid, or of the form."""
         return wire.Uniform if self.grids else super().value_class(stretch)
 
     def check_values(self, tensor: Tensor, stretch: Stretch) -> None:
-        """Require the grid of the part, exactly, or the form's parameters."""
         if self.grids:
             self.grids[self.basis.slices.part_of[stretch.index]].check(tensor)
         else:
@@ -139,13 +129,11 @@ class SliceProjection(SharedCoefficients):
         self.basis.slices.write_back(total.vector)
 
     def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
-        """Decode, and put the axes back."""
         out = super().decode(frame, layout)
         self.basis.slices.write_back(out)
         return out
 
     def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
-        """Add ``float32(weight) * decode(frame)`` into ``out.vector``."""
         add_scaled(out.vector, self.decode(frame, out.layout), weight)
 
     def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
@@ -253,7 +241,6 @@ class GradiVeQ(InBasis[SliceBasis]):
         return BasisFit(self.basis, self.loss, self.most, self.center)
 
     def around(self, codec: Codec) -> ErrorFeedback:
-        """Return the memory around what encodes."""
         # A filter of 0 freezes the memory at zero: no memory, without code of its own.
         return ErrorFeedback(codec, beta=1.0 if self.memory else 0.0, norm_guard=self.norm_guard)
 
@@ -274,7 +261,6 @@ class GradiVeQ(InBasis[SliceBasis]):
         return SliceBasis.read(frame, self.slices(layout), per_slice=per_slice, center=self.center)
 
     def open_basis(self, frame: Frame, number: int, layout: Layout) -> SliceBasis:
-        """Return the basis that is called ``number``; see :meth:`fedcomp.codecs.waiting.InBasis.open_basis`."""
         nothing = SliceBasis.nothing(layout)
         if number == nothing.id:
             return nothing
@@ -313,7 +299,6 @@ class GradiVeQ(InBasis[SliceBasis]):
         return SliceProjection(basis)
 
     def reader(self, basis: SliceBasis, state: State) -> Codec:
-        """Return what wrote the last frame, which was sent in ``basis``."""
         return self.on(basis, self.grids_of(state[_STEPS]) if _STEPS in state else ())
 
     def peaks(self, state: State, basis: SliceBasis, layout: Layout) -> Peaks:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedcomp import wire
-from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_dense, require_values
+from fedcomp.codecs.positional import PositionalCodec, Stretch
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
-from fedcomp.wire import Expected, Tensor
+from fedcomp.wire import Tensor
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -28,22 +28,14 @@ class Identity(PositionalCodec):
     unbiased = True
     never_enlarges = True
     wide = True
+    complete = wire.Raw
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return one stretch over everything: nothing is left for the dense rest, whatever the policy asks."""
         return (Stretch(0, "the vector", 0, layout.size),) if layout.size else ()
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return the dense raw tensor."""
         return wire.dense(values)
-
-    def expect(self, stretch: Stretch) -> Expected:
-        """Return the stretch's shape, dense and raw."""
-        return expected_dense(stretch.size, wire.Raw)
-
-    def check(self, tensor: Tensor, stretch: Stretch) -> None:
-        """Require dense raw values."""
-        require_values(tensor, wire.Raw, sparse=False)
 
     def wire_dtype(self, dtype: str) -> str:
         """Return the dtype: nothing is rounded."""

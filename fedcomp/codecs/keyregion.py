@@ -9,9 +9,8 @@ histogram, and all rules and figures below are our own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, NamedTuple
+from typing import Annotated, ClassVar, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from fedcomp import params
 from fedcomp.codecs.base import State
 from fedcomp.codecs.forms import FORMS, RESTS
-from fedcomp.codecs.listed import INDICES, ListedCodec, without_densities
+from fedcomp.codecs.listed import INDICES, ListedCodec
 from fedcomp.codecs.positional import SCOPES, AdaptiveCodec, Stretch
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.kernels import exceedances, select_above, select_topk, tiers
@@ -95,10 +94,8 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
         Factor of the histograms per round, in [0, 1]. With 0 only the current round counts.
     scope : {"global", "layer"}
         Treat the whole model as one vector, or every tensor by itself. Densities of single tensors are refused.
-    values, rest : str
-        How the values and the dense rest travel, as for :class:`~fedcomp.codecs.TopK`.
-    index : str
-        The wire's index codec; "auto" takes the smallest.
+    values, rest, index : str
+        As of :class:`~fedcomp.codecs.TopK`.
 
     Notes
     -----
@@ -113,6 +110,7 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
 
     codec_id: ClassVar[str] = "keyregion"
     finds_non_finite = True
+    takes_densities = False
 
     key_density: Density = 0.10
     sparse_density: Density = 0.005
@@ -122,10 +120,6 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
     values: Annotated[str, OneOf(*FORMS)] = "float32"
     index: Annotated[str, OneOf(*INDICES)] = "auto"
     rest: Annotated[str, OneOf(*RESTS)] = "auto"
-
-    def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
-        """Return the parts of the vector that become tensors; densities of single tensors are refused."""
-        return without_densities(layout, self.scope, self)
 
     def most(self, stretch: Stretch) -> int:
         """Return the largest number of values of any update: twice the largest total of the fractions, and 3.
@@ -139,7 +133,6 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
         return min(2 * params.count(min(1.0, total * (1.0 + 1e-9)), stretch.size) + 3, stretch.size)
 
     def start(self, stretch: Stretch) -> State:
-        """Return the state before the first round."""
         return {"histograms": np.zeros((2, COUNTERS)), "gains": np.ones(2), "wanted": np.zeros(2, np.int64)}
 
     def pack_next(self, values: Vector, stretch: Stretch, state: State, key: Key) -> tuple[Tensor, State]:
@@ -229,13 +222,6 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
     def contraction(self, layout: Layout) -> float | None:
         """Return 1/n of the longest stretch: the largest coordinate always travels."""
         return self.contraction_of_largest(layout)
-
-    @staticmethod
-    def wanted(state: Mapping[str, NDArray[Any]]) -> dict[str, tuple[int, int]]:
-        """Return how many coordinates of the key and of the sparse region the last round's fractions came to, by the
-        index of the stretch; ``state`` is one of this codec, alone or inside that of a wrapper."""
-        found = {name.split(".")[-2]: array for name, array in state.items() if name.endswith(".wanted")}
-        return {index: (int(array[_KEY]), int(array[_SPARSE])) for index, array in found.items()}
 
 
 class _Magnitudes(NamedTuple):

@@ -82,11 +82,9 @@ class LatentSupport(FixedSupport):
 
     @property
     def linear(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here of the encoder
-        """Whether what arrives adds up like what was sent."""
         return isinstance(self.encoder, IdentityEncoder) and FORMS[self.values].exact
 
     def parts(self, layout: Layout) -> tuple[Stretch, ...]:
-        """Return the coded tensors as one stretch, and the others."""
         parts = stretches(layout, self.scope)
         # Of a smaller model the supports will be refused.
         if not 0 < self.coded <= len(parts):
@@ -110,21 +108,18 @@ class LatentSupport(FixedSupport):
         return bundle
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return the latents of the coded values, or the values on the support."""
         if not self._is_coded(stretch):
             return super().pack(values, stretch, key)
         latents = encoded(self.encoder, values[self.indices(stretch)], self.scale)
         return Tensor(FORMS[self.values].code(latents), (stretch.size,), kind=COEFFICIENTS)
 
     def expect(self, stretch: Stretch) -> Expected:
-        """Return as many latents as the support has, or what the class above expects."""
         expected = super().expect(stretch)
         if not self._is_coded(stretch):
             return expected
         return replace(expected, max_k=self._latents, kinds=frozenset({COEFFICIENTS}))
 
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
-        """Require the number and the form of the latents, or what the class above requires."""
         if not self._is_coded(stretch):
             super().check(tensor, stretch)
             return

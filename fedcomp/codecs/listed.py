@@ -10,16 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import wire
-from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
 from fedcomp.codecs.positional import (
-    PositionalCodec,
+    FormedCodec,
     Stretch,
     expected_sparse,
     require_values,
-    stretches,
     with_rest,
 )
-from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
 from fedcomp.wire import Expected, Limits, SchemaMismatch, Tensor
 
@@ -27,41 +24,21 @@ INDICES = ("auto", *wire.PLAIN, *(f"complement:{name}" for name in wire.PLAIN))
 """How the support travels."""
 
 
-class ListedCodec(PositionalCodec):
+class ListedCodec(FormedCodec):
     """Base of codecs that choose coordinates and list them: how they are written, and what a receiver takes of them.
 
     Attributes
     ----------
-    values : str
-        How the chosen values travel, a name of :data:`~fedcomp.codecs.forms.FORMS`; what is rounded to zero does not.
     index : str
         The wire's index codec; "auto" takes the smallest.
-    rest : {"auto", "float32", "bf16", "q8"}
-        How the dense rest travels; "auto": "q8" beside values of 8 bits and fewer, else "float32".
     """
 
-    values: str
     index: str
-    rest: str
-
-    @property
-    def value_form(self) -> ValueForm:
-        """How the chosen values travel."""
-        return FORMS[self.values]
-
-    @property
-    def rest_form(self) -> ValueForm:
-        """How the dense rest travels."""
-        return rest_form(self.values, self.rest)
 
     @property
     def never_enlarges(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here of the form
         """Whether neither the chosen values nor the dense rest are rounded up."""
         return self.value_form.never_enlarges and self.rest_form.never_enlarges
-
-    def form(self) -> dict[str, int]:
-        """Return what the lengths of the chosen values depend on."""
-        return dict(self.value_form.form)
 
     @abstractmethod
     def most(self, stretch: Stretch) -> int:
@@ -91,7 +68,6 @@ class ListedCodec(PositionalCodec):
         return dtype if self.wide and self.values == "float64" else "float32"
 
     def expect(self, stretch: Stretch) -> Expected:
-        """Return the stretch's shape, the most values it may carry, and how their support may be written."""
         most = self.most(stretch)
         names = (*wire.PLAIN, "complement") if self.index == "auto" else self.index.split(":")
         # "auto" writes the absent indices only where they are fewer: no reason to expand them for a short list.
@@ -123,21 +99,3 @@ class ListedCodec(PositionalCodec):
             for s in self.stretches(layout)
         ]
         return with_rest(self, bounds, layout)
-
-
-def without_densities(layout: Layout, scope: str, codec: Any) -> tuple[Stretch, ...]:
-    """Return the stretches of ``layout`` for a codec that has no density.
-
-    Raises
-    ------
-    ConfigError
-        When the layout's policy asks for the density of a single tensor, which such a codec cannot honour.
-    """
-    parts = stretches(layout, scope)
-    asked = [s.name for s in parts if s.density is not None]
-    if asked:
-        raise ConfigError(
-            f"the layout's density policy sets a density for {len(asked)} tensor(s), first {asked[0]!r}, but {codec!r} "
-            "decides itself how much it sends; use a policy of only None and 1.0"
-        )
-    return parts

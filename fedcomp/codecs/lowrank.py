@@ -164,7 +164,6 @@ class Factored(Coefficients):
         """Return U and V, m x r and p x r, for which coefficients stand: U V'."""
 
     def add(self, out: Vector, values: Vector, stretch: Stretch) -> None:
-        """Add the matrix for which coefficients stand into ``out``, its flat place."""
         add_product(out.reshape(self.matrix(stretch)[:2]), *self.factors(values, stretch))
 
     def matrix(self, stretch: Stretch) -> tuple[int, int, int]:
@@ -211,7 +210,6 @@ class LowRank(Factored):
     min_rate: Annotated[float, Real(least=1.0)] = 2.0
 
     def count(self, stretch: Stretch) -> int | None:
-        """Return r (m + p)."""
         matrix = self.ranks.matrix(stretch)
         return None if matrix is None else matrix[2] * (matrix[0] + matrix[1])
 
@@ -271,14 +269,12 @@ class Projection(Factored, SharedCoefficients):
 
     @property
     def basis_id(self) -> int:
-        """The id of the basis."""
         return self.basis.id
 
     def __repr__(self) -> str:
         return f"Projection(rank {self.rank}, basis {self.basis.id:x})"
 
     def count(self, stretch: Stretch) -> int | None:
-        """Return the rows of the factor that is not the basis, times the rank."""
         matrix = self.ranks.matrix(stretch)
         return None if matrix is None else matrix[1 - self.basis.side] * matrix[2]
 
@@ -288,7 +284,6 @@ class Projection(Factored, SharedCoefficients):
         return product(matrix if self.basis.side == RIGHT else matrix.T, basis).reshape(-1)
 
     def factors(self, values: Vector, stretch: Stretch) -> tuple[Part, Part]:
-        """Return the basis and the factor in their order."""
         basis, sent = self.basis.parts[stretch.index], values.reshape(-1, self.matrix(stretch)[2])
         return (basis, sent) if self.basis.side == LEFT else (sent, basis)
 

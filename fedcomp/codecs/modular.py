@@ -160,12 +160,10 @@ class ModularSum(FixedPoint):
 
     @property
     def grid(self) -> ResidueGrid:
-        """The integers that frames hold."""
         return ResidueGrid(self.step, self.levels, self.m)
 
     @property
     def form(self) -> dict[str, int]:
-        """The modulus."""
         return {"modulus": self.m}
 
     def draws(self, key: Key) -> Key:
@@ -173,7 +171,6 @@ class ModularSum(FixedPoint):
         return _dither(super().draws(key).u64())
 
     def fields(self, key: Key) -> tuple[tuple[int, bytes], ...]:
-        """Return the name of the stream of dithers."""
         return ((SEED, super().draws(key).u64().to_bytes(8, "little")),)
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:

@@ -11,11 +11,11 @@ from typing import ClassVar
 import numpy as np
 
 from fedcomp import wire
-from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_dense, require_values
+from fedcomp.codecs.positional import PositionalCodec, Stretch
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
-from fedcomp.wire import Expected, Tensor
+from fedcomp.wire import Tensor
 
 _BLOCK = 1 << 16
 _TOP = 2.0**127
@@ -44,6 +44,7 @@ class NaturalCompression(PositionalCodec):
 
     codec_id: ClassVar[str] = "natural"
     unbiased = True
+    complete = wire.Natural
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the dense tensor of signs and exponents.
@@ -73,14 +74,6 @@ class NaturalCompression(PositionalCodec):
             drawn |= word >> np.uint32(31) << np.uint32(8)
             codes[start : start + _BLOCK] = drawn
         return Tensor(wire.Natural(codes), (stretch.size,))
-
-    def expect(self, stretch: Stretch) -> Expected:
-        """Return the stretch's shape, dense and in signs and exponents."""
-        return expected_dense(stretch.size, wire.Natural)
-
-    def check(self, tensor: Tensor, stretch: Stretch) -> None:
-        """Require dense signs and exponents."""
-        require_values(tensor, wire.Natural, sparse=False)
 
     def variance(self, layout: Layout) -> float:
         """Return 1/8, reached by vectors of 4/3 times powers of two. Subnormal values are excepted."""

@@ -147,7 +147,6 @@ class Rotation(Orthonormal):
     scope: Annotated[str, OneOf(*SCOPES)] = "global"
 
     def turn(self, values: Vector, layer: int, *, inverse: bool = False) -> None:
-        """Rotate in place, or back."""
         rotate(values, Key(self.seed, "rotation", layer=layer), inverse=inverse)
 
 
@@ -187,7 +186,6 @@ class DCT(Orthonormal):
     order: Annotated[str, OneOf(*ORDERS)] = NATURAL
 
     def conflict(self) -> str:
-        """Return why the chunk cannot be transformed, or not be read in this order."""
         if self.chunk & (self.chunk - 1):
             return f"chunk={self.chunk} is not valid: chunk must be a power of two"
         return order_conflict(self.order, self.scope)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs.base import Codec, State, all_finite, norm, require_finite
-from fedcomp.codecs.forms import FORMS, ValueForm
+from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.kernels import add_scaled, scatter_add
 from fedcomp.layout import Layout, Update, Vector
@@ -91,6 +91,24 @@ def stretches(layout: Layout, scope: str) -> tuple[Stretch, ...]:
     return (Stretch(0, "the compressed part", 0, size, shape=(size,)),) if size else ()
 
 
+def without_densities(layout: Layout, scope: str, codec: Codec) -> tuple[Stretch, ...]:
+    """Return the stretches of ``layout`` for a codec that has no density.
+
+    Raises
+    ------
+    ConfigError
+        When the layout's policy asks for the density of a single tensor, which such a codec cannot honour.
+    """
+    parts = stretches(layout, scope)
+    asked = [s.name for s in parts if s.density is not None]
+    if asked:
+        raise ConfigError(
+            f"the layout's density policy sets a density for {len(asked)} tensor(s), first {asked[0]!r}, but {codec!r} "
+            "decides itself how much it sends; use a policy of only None and 1.0"
+        )
+    return parts
+
+
 DENSE_REST: Final = "the dense rest"
 """What reports call the tensor of a frame that holds everything the layout sends dense."""
 
@@ -106,11 +124,14 @@ class Packing(ABC):
         How supports are written, as :func:`fedcomp.wire.longest` takes it.
     wide : bool
         :meth:`pack` takes float64 values, too, and ranks or rounds them as they are. Updates are float32.
+    complete : type of values, optional
+        The form of all values of a stretch, where tensors hold all of them in one form.
     """
 
     finds_non_finite: bool = False
     index = "auto"
     wide: ClassVar[bool] = False
+    complete: ClassVar[type[Values] | None] = None
 
     @abstractmethod
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
@@ -118,10 +139,14 @@ class Packing(ABC):
 
     def expect(self, stretch: Stretch) -> Expected:
         """Return what the receiver expects for ``stretch``; what it rules out is refused before it is decoded."""
-        return Expected("", (stretch.size,), "float32")
+        if self.complete is None:
+            return Expected("", (stretch.size,), "float32")
+        return expected_dense(stretch.size, self.complete)
 
-    def check(self, tensor: Tensor, stretch: Stretch) -> None:  # noqa: B027  # what is expected may be all
+    def check(self, tensor: Tensor, stretch: Stretch) -> None:
         """Raise :class:`fedcomp.wire.WireError` when ``tensor`` is not what :meth:`pack` makes of a stretch."""
+        if self.complete is not None:
+            require_values(tensor, self.complete, sparse=False)
 
     def section(self, stretch: Stretch, dtype: str = "float32") -> wire.Section | None:
         """Return how a tensor of ``stretch`` travels in a message that needs no frame, None where it needs one.
@@ -165,16 +190,21 @@ class PositionalCodec(Packing, Codec):
     ----------
     scope : {"global", "layer"}
         What one tensor of the frame covers.
+    takes_densities : bool
+        Whether a policy may set the density of a single tensor.
     """
 
     scope: str = "global"
+    takes_densities: ClassVar[bool] = True
     # The layout asked for last and its schema, which every frame of a round asks for again. One pair, replaced at once:
     # threads may share a codec.
     _held: ClassVar[tuple[Layout, Schema] | None] = None
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return the parts of the vector that become tensors of their own."""
-        return stretches(layout, self.scope)
+        if self.takes_densities:
+            return stretches(layout, self.scope)
+        return without_densities(layout, self.scope, self)
 
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
         """Encode ``update``; see :meth:`fedcomp.codecs.base.Codec.encode`. Copies nothing of the vector's size."""
@@ -222,7 +252,6 @@ class PositionalCodec(Packing, Codec):
         return [self.pack(vector[s.slice], s, key.at(layer=s.index)) for s in parts], state
 
     def schema(self, layout: Layout) -> Schema:
-        """Return one expectation per stretch, and one for the dense rest when there is any."""
         held = self._held
         if held is None or held[0] is not layout:
             parts = self.stretches(layout)
@@ -232,7 +261,6 @@ class PositionalCodec(Packing, Codec):
         return held[1]
 
     def longest(self, layout: Layout) -> int:
-        """Return an upper bound in bytes on any frame for ``layout``, whatever the update."""
         schema = self.schema(layout)
         forms = [self.form() for _ in self.stretches(layout)]
         # A type and a length of one byte each; no field is longer than 127 bytes.
@@ -240,12 +268,10 @@ class PositionalCodec(Packing, Codec):
         return fields + wire.longest(schema, self.index, *forms, *[self.rest_form.form] * (len(schema) - len(forms)))
 
     def tensor_names(self, layout: Layout) -> tuple[str, ...]:
-        """Return the stretches' names, and :data:`DENSE_REST` when there is any."""
         parts = self.stretches(layout)
         return (*(s.name for s in parts), *((DENSE_REST,) if _covered(parts) < layout.size else ()))
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
-        """Parse ``frame`` and check every tensor with :meth:`check`. A bundle is checked, too, and returned."""
         bundle = super().open(frame, layout)
         # Bytes were just decoded against this schema; a bundle may have been opened for another codec or model.
         if isinstance(frame, Bundle):
@@ -305,6 +331,33 @@ class PositionalCodec(Packing, Codec):
         yield from zip(bundle.tensors, places, strict=True)
 
 
+class FormedCodec(PositionalCodec):
+    """Base of codecs whose values travel in one form, and the dense rest in another.
+
+    Attributes
+    ----------
+    values : str
+        How values travel, a name of :data:`~fedcomp.codecs.forms.FORMS`.
+    rest : {"auto", "float32", "bf16", "q8"}
+        How the dense rest travels; "auto": "q8" beside values of 8 bits and fewer, else "float32".
+    """
+
+    values: str
+    rest: str = "auto"
+
+    @property
+    def value_form(self) -> ValueForm:
+        """How values travel."""
+        return FORMS[self.values]
+
+    @property
+    def rest_form(self) -> ValueForm:
+        return rest_form(self.values, self.rest)
+
+    def form(self) -> dict[str, int]:
+        return dict(self.value_form.form)
+
+
 class SeededCodec(PositionalCodec):
     """Base of codecs whose frames name, in eight bytes, the seed of what was drawn for them beside a support."""
 
@@ -325,11 +378,9 @@ class SeededCodec(PositionalCodec):
         return int.from_bytes(bundle.tlv(SEED) or b"", "little")
 
     def fields(self, key: Key) -> tuple[tuple[int, bytes], ...]:
-        """Return the seed."""
         return self.seed_field(self.seed_of(key))
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
-        """Parse and check ``frame``, and require a seed."""
         bundle = super().open(frame, layout)
         if len(bundle.tlv(SEED) or b"") != 8:
             raise SchemaMismatch("the frame lacks the eight bytes of seed by which it was drawn")
@@ -365,7 +416,6 @@ class AdaptiveCodec(PositionalCodec):
         """
 
     def init(self, layout: Layout) -> State:
-        """Return the state of a client that has seen nothing yet."""
         parts = self.stretches(layout)
         return {f"{s.index}.{name}": array for s in parts for name, array in self.start(s).items()}
 

@@ -206,16 +206,13 @@ class PowerSGD(InBasis[Basis]):
         return {**self.lasting(state), "memory": memory}
 
     def open_basis(self, frame: Frame, number: int, layout: Layout) -> Basis:
-        """Return the basis that is called ``number``; see :meth:`fedcomp.codecs.waiting.InBasis.open_basis`."""
         nothing = nothing_factored(self, layout)
         return nothing if number == nothing.id else Basis.open(frame, number, self.ranks, layout)
 
     def around(self, codec: Codec) -> ErrorFeedback:
-        """Return the memory around what encodes."""
         return ErrorFeedback(codec, norm_guard=self.norm_guard)
 
     def reader(self, basis: Basis, state: State) -> Codec:
-        """Return what wrote the last frame, which was sent in ``basis``."""
         return self.on(basis)
 
 

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from fedcomp import params, wire
 from fedcomp.codecs.base import State, norm
-from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.positional import (
     SCOPES,
     SeededCodec,
@@ -92,6 +91,7 @@ class RandomProjection(SeededCodec):
     """
 
     codec_id: ClassVar[str] = "projection"
+    takes_densities = False
 
     directions: Annotated[int, Int(1)] = 32
     scope: Annotated[str, OneOf(*SCOPES)] = "global"
@@ -103,10 +103,6 @@ class RandomProjection(SeededCodec):
         super().__post_init__()
         params.assign(self, unbiased=self.scale == "unbiased" and not self.clip, linear=not self.clip)
 
-    def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
-        """Return the parts of the vector with directions of their own."""
-        return without_densities(layout, self.scope, self)
-
     def count(self, stretch: Stretch) -> int:
         """Return how many numbers of a stretch travel."""
         return min(self.directions, stretch.size)
@@ -116,7 +112,6 @@ class RandomProjection(SeededCodec):
         return stretch.size <= self.directions
 
     def seed(self, key: Key) -> Key:
-        """Return what the directions of a round are drawn by."""
         return key.at(partition=0) if self.shared else key
 
     def drawn(self, seed: int, stretch: Stretch) -> Directions:
@@ -131,7 +126,6 @@ class RandomProjection(SeededCodec):
         return Directions(Key(seed, f"projection/{stretch.index}"), [stretch.size], self.directions)
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return the products of a stretch, or the stretch as it is."""
         if self.whole(stretch):
             return wire.dense(values)
         return self.cut(self.drawn(self.seed_of(key), stretch).project(values)[0], stretch)
@@ -156,7 +150,6 @@ class RandomProjection(SeededCodec):
         return self.tensor_of(narrow, self.expect(stretch))
 
     def expect(self, stretch: Stretch) -> Expected:
-        """Return so many coefficients, or the stretch as it is."""
         if self.whole(stretch):
             return expected_dense(stretch.size, wire.Raw)
         kinds, values = frozenset({COEFFICIENTS}), frozenset({wire.Raw.name})
@@ -319,15 +312,12 @@ class Replay(Wrapper):
         params.assign(self, codec=codec, unbiased=codec.unbiased, linear=codec.linear)
 
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
-        """Encode a single update, as the codec does."""
         return self.codec.encode(update, state, key)
 
     def contraction(self, layout: Layout) -> float | None:
-        """Return the codec's."""
         return self.codec.contraction(layout)
 
     def variance(self, layout: Layout) -> float | None:
-        """Return the codec's."""
         return self.codec.variance(layout)
 
     def limits(self, layout: Layout) -> Limits:
@@ -382,7 +372,6 @@ class Replay(Wrapper):
         return bundle
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
-        """Parse a joined frame, or that of a single update, and check it."""
         joined = self._joined(frame, layout)
         return self.codec.open(frame, layout) if joined is None else joined
 
@@ -396,11 +385,9 @@ class Replay(Wrapper):
             yield self.codec.open(bundle, layout), float(weight)
 
     def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
-        """Add ``float32(weight) * decode(frame)`` into ``out.vector``."""
         add_scaled(out.vector, self.decode(frame, out.layout), weight)
 
     def gather(self, frame: Frame | Bundle, weight: float, total: Update) -> None:
-        """Accumulate."""
         self.accumulate(frame, weight, total)
 
     def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import wire
-from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_dense, require_values
+from fedcomp.codecs.positional import PositionalCodec, Stretch
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
 from fedcomp.rules import Int
-from fedcomp.wire import Expected, SchemaMismatch, Tensor
+from fedcomp.wire import SchemaMismatch, Tensor
 
 _BLOCK = 1 << 16
 
@@ -43,12 +43,12 @@ class QSGD(PositionalCodec):
 
     codec_id: ClassVar[str] = "qsgd"
     unbiased = True
+    complete = wire.QsgdLevels
 
     levels: Annotated[int, Int(1, 32767)] = 127
     bucket: Annotated[int, Int(2, 1 << 24)] = 512
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return the dense tensor of signed levels and one float32 norm per bucket."""
         # Bucket-aligned blocks: draws and quantiser are float64, which is not to be held for the whole vector. One
         # stream serves all blocks, so that their size does not show: together the draws are key.uniform(n).
         stream = key.generator().bit_generator
@@ -68,16 +68,10 @@ class QSGD(PositionalCodec):
         return wire.Tensor(wire.QsgdLevels(levels, self.levels, self.bucket, every), (stretch.size,))
 
     def form(self) -> dict[str, int]:
-        """Return levels and bucket."""
         return {"levels": self.levels, "bucket": self.bucket}
 
-    def expect(self, stretch: Stretch) -> Expected:
-        """Return the stretch's shape, dense and in levels."""
-        return expected_dense(stretch.size, wire.QsgdLevels)
-
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
-        """Require dense levels of the agreed number and bucket."""
-        require_values(tensor, wire.QsgdLevels, sparse=False)
+        super().check(tensor, stretch)
         coded = tensor.values
         assert isinstance(coded, wire.QsgdLevels)
         if (coded.s, coded.bucket) != (self.levels, self.bucket):

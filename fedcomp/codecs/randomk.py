@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params, wire
-from fedcomp.codecs.forms import FORMS, ValueForm, narrowed, rest_form
+from fedcomp.codecs.forms import FORMS, narrowed
 from fedcomp.codecs.positional import (
     SCOPES,
-    PositionalCodec,
+    FormedCodec,
     Stretch,
     expected_sparse,
     require_values,
@@ -33,7 +33,7 @@ _VALUES = tuple(name for name in FORMS if name != "float64")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class RandomK(PositionalCodec):
+class RandomK(FormedCodec):
     """Send ``k = max(1, ceil(density * n))`` coordinates of a uniformly random support.
 
     Parameters
@@ -82,21 +82,11 @@ class RandomK(PositionalCodec):
             never_enlarges=not self.unbiased and form.never_enlarges and self.rest_form.never_enlarges,
         )
 
-    @property
-    def rest_form(self) -> ValueForm:
-        """How the dense rest travels: in 8 bits beside values of 8 bits and fewer."""
-        return rest_form(self.values)
-
-    def form(self) -> dict[str, int]:
-        """Return what the lengths of the values depend on."""
-        return dict(FORMS[self.values].form)
-
     def count(self, stretch: Stretch) -> int:
         """Return k of ``stretch``."""
         return params.count(self.density if stretch.density is None else stretch.density, stretch.size)
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return the tensor whose indices are a seed."""
         k = self.count(stretch)
         kept = narrowed(values[self.positions(stretch, key)])
         if self.unbiased:
@@ -109,7 +99,6 @@ class RandomK(PositionalCodec):
         return wire.seeded((stretch.size,), self._seed(stretch, key), k, coded, algorithm=self.algorithm)
 
     def positions(self, stretch: Stretch, key: Key) -> NDArray[np.int64]:
-        """Return the coordinates of ``stretch`` that travel under the key of its layer, ascending."""
         return Seeded(self._seed(stretch, key), self.algorithm).indices(stretch.size, self.count(stretch))
 
     def expect(self, stretch: Stretch) -> Expected:

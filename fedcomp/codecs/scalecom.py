@@ -23,8 +23,8 @@ from fedcomp import params, wire
 from fedcomp.codecs.base import Codec, State
 from fedcomp.codecs.chunk import ChunkTop1
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
-from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, require_values
+from fedcomp.codecs.forms import FORMS
+from fedcomp.codecs.positional import SCOPES, FormedCodec, PositionalCodec, Stretch, expected_sparse, require_values
 from fedcomp.codecs.topk import TopK
 from fedcomp.codecs.waiting import Waiting
 from fedcomp.errors import ConfigError, StateError
@@ -46,7 +46,7 @@ _INDICES: Final = (*wire.PLAIN, "complement", "bins")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class FixedSupport(PositionalCodec):
+class FixedSupport(FormedCodec):
     """Send the values on a support both ends hold; not a single index travels.
 
     For one support it is linear: frames of several clients may be summed before or after decoding. It is made per
@@ -74,15 +74,6 @@ class FixedSupport(PositionalCodec):
     def linear(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here of the form
         """Whether values travel as they are, so that what arrives adds up like what was sent."""
         return FORMS[self.values].exact
-
-    @property
-    def rest_form(self) -> ValueForm:
-        """How the dense rest travels: in 8 bits beside values of 8 bits and fewer."""
-        return rest_form(self.values)
-
-    def form(self) -> dict[str, int]:
-        """Return what the lengths of the values depend on."""
-        return dict(FORMS[self.values].form)
 
     def get_config(self) -> dict[str, Any]:
         """Refused: supports travel as index blocks (:func:`support_frame`)."""
@@ -122,13 +113,11 @@ class FixedSupport(PositionalCodec):
         return parts
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return the values on the support."""
         indices = self.indices(stretch)
         kept = FORMS[self.values].code(values[indices])
         return wire.shared((stretch.size,), self.tensor_id(stretch), kept, indices=indices)
 
     def expect(self, stretch: Stretch) -> Expected:
-        """Return the stretch's shape, and that values on a shared support are expected, as many as it has indices."""
         return Expected(
             "",
             (stretch.size,),
@@ -229,7 +218,6 @@ class LeaderSelected(Waiting):
         return {_BLOCK: block, _BLOCK_ID: np.asarray(support_id, np.int64)}
 
     def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
-        """Return ``state`` with the frame's mass back in the memory."""
         # The frame was encoded without an exchange, by a leader without followers.
         if _BLOCK not in state:
             return self.feedback.rollback(state, frame, layout)
@@ -249,7 +237,6 @@ class LeaderSelected(Waiting):
 
     @property
     def feedback(self) -> ErrorFeedback:
-        """The memory of a leader without followers."""
         return self.around(self.codec)
 
     def around(self, codec: Codec) -> ErrorFeedback:
@@ -350,23 +337,6 @@ def open_support(frame: Frame, codec: LeaderSelected, layout: Layout) -> Support
 def _index(leader: PositionalCodec, stretch: Stretch) -> str:
     """Return the index codec of a block: one offset per chunk if this is shorter."""
     return f"auto+bins:{leader.chunk(stretch)}" if isinstance(leader, ChunkTop1) else "auto"
-
-
-def support_id_of(frame: Frame, codec: LeaderSelected, layout: Layout) -> int | None:
-    """Return the id of the support on which the server's mean lies, None for a model without compressible tensors.
-
-    Raises
-    ------
-    fedcomp.wire.WireError
-        When the frame is not such a mean.
-    """
-    # Only the sizes matter here: one element stands for all, so that nothing of the model's size is allocated.
-    everywhere = tuple(np.broadcast_to(np.int64(0), (s.size,)) for s in codec.leader.stretches(layout))
-    bundle = wire.decode(frame, codec.mean(everywhere, 0).schema(layout))
-    for tensor in bundle.tensors:
-        if isinstance(tensor.index, SharedSupport):
-            return tensor.index.support_id >> _STRETCH_BITS
-    return None
 
 
 def held_support(state: State) -> tuple[int, Frame] | None:

@@ -14,18 +14,15 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs.forms import narrowed
-from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.positional import (
     SCOPES,
     PositionalCodec,
     Stretch,
-    expected_dense,
-    require_values,
 )
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 from fedcomp.rules import Int, OneOf
-from fedcomp.wire import Expected, SchemaMismatch, Tensor
+from fedcomp.wire import SchemaMismatch, Tensor
 
 _BLOCK = 1 << 16
 
@@ -59,12 +56,13 @@ class ScaledSign(PositionalCodec):
     codec_id: ClassVar[str] = "scaledsign"
     never_enlarges = True
     wide = True
+    complete = wire.SignScale
+    takes_densities = False
 
     scope: Annotated[str, OneOf(*SCOPES)] = "layer"
     block: Annotated[int, Int(0, 1 << 24)] = 0
 
     def conflict(self) -> str:
-        """Return why the block is too small."""
         if self.block != 1:
             return ""
         return (
@@ -72,12 +70,7 @@ class ScaledSign(PositionalCodec):
             "receivers refuse; block must be 0 or at least 2"
         )
 
-    def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
-        """Return the parts of the vector that become tensors of their own; densities of single tensors are refused."""
-        return without_densities(layout, self.scope, self)
-
     def pack(self, values: NDArray[Any], stretch: Stretch, key: Key) -> Tensor:
-        """Return the dense tensor of signs and mean magnitudes."""
         coded = wire.SignScale(values < 0.0, self.scales(values), self.block)
         return Tensor(coded, (stretch.size,))
 
@@ -86,16 +79,10 @@ class ScaledSign(PositionalCodec):
         return _means(values, self.block)
 
     def form(self) -> dict[str, int]:
-        """Return the block."""
         return {"block": self.block}
 
-    def expect(self, stretch: Stretch) -> Expected:
-        """Return the stretch's shape, dense and in signs."""
-        return expected_dense(stretch.size, wire.SignScale)
-
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
-        """Require signs in blocks of the agreed length."""
-        require_values(tensor, wire.SignScale, sparse=False)
+        super().check(tensor, stretch)
         coded = tensor.values
         assert isinstance(coded, wire.SignScale)
         if coded.block != self.block:

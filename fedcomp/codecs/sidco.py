@@ -221,10 +221,8 @@ class SIDCo(AdaptiveCodec, ListedCodec):
         possible steps of the stages have not helped (code read; only with adaptation).
     scope : {"global", "layer"}
         Fit the whole model as one vector, or every tensor by itself.
-    values, rest : str
-        How the values and the dense rest travel, as for :class:`~fedcomp.codecs.TopK`.
-    index : str
-        The wire's index codec; "auto" takes the smallest.
+    values, rest, index : str
+        As of :class:`~fedcomp.codecs.TopK`.
 
     Notes
     -----
@@ -269,7 +267,6 @@ class SIDCo(AdaptiveCodec, ListedCodec):
         return max(1, math.ceil(math.log2(stretch.size / self.count(stretch))))
 
     def start(self, stretch: Stretch) -> State:
-        """Return the state before the first estimate."""
         stages = self.stages
         if stages is None:
             fraction = self.count(stretch) / stretch.size

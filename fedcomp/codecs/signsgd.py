@@ -13,12 +13,11 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from fedcomp import wire
-from fedcomp.codecs.listed import without_densities
-from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_dense, require_values
-from fedcomp.layout import Layout, Update, Vector
+from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch
+from fedcomp.layout import Update, Vector
 from fedcomp.rng import Key
 from fedcomp.rules import OneOf, Real
-from fedcomp.wire import Expected, SchemaMismatch, Tensor
+from fedcomp.wire import SchemaMismatch, Tensor
 
 _BLOCK = 1 << 16
 _TIE = np.float32(2.0**-13)
@@ -61,26 +60,20 @@ class SignSGD(PositionalCodec):
 
     codec_id: ClassVar[str] = "signsgd"
     votes = True
+    complete = wire.SignScale
+    takes_densities = False
 
     step: Annotated[float, Real(least=_SMALLEST, most=_LARGEST)]
     scope: Annotated[str, OneOf(*SCOPES)] = "global"
-
-    def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
-        """Return the parts of the vector that become tensors of their own; densities of single tensors are refused."""
-        return without_densities(layout, self.scope, self)
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the dense tensor of sign bits; its scale is 1, or 0 for an abstention."""
         scale = np.full(1, values.any(), np.float32)
         return Tensor(wire.SignScale(np.signbit(values), scale), (stretch.size,))
 
-    def expect(self, stretch: Stretch) -> Expected:
-        """Return the stretch's shape, dense and in signs."""
-        return expected_dense(stretch.size, wire.SignScale)
-
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
         """Require signs with one scale of 1 or 0: nobody has more than one vote."""
-        require_values(tensor, wire.SignScale, sparse=False)
+        super().check(tensor, stretch)
         coded = tensor.values
         assert isinstance(coded, wire.SignScale)
         if coded.block or coded.scales[0] not in (0.0, 1.0):

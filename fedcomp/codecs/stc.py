@@ -57,11 +57,9 @@ class STC(ListedCodec):
     rest: Annotated[str, OneOf(*RESTS[1:])] = "float32"
 
     def most(self, stretch: Stretch) -> int:
-        """Return k of ``stretch``."""
         return params.count(self.density if stretch.density is None else stretch.density, stretch.size)
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return the sparse tensor of signs on the support of the largest magnitudes."""
         indices = select_topk(values, self.most(stretch))
         return self.listed(indices, values[indices], stretch)
 

@@ -12,12 +12,11 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from fedcomp import params, wire
-from fedcomp.codecs.listed import without_densities
-from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_dense, require_values
+from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
 from fedcomp.rules import NotNegative, OneOf
-from fedcomp.wire import Expected, Tensor
+from fedcomp.wire import Tensor
 
 _BLOCK = 1 << 16
 
@@ -54,6 +53,8 @@ class TernGrad(PositionalCodec):
     """
 
     codec_id: ClassVar[str] = "terngrad"
+    complete = wire.Ternary
+    takes_densities = False
 
     clip: NotNegative = 0.0
     scope: Annotated[str, OneOf(*SCOPES)] = "layer"
@@ -62,12 +63,7 @@ class TernGrad(PositionalCodec):
         super().__post_init__()
         params.assign(self, unbiased=self.clip == 0.0)
 
-    def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
-        """Return the parts of the vector that become tensors of their own; densities of single tensors are refused."""
-        return without_densities(layout, self.scope, self)
-
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return the dense tensor of trits and their scale."""
         # The absolute value is for zeros alone: -0.0 and 0.0 would make two frames of the same vector.
         scale = np.abs(np.maximum(values.max(), -values.min()))
         if self.clip and (deviation := _deviation(values)):
@@ -83,14 +79,6 @@ class TernGrad(PositionalCodec):
                 sent = draws < np.abs(part).astype(np.float64) / float(scale)
                 trits[start : start + _BLOCK] = np.where(sent, np.sign(part), 0.0)
         return Tensor(wire.Ternary(trits, float(scale)), (stretch.size,))
-
-    def expect(self, stretch: Stretch) -> Expected:
-        """Return the stretch's shape, dense and in trits."""
-        return expected_dense(stretch.size, wire.Ternary)
-
-    def check(self, tensor: Tensor, stretch: Stretch) -> None:
-        """Require dense trits."""
-        require_values(tensor, wire.Ternary, sparse=False)
 
     def variance(self, layout: Layout) -> float | None:
         """Return ``(√n - 1)/2`` for the largest stretch; None with clipping, which is biased."""

@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from fedcomp.codecs.forms import FORMS, RESTS
-from fedcomp.codecs.listed import INDICES, ListedCodec, without_densities
+from fedcomp.codecs.listed import INDICES, ListedCodec
 from fedcomp.codecs.positional import SCOPES, Stretch
 from fedcomp.kernels import select_above
-from fedcomp.layout import Layout, Vector
+from fedcomp.layout import Vector
 from fedcomp.rng import Key
 from fedcomp.rules import OneOf, Positive
 from fedcomp.wire import Tensor
@@ -31,10 +31,8 @@ class Threshold(ListedCodec):
         The magnitude, positive. It is compared as a float32: the largest that does not exceed it.
     scope : {"global", "layer"}
         One tensor of the frame for the whole model, or one per tensor. The same coordinates travel.
-    values, rest : str
-        How the values and the dense rest travel, as for :class:`~fedcomp.codecs.TopK`.
-    index : str
-        The wire's index codec; "auto" takes the smallest.
+    values, rest, index : str
+        As of :class:`~fedcomp.codecs.TopK`.
 
     Examples
     --------
@@ -44,6 +42,7 @@ class Threshold(ListedCodec):
 
     codec_id: ClassVar[str] = "threshold"
     finds_non_finite = True
+    takes_densities = False
 
     level: Positive
     scope: Annotated[str, OneOf(*SCOPES)] = "global"
@@ -51,16 +50,11 @@ class Threshold(ListedCodec):
     index: Annotated[str, OneOf(*INDICES)] = "auto"
     rest: Annotated[str, OneOf(*RESTS)] = "auto"
 
-    def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
-        """Return the parts of the vector that become tensors; densities of single tensors are refused."""
-        return without_densities(layout, self.scope, self)
-
     def most(self, stretch: Stretch) -> int:
         """Return the size of ``stretch``: everything may exceed the level."""
         return stretch.size
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return the sparse tensor of everything above the level."""
         indices = select_above(values, float32_below(self.level))
         return self.listed(indices, values[indices], stretch)
 

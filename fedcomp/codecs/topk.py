@@ -117,7 +117,6 @@ class TopK(ListedCodec):
         return type(self) is TopK
 
     def conflict(self) -> str:
-        """Return why the fields contradict each other; empty when they do not."""
         return "a density has a warm-up or a schedule, not both" if self.warmup and self.schedule else ""
 
     def count(self, stretch: Stretch, key: Key | None = None) -> int:
@@ -130,7 +129,6 @@ class TopK(ListedCodec):
         return params.count(self._warm(density, key.round), stretch.size)
 
     def most(self, stretch: Stretch) -> int:
-        """Return the largest k of any round."""
         return params.count(self._warm(max(self._densities(stretch)), 1), stretch.size)
 
     def _densities(self, stretch: Stretch) -> list[float]:
@@ -150,7 +148,6 @@ class TopK(ListedCodec):
         return max(density, float(f"{density ** ((epoch + 1) / (self.warmup + 1)):.12g}"))
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return the sparse tensor of the largest magnitudes."""
         indices = select_topk(values, self.count(stretch, key))
         return self.pack_selected(indices, values[indices], stretch)
 

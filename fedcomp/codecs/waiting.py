@@ -46,11 +46,9 @@ class Waiting(Wrapper):
         """The memory, around what encodes without an exchange."""
 
     def init(self, layout: Layout) -> State:
-        """Return a state with empty memory."""
         return self.feedback.init(layout)
 
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
-        """Encode as a client without others; see :meth:`fedcomp.codecs.base.Codec.encode`."""
         return self.feedback.encode(update, self.settle(state, update.layout), key)
 
     def begin(self, update: Update, state: State, key: Key) -> State:
@@ -163,7 +161,6 @@ class InBasis(Waiting, Generic[B]):
 
     @property
     def feedback(self) -> ErrorFeedback:
-        """The memory of a client without others."""
         return self.around(self.codec)
 
     @abstractmethod
@@ -188,7 +185,6 @@ class InBasis(Waiting, Generic[B]):
         return frame, {**after, _BLOCK: block, _BLOCK_ID: np.asarray(basis.id, np.int64)}
 
     def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
-        """Return ``state`` with the frame's mass back in the memory."""
         basis = self.held(state, layout)
         # The frame was encoded without an exchange, by a client without others.
         if basis is None:

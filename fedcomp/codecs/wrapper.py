@@ -24,7 +24,6 @@ class Wrapper(Codec):
     codec: Codec
 
     def schema(self, layout: Layout) -> Schema:
-        """Return the inner codec's."""
         return self.codec.schema(layout)
 
     def sparse(self, layout: Layout) -> bool:
@@ -32,11 +31,9 @@ class Wrapper(Codec):
         return self.codec.sparse(layout)
 
     def limits(self, layout: Layout) -> Limits:
-        """Return the inner codec's."""
         return self.codec.limits(layout)
 
     def longest(self, layout: Layout) -> int | None:
-        """Return the inner codec's."""
         return self.codec.longest(layout)
 
     def unwrapped(self, frame: Frame | Bundle, layout: Layout) -> Frame | Bundle:
@@ -44,49 +41,37 @@ class Wrapper(Codec):
         return frame
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
-        """Open with the inner codec."""
         return self.codec.open(frame, layout)
 
     def verify(self, frame: Frame | Bundle, layout: Layout, key: Key) -> Bundle:
-        """Verify with the inner codec."""
         return self.codec.verify(frame, layout, key)
 
     def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
-        """Return the inner codec's."""
         return self.codec.support(self.unwrapped(frame, layout), layout)
 
     def common_support(self, layout: Layout, key: Key) -> NDArray[np.int64] | None:
-        """Return the inner codec's."""
         return self.codec.common_support(layout, key)
 
     def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
-        """Accumulate with the inner codec."""
         self.codec.accumulate(self.unwrapped(frame, out.layout), weight, out)
 
     def enter(self, update: Update) -> None:
-        """Enter the inner codec's coordinates."""
         self.codec.enter(update)
 
     def gather(self, frame: Frame | Bundle, weight: float, total: Update) -> None:
-        """Gather with the inner codec."""
         self.codec.gather(self.unwrapped(frame, total.layout), weight, total)
 
     def conclude(self, total: Update) -> None:
-        """Conclude with the inner codec."""
         self.codec.conclude(total)
 
     def tensor_names(self, layout: Layout) -> tuple[str, ...]:
-        """Return the inner codec's."""
         return self.codec.tensor_names(layout)
 
     def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
-        """Decode with the inner codec."""
         return self.codec.decode(self.unwrapped(frame, layout), layout)
 
     def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
-        """Measure with the inner codec."""
         return self.codec.norm(self.unwrapped(frame, layout), layout)
 
     def figures(self, frame: Frame | Bundle, layout: Layout, length: float) -> Mapping[str, float]:
-        """Return the inner codec's."""
         return self.codec.figures(self.unwrapped(frame, layout), layout, length)

@@ -149,7 +149,6 @@ class Deployments(Stateful):
         self._quantiles = np.empty(0, np.float32)
 
     def identity(self) -> dict[str, Any]:
-        """Return codec and window, which sensors have to agree with."""
         return {"codec": repr(self.broadcast.codec), "window": self.window}
 
     def made_from(self) -> dict[str, Any]:

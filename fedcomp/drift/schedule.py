@@ -62,7 +62,6 @@ class ScheduleSettings(Configured):
     tolerance: NotNegative = 0.0
 
     def conflict(self) -> str:
-        """Return why the two thresholds contradict each other."""
         wrong = self.high is not None and self.high < self.low
         return f"high={self.high} is not valid: high must be a number >= low={self.low:g}" if wrong else ""
 
@@ -129,7 +128,6 @@ class DeploymentScheduler(Stateful):
         self._deployed: float | None = None
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings, which a state belongs to."""
         return self.settings.get_config()
 
     def note(self, loss: float) -> bool:

@@ -126,7 +126,6 @@ class Sensor(Stateful):
         self._labels: NDArray[np.int64] = np.empty(0, np.int64)
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings, which a state belongs to."""
         return self.settings.get_config()
 
     def check_state(self, values: Mapping[str, Any]) -> None:
@@ -136,7 +135,6 @@ class Sensor(Stateful):
             raise StateError("figures, samples and labels of a sensor's window differ in number; the state is damaged")
 
     def restored(self) -> None:
-        """Make the sketch of what was saved of it."""
         self.sketch = QuantileSketch(self._quantiles) if self._quantiles.size else None
         self.distance = math.nan
 

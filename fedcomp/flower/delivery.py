@@ -25,6 +25,7 @@ from fedcomp.flower._private import (
 from fedcomp.flower.faults import NO_FAULT, Delivery, Fault, FaultPlan, corrupt, resolve
 from fedcomp.flower.logs import brief, log
 from fedcomp.flower.nodes import GridError, Node, NodeLinks
+from fedcomp.flower.wrapper import Enough
 from fedcomp.rng import Key
 
 ClientCall = Callable[[Message, Context], Message]
@@ -211,13 +212,7 @@ class Flights:
             del self._by_message[message_id]
         return there
 
-    def enough_at(
-        self,
-        message_ids: Iterable[str],
-        exchange: int,
-        deadline: float,
-        enough: Callable[[Sequence[Message]], bool],
-    ) -> float | None:
+    def enough_at(self, message_ids: Iterable[str], exchange: int, deadline: float, enough: Enough) -> float | None:
         """Return the simulated second of the first reply with which there are ``enough``; None when that never is."""
         flights = [self._by_message[each] for each in dict.fromkeys(message_ids) if each in self._by_message]
         coming = [reply for flight in flights for reply in flight.replies if reply.available <= exchange]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Self, cast
 from weakref import WeakKeyDictionary
@@ -41,7 +41,7 @@ from fedcomp.flower.delivery import ClientCall, ClientRunner, Compute, ErrorStat
 from fedcomp.flower.faults import Delivery, FaultPlan
 from fedcomp.flower.nodes import GridError, GridNodes, Links, NodeConfig
 from fedcomp.flower.payload import round_of
-from fedcomp.flower.wrapper import as_batch, awaited_ids
+from fedcomp.flower.wrapper import Enough, as_batch, awaited_ids
 from fedcomp.logs import log
 from fedcomp.rng import Key
 
@@ -261,11 +261,7 @@ class InProcessGrid(GridNodes, Grid):
         return self._collect(list(self._flights) if wanted is None else wanted, float("inf"))
 
     def send_and_receive(
-        self,
-        messages: Iterable[Message],
-        *,
-        timeout: float | None = None,
-        enough: Callable[[Sequence[Message]], bool] | None = None,
+        self, messages: Iterable[Message], *, timeout: float | None = None, enough: Enough | None = None
     ) -> list[Message]:
         """Push ``messages`` and return the replies that came.
 
@@ -277,11 +273,7 @@ class InProcessGrid(GridNodes, Grid):
         return self.receive(self.push_messages(messages), timeout=timeout, enough=enough)
 
     def receive(
-        self,
-        message_ids: Collection[str],
-        *,
-        timeout: float | None = None,
-        enough: Callable[[Sequence[Message]], bool] | None = None,
+        self, message_ids: Collection[str], *, timeout: float | None = None, enough: Enough | None = None
     ) -> list[Message]:
         """Wait for replies to messages that were pushed before; arguments and result of :meth:`send_and_receive`."""
         deadline = float("inf") if timeout is None else self.clock + timeout

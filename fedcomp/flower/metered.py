@@ -26,7 +26,7 @@ from fedcomp.flower._private import SUPERLINK_NODE_ID, set_source, weigher
 from fedcomp.flower.ledger import Direction, TrafficLedger
 from fedcomp.flower.payload import payload_bytes, round_of, take_node
 from fedcomp.flower.privacy import is_secret
-from fedcomp.flower.wrapper import GridWrapper, as_batch, awaited_ids, push
+from fedcomp.flower.wrapper import Enough, GridWrapper, as_batch, awaited_ids, push
 from fedcomp.logs import log
 from fedcomp.stateful import Stateful
 
@@ -116,7 +116,7 @@ def poll(
     grid: Grid,
     missing: set[str],
     timeout: float | None,
-    enough: Callable[[Sequence[Message]], bool] | None = None,
+    enough: Enough | None = None,
     *,
     seconds: float = POLL_SECONDS,
     arrive: Callable[[Message], None] | None = None,
@@ -417,11 +417,7 @@ class MeteredGrid(GridWrapper):
         return join(sent, replies, self.partition_of) + others
 
     def send_and_receive(
-        self,
-        messages: Iterable[Message],
-        *,
-        timeout: float | None = None,
-        enough: Callable[[Sequence[Message]], bool] | None = None,
+        self, messages: Iterable[Message], *, timeout: float | None = None, enough: Enough | None = None
     ) -> list[Message]:
         """Send ``messages`` and return at most one reply for each, in partition order; see :func:`join`.
 
@@ -450,11 +446,7 @@ class MeteredGrid(GridWrapper):
         return join(addressed(batch), replies, self.partition_of)
 
     def receive(
-        self,
-        message_ids: Collection[str],
-        *,
-        timeout: float | None = None,
-        enough: Callable[[Sequence[Message]], bool] | None = None,
+        self, message_ids: Collection[str], *, timeout: float | None = None, enough: Enough | None = None
     ) -> list[Message]:
         """Wait for replies to messages pushed earlier; return those that arrived, each counted."""
         if hasattr(self.inner, "receive"):
@@ -474,7 +466,7 @@ class MeteredGrid(GridWrapper):
         self,
         missing: set[str],
         timeout: float | None,
-        enough: Callable[[Sequence[Message]], bool] | None,
+        enough: Enough | None,
         *,
         final: bool = False,
     ) -> list[Message]:

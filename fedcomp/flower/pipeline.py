@@ -10,13 +10,14 @@ Seconds are the grid's: simulated ones on the in-process engine, a monotonic clo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedcomp.flower.metered import addressed, join, partition_lookup, poll
+from fedcomp.flower.wrapper import Enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Await:
 
     messages: Sequence[Message]
     until: float | None = None
-    enough: Callable[[Sequence[Message]], bool] | None = None
+    enough: Enough | None = None
 
 
 def now(grid: Grid) -> float:

@@ -31,7 +31,7 @@ from fedcomp.flower.metered import addressed, join, partition_lookup
 from fedcomp.flower.pipeline import Await, Send, collect
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.records import same_model
-from fedcomp.flower.wrapper import push
+from fedcomp.flower.wrapper import Enough, push
 from fedcomp.rules import TIMEOUT, Configured
 
 T = TypeVar("T")
@@ -43,9 +43,6 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 planned: ContextVar[int] = ContextVar("planned", default=0)
 """The number of the last round of the training under way; 0 where nobody has said it."""
-
-Enough = Callable[[Sequence[Message]], bool]
-"""Whether the replies that have come are all that is needed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from fedcomp.flower._private import Packer
 from fedcomp.flower.asks import find_ask
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.nodes import GridError
-from fedcomp.flower.wrapper import GridWrapper
+from fedcomp.flower.wrapper import Enough, GridWrapper
 from fedcomp.plain import Count, from_plain, to_plain
 from fedcomp.rules import NotNegative
 from fedcomp.timing.dropout import NEVER, Compute, Failures, Situation
@@ -140,11 +140,7 @@ class VanishingGrid(GridWrapper):
         self._situation = self._begin()
 
     def send_and_receive(
-        self,
-        messages: Iterable[Message],
-        *,
-        timeout: float | None = None,
-        enough: Callable[[Sequence[Message]], bool] | None = None,
+        self, messages: Iterable[Message], *, timeout: float | None = None, enough: Enough | None = None
     ) -> list[Message]:
         """Send ``messages`` and return the replies that got through before ``timeout``, or until there are
         ``enough``."""

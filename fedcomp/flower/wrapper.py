@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from flwr.app import Message, RecordDict
@@ -15,6 +15,9 @@ from fedcomp.logs import log
 
 if TYPE_CHECKING:
     from fedcomp.flower._private import Run
+
+Enough = Callable[[Sequence[Message]], bool]
+"""Whether the replies that have come are all that is needed."""
 
 
 class GridWrapper(Grid):

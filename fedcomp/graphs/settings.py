@@ -152,10 +152,6 @@ class SamplerSettings(Configured):
             return "leaves out every neighbour that another owner has"
         return ""
 
-    def to_config(self) -> dict[str, Any]:
-        """Return the settings as plain scalars and lists."""
-        return self.get_config()
-
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SamplerSettings:
         """Return the settings that :meth:`to_config` described; what is not named has its default.
@@ -208,10 +204,6 @@ class RowSettings(Configured):
     dedupe: Switch = False
     noise: NotNegative = 0.0
 
-    def to_config(self) -> dict[str, Any]:
-        """Return the settings as plain scalars."""
-        return self.get_config()
-
     @property
     def limit(self) -> int:
         """Bytes that a client's cache may hold; 0 where there is no limit."""
@@ -249,10 +241,6 @@ class RoundSettings(Configured):
     batch_size: Annotated[int, Int()] = 128
     evaluate: Annotated[str, OneOf(*EVALUATIONS)] = "full"
     timeout: Annotated[float | None, TIMEOUT] = None
-
-    def to_config(self) -> dict[str, Any]:
-        """Return the settings as plain scalars."""
-        return self.get_config()
 
     @property
     def method(self) -> str:

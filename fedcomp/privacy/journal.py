@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from fedcomp.files import flush_folder
 from fedcomp.privacy.errors import PrivacyLedgerError
 
 _CHECK: Final = "check"
@@ -172,7 +173,7 @@ class Journal:
             _lock(self._handle, self.path)
             self._read()
             # The name of a new file is in its folder, which has to reach the disk as well.
-            _sync_folder(self.path.parent)
+            flush_folder(self.path.parent)
         except OSError as error:
             self.close()
             raise PrivacyLedgerError(
@@ -393,11 +394,3 @@ def _stands_at(place: Path, file: os.stat_result) -> bool:
         return os.path.samestat(os.stat(place), file)
     except FileNotFoundError:
         return False
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,10 +56,6 @@ class AutoencoderTraining(Configured):
     reconstruction: NotNegative = 0.5
     similarity: NotNegative = 0.5
     decoders: Annotated[int, Int()] = 64
-
-    def to_config(self) -> dict[str, Any]:
-        """Return the parameters, JSON-able."""
-        return self.get_config()
 
     def learn_ring(
         self, halves: Halves, vectors: Sequence[Vector], weights: Sequence[float]

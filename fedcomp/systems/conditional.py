@@ -21,13 +21,12 @@ from fedcomp.codecs.factors import wanted_by
 from fedcomp.drift.schedule import DeploymentScheduler, ScheduleSettings
 from fedcomp.drift.sensor import Upload
 from fedcomp.errors import StateError
-from fedcomp.layout import Layout, Update, Vector
+from fedcomp.layout import Update
 from fedcomp.plain import Count
 from fedcomp.program import HELLO, Answer, AnswerError, Ask, Me, Now, Round, Said
 from fedcomp.rules import Flag, Int, Switch
 from fedcomp.stateful import Stateful, nested
 from fedcomp.systems.pair import Pair
-from fedcomp.wire import Frame
 
 DECIDES: Final = "decides"
 """Where a node's memory has what it decides by."""
@@ -169,6 +168,7 @@ class ConditionalRounds(Pair, id="conditional"):
     APP: ClassVar[str] = "app = fc.client(app, fc.conditional(...))"
     SAYS: ClassVar[tuple[type[Said], ...]] = (Offer, Status)
     KEEPS: ClassVar[bool] = True
+    BESIDE: ClassVar[tuple[str, ...]] = (DECIDES,)
 
     max_skip: Annotated[int, Int()] = 10
     query: Switch = True
@@ -230,7 +230,7 @@ class ConditionalRounds(Pair, id="conditional"):
         if not isinstance(ask.say, Offer):
             raise AnswerError("the ask does not say whether an update is wanted in any case")
         if watch is None or decision is None:
-            kept, answer = super().client(_codecs(memory), ask, me)
+            kept, answer = super().client(self.own(memory), ask, me)
             return kept, answer._replace(say=Status(unaware=True))
         watch.forget(decision.used)
         windows, scheduler = watch.windows(), decision.scheduler
@@ -248,19 +248,6 @@ class ConditionalRounds(Pair, id="conditional"):
             return {**memory, DECIDES: decision.to_array()}, Answer(me.node, say=Status(quiet=True))
         update = me.update(whole=self.whole, collect=wanted_by(self.codec))
         scheduler.tried(before, watch.loss(me, update))
-        frame, kept = self.encoded(update, _codecs(memory), me)
+        frame, kept = self.encoded(update, self.own(memory), me)
         say = Status(anew=True) if decision.anew else None
         return {**kept, DECIDES: decision.to_array()}, Answer(me.node, say=say, frames={self.SENT: frame})
-
-    def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
-        # What was noted stays noted.
-        own = {name: array for name, array in memory.items() if name == DECIDES}
-        return {**self.codec.rollback(_codecs(memory), frame, layout), **own}
-
-    def residual(self, memory: State, layout: Layout) -> Vector | None:
-        return self.codec.residual(_codecs(memory))
-
-
-def _codecs(memory: State) -> State:
-    """Return a memory without the state of the decision."""
-    return {name: array for name, array in memory.items() if name != DECIDES}

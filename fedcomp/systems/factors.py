@@ -25,7 +25,7 @@ from fedcomp.codecs.factors import at_model, wanted_by
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.factors.collect import Captured
 from fedcomp.layout import Layout, Vector
-from fedcomp.program import Answer, AnswerError, Ask, Frames, Given, Me, Mean, Now, Round, Said, Single, Step, System
+from fedcomp.program import Answer, AnswerError, Ask, Encoded, Frames, Given, Me, Mean, Now, Round, Said, Single, Step
 from fedcomp.rules import Int, Made, Switch
 from fedcomp.wire import Bundle, Frame, Limits
 
@@ -57,7 +57,7 @@ class FramePart(Said):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class FactorSharing(System, id="factors"):
+class FactorSharing(Encoded, id="factors"):
     """Average updates that are sent as outer products.
 
     Parameters
@@ -78,6 +78,7 @@ class FactorSharing(System, id="factors"):
     """
 
     SAYS: ClassVar[tuple[type[Said], ...]] = (FetchPart, FramePart)
+    BESIDE: ClassVar[tuple[str, ...]] = (_PART,)
     RULES: ClassVar[tuple[type, ...]] = (Mean, Single)
 
     codec: Annotated[Codec, Made(get_codec)]
@@ -95,9 +96,6 @@ class FactorSharing(System, id="factors"):
     @property
     def several(self) -> bool:
         return self.by_layer
-
-    def start(self, layout: Layout) -> State:
-        return self.codec.init(layout)
 
     def at(self, model: Vector, layout: Layout) -> Codec:
         """Return the codec for updates of a model: edAD back-propagates through it."""
@@ -176,7 +174,7 @@ class FactorSharing(System, id="factors"):
         codec = self.at(me.start, me.layout)
         # Memory and update together are no sum of what was captured.
         update = me.update(collect=wanted_by(codec))
-        frame, after = codec.encode(update, _own(memory), me.key)
+        frame, after = codec.encode(update, self.own(memory), me.key)
         if not self.by_layer:
             return after, Answer(me.node, frames={self.SENT: frame})
         first, *rest = split(frame, layers(me.layout))
@@ -188,19 +186,12 @@ class FactorSharing(System, id="factors"):
         )
 
     def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
-        return self.codec.rollback(_own(memory), frame, layout)
-
-    def residual(self, memory: State, layout: Layout) -> Vector | None:
-        return self.codec.residual(_own(memory))
+        # Parts belong to the frame that is put back.
+        return self.codec.rollback(self.own(memory), frame, layout)
 
 
 def _inner(codec: Codec) -> Codec:
     return codec.codec if isinstance(codec, ErrorFeedback) else codec
-
-
-def _own(memory: State) -> State:
-    """Return the memory of the codec, without parts that were not fetched."""
-    return {name: array for name, array in memory.items() if not name.startswith(_PART)}
 
 
 def _kept(memory: State, number: int, me: Me) -> Answer:

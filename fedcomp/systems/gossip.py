@@ -305,6 +305,7 @@ class Gossip(System, id="gossip"):
     TRACED: ClassVar[bool] = True
     LOST: ClassVar[Literal["rollback", "again"]] = "again"
     KEEPS: ClassVar[bool] = True
+    SEVERAL: ClassVar[bool] = True
     SENT: ClassVar[str] = ""
     SAYS: ClassVar[tuple[type[Said], ...]] = (Turn, Done)
 
@@ -315,10 +316,6 @@ class Gossip(System, id="gossip"):
     patience: Annotated[int, Int(1)] = 5
     skew_rounds: Annotated[int, Int()] = 0
     observe_every: Annotated[int, Int()] = 0
-
-    @property
-    def several(self) -> bool:
-        return True
 
     def conflict(self) -> str:
         self.graph.check(self.algorithm)

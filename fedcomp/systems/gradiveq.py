@@ -23,9 +23,8 @@ from fedcomp.codecs.gradiveq import open_steps, steps_frame
 from fedcomp.codecs.subspace import Moments, SliceBasis
 from fedcomp.layout import Layout, Vector
 from fedcomp.plain import to_plain
-from fedcomp.program import NO_FRAMES, Answer, Ask, Frames, Me, Now, Round, Said, Step, System
+from fedcomp.program import NO_FRAMES, Answer, Ask, Encoded, Frames, Me, Now, Round, Said, Step
 from fedcomp.rules import Int, Made, NotNegative, Positive
-from fedcomp.wire import Frame
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -42,7 +41,7 @@ class Drift(Said):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class FittedBasis(System, id="gradiveq"):
+class FittedBasis(Encoded, id="gradiveq"):
     """GradiVeQ: average updates in a basis fitted to earlier averages.
 
     Rounds run in cycles: ``sampling`` rounds with whole updates, whose means are sampled, then ``compression`` rounds
@@ -86,9 +85,6 @@ class FittedBasis(System, id="gradiveq"):
     def several(self) -> bool:
         return bool(self.codec.levels)
 
-    def start(self, layout: Layout) -> State:
-        return self.codec.init(layout)
-
     def round(self, now: Now) -> Round:
         codec, layout = self.codec, now.layout
         cycle, moments = self._resumed(now)
@@ -130,9 +126,6 @@ class FittedBasis(System, id="gradiveq"):
         frame, after = codec.send(memory, basis, layout, me.key, grids)
         say = Drift(codec.drift(memory, basis, layout)) if basis.subspaces else None
         return after, Answer(me.node, say=say, frames={"values": frame})
-
-    def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
-        return self.codec.rollback(memory, frame, layout)
 
     def residual(self, memory: State, layout: Layout) -> Vector | None:
         return self.codec.settle(memory, layout)["memory"] if self.codec.memory else None

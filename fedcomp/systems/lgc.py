@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from fedcomp.codecs.lgc import FEWEST, LGC, SCALES, Innovation, NodeEstimate, sc
 from fedcomp.codecs.scalecom import Supports, open_support, support_frame
 from fedcomp.errors import StateError
 from fedcomp.layout import Layout, Update, Vector
-from fedcomp.program import NO_FRAMES, Answer, AnswerError, Ask, Frames, Given, Me, Now, Round, Said, Step, System
+from fedcomp.program import NO_FRAMES, Answer, AnswerError, Ask, Encoded, Frames, Given, Me, Now, Round, Said, Step
 from fedcomp.rng import Key
 from fedcomp.rules import Flag, Int, Made, OneOf, Positive, Real
 from fedcomp.systems.autoencoder import ADAM, AutoencoderTraining, drawn, half_of
@@ -79,7 +79,7 @@ class Led(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class LearnedGradients(System, id="lgc"):
+class LearnedGradients(Encoded, id="lgc"):
     """LGC: average updates that are sent as latents of an autoencoder trained on the updates of earlier rounds.
 
     Parameters
@@ -101,6 +101,7 @@ class LearnedGradients(System, id="lgc"):
     """
 
     KEEPS: ClassVar[bool] = True
+    SEVERAL: ClassVar[bool] = True
 
     SAYS: ClassVar[tuple[type[Said], ...]] = (Stage, Scale)
     SHARED: ClassVar[tuple[str, ...]] = ("support",)
@@ -110,7 +111,7 @@ class LearnedGradients(System, id="lgc"):
     training_rounds: Annotated[int, Int()] = 50
     server_lr: Positive = 1.0
     common: Annotated[str, OneOf("turn", "first")] = "turn"
-    training: Annotated[AutoencoderTraining, Made(_training)] = ADAM
+    training: Annotated[AutoencoderTraining, Made(AutoencoderTraining.made)] = ADAM
 
     def conflict(self) -> str:
         if not isinstance(self.codec, LGC):
@@ -118,13 +119,6 @@ class LearnedGradients(System, id="lgc"):
         if self.codec.sends_latents:
             return "the ids of the autoencoder are set by the server; leave encoder and decoder at 0"
         return ""
-
-    @property
-    def several(self) -> bool:
-        return True
-
-    def start(self, layout: Layout) -> State:
-        return self.codec.init(layout)
 
     def round(self, now: Now) -> Round:
         layout = now.layout
@@ -142,10 +136,6 @@ class LearnedGradients(System, id="lgc"):
             return Ask(node, kind, Stage(lead, codec.encoder, codec.scale), frames, blobs, says)
 
         def chosen(answer: Answer) -> Led | None:
-            # A support without values on it is as good as none, and so are latents without an innovation.
-            if not {"support", "values"} <= answer.frames.keys():
-                now.refuse(answer.node, "it was asked to lead, and its answer holds no support with values")
-                return None
             found = now.read([answer], "support", partial(_opened, codec, layout, answer)).get(answer.node)
             if found is None:
                 return None
@@ -244,9 +234,6 @@ class LearnedGradients(System, id="lgc"):
         frames["values"], memory = sent
         says = by_node or (stage.lead and not codec.dense)
         return memory, Answer(me.node, say=Scale(scale) if says else None, frames=frames)
-
-    def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
-        return self.codec.rollback(memory, frame, layout)
 
     def residual(self, memory: State, layout: Layout) -> Vector | None:
         # Elsewhere what is decoded of all is not the sum of what each gives away.
@@ -347,7 +334,3 @@ def _encoder_in(ask: Ask, named: int) -> LatentEncoder:
     if found.id != named:
         raise StateError(f"the message brings the encoder {found.id:x} and names {named:x}")
     return found
-
-
-def _training(value: Any) -> AutoencoderTraining:
-    return value if isinstance(value, AutoencoderTraining) else AutoencoderTraining(**value)

@@ -10,14 +10,14 @@ from fedcomp.codecs import Codec, State, get_codec
 from fedcomp.codecs.auto import at_link
 from fedcomp.codecs.base import padded
 from fedcomp.codecs.factors import at_model, wanted_by
-from fedcomp.layout import Layout, Update, Vector
-from fedcomp.program import Answer, Ask, Me, Mean, Now, Released, Round, Single, Step, System
+from fedcomp.layout import Update
+from fedcomp.program import Answer, Ask, Encoded, Me, Mean, Now, Released, Round, Single, Step
 from fedcomp.rules import Made
 from fedcomp.wire import Frame
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Pair(System, id="pair"):
+class Pair(Encoded, id="pair"):
     """Clients send their updates encoded by ``codec``.
 
     Parameters
@@ -38,9 +38,6 @@ class Pair(System, id="pair"):
     @property
     def on_device(self) -> bool:
         return self.codec.on_device
-
-    def start(self, layout: Layout) -> State:
-        return self.codec.init(layout)
 
     def round(self, now: Now) -> Round:
         answers = yield [Ask(node, dense=True) for node in now.nodes]
@@ -71,9 +68,3 @@ class Pair(System, id="pair"):
             codec = at_link(codec, me.layout.compressed_size, me.uplink, me.spent)
         frame, memory = codec.encode(update, memory, me.key)
         return (padded(frame, codec, me.layout, me.key) if me.padded else frame), memory
-
-    def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
-        return self.codec.rollback(memory, frame, layout)
-
-    def residual(self, memory: State, layout: Layout) -> Vector | None:
-        return self.codec.residual(memory)

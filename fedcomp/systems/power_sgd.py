@@ -22,7 +22,7 @@ from fedcomp.codecs.lowrank import LEFT, RIGHT, Basis
 from fedcomp.codecs.positional import stretches
 from fedcomp.codecs.power_sgd import PowerSGD, basis_key, basis_of_last_frame
 from fedcomp.layout import Layout, Update, Vector
-from fedcomp.program import Answer, Ask, Frames, Me, Mean, Now, Round, Step, System
+from fedcomp.program import Answer, Ask, Encoded, Frames, Me, Mean, Now, Round, Step
 from fedcomp.rng import Key
 from fedcomp.rules import Int, Made, Real
 from fedcomp.wire import Frame
@@ -31,7 +31,7 @@ SIDES: Final = ("left", "right")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class SharedBasis(System, id="power-sgd"):
+class SharedBasis(Encoded, id="power-sgd"):
     """PowerSGD: average updates in a low-rank basis shared by all clients.
 
     Parameters
@@ -69,9 +69,6 @@ class SharedBasis(System, id="power-sgd"):
     @property
     def several(self) -> bool:
         return self.codec.form == "two-exchange"
-
-    def start(self, layout: Layout) -> State:
-        return self.codec.init(layout)
 
     def round(self, now: Now) -> Round:
         codec, layout = self.at(now.number), now.layout
@@ -124,9 +121,6 @@ class SharedBasis(System, id="power-sgd"):
         last = {"frame": frame, "basis": blobs, "number": number}
         found = blobs_of(self._follows(last, number + 1, seed, layout))
         return {**found, "mean": frame} if self.codec.memory == "aggregated" else found
-
-    def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
-        return self.codec.rollback(memory, frame, layout)
 
     def residual(self, memory: State, layout: Layout) -> Vector | None:
         # The aggregated memory holds what a client deviates from the mean, too: only the sum over clients is conserved.

@@ -20,7 +20,7 @@ import numpy as np
 from fedcomp.codecs import Codec, State, get_codec
 from fedcomp.codecs.scalecom import ScaleCom, Supports, open_support, support_frame
 from fedcomp.layout import Layout, Vector
-from fedcomp.program import Answer, AnswerError, Ask, Frames, Me, Now, Round, Said, Step, System
+from fedcomp.program import Answer, AnswerError, Ask, Encoded, Frames, Me, Now, Round, Said, Step
 from fedcomp.rng import Key
 from fedcomp.rules import Int, Made, Real, Switch
 from fedcomp.wire import Frame
@@ -39,7 +39,7 @@ class Lead(Said):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class SharedSupport(System, id="shared-support"):
+class SharedSupport(Encoded, id="shared-support"):
     """ScaleCom: average updates on a support that one client chooses for all.
 
     Parameters
@@ -53,6 +53,7 @@ class SharedSupport(System, id="shared-support"):
     """
 
     SAYS: ClassVar[tuple[type[Said], ...]] = (Lead,)
+    SEVERAL: ClassVar[bool] = True
     SHARED: ClassVar[tuple[str, ...]] = ("support",)
 
     codec: Annotated[ScaleCom, Made(get_codec)]
@@ -68,13 +69,6 @@ class SharedSupport(System, id="shared-support"):
         """Return the codec of a round."""
         return replace(self.codec, dense=True) if number <= self.warmup_rounds else self.codec
 
-    @property
-    def several(self) -> bool:
-        return True
-
-    def start(self, layout: Layout) -> State:
-        return self.codec.init(layout)
-
     def round(self, now: Now) -> Round:
         codec, layout = self.at(now.number), now.layout
 
@@ -85,10 +79,6 @@ class SharedSupport(System, id="shared-support"):
             return supports
 
         def chosen(answer: Answer) -> Supports | None:
-            # A support without values on it is as good as none.
-            if not {"support", "values"} <= answer.frames.keys():
-                now.refuse(answer.node, "it was asked to lead, and its answer holds no support with values")
-                return None
             return now.read([answer], "support", opened).get(answer.node)
 
         led = yield from elect(now, lambda node, kind, lead: Ask(node, kind, Lead(lead)), chosen, now.number - 1)
@@ -129,9 +119,6 @@ class SharedSupport(System, id="shared-support"):
         codec = self.at(number)
         return codec.mean(open_support(blobs["support"], codec, layout), number)
 
-    def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
-        return self.codec.rollback(memory, frame, layout)
-
     def residual(self, memory: State, layout: Layout) -> Vector | None:
         if not self.codec.memory:
             return None
@@ -153,7 +140,7 @@ def elect(
     ask : callable
         ``ask(node, kind, lead)``.
     chosen : callable
-        Returns what an answer chose; None where it cannot be used.
+        Returns what an answer with a support and values chose; None where it cannot be used.
     turn : int
         Of those present, and of those that stand by for a lost leader: whose turn it is.
 
@@ -164,6 +151,14 @@ def elect(
     """
     if not now.nodes:
         return None
+
+    def led(answer: Answer) -> T | None:
+        # A support without values on it is as good as none.
+        if {"support", "values"} <= answer.frames.keys():
+            return chosen(answer)
+        now.refuse(answer.node, "it was asked to lead, and its answer holds no support with values")
+        return None
+
     # Of those whose answer goes by the number that they are asked by; where there is none, the first that trained.
     known = [node for node in now.nodes if node not in now.strangers]
     leader = known[turn % len(known)] if known else None
@@ -172,7 +167,7 @@ def elect(
     answers = [answer for answer in answers if answer.node == leader]
     start = turn % max(1, len(waiting))
     candidates = [*waiting[start:], *waiting[:start]][:_CANDIDATES]
-    while not answers or (found := chosen(answers[0])) is None:
+    while not answers or (found := led(answers[0])) is None:
         if not candidates:
             now.note("no client could choose a support: the model is unchanged")
             return None

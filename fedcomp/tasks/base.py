@@ -178,11 +178,10 @@ class Task(ABC):
         The registered name.
     metric : str
         Key of the figure of merit in what :meth:`evaluate` returns; larger is better.
-    generative : bool
-        Whether the model makes examples instead of learning from them: :meth:`train` then refuses it.
     needs : str
-        Which systems can learn it: "" any that trains on records, "generator" those that train a generator, "graph"
-        those whose clients exchange rows of a graph. A system says the same of itself (``needs["task"]``).
+        Which systems can learn it: "" any that trains on records, "generator" those that train a generator, which
+        :meth:`train` refuses, "graph" those whose clients exchange rows of a graph. A system says the same of itself
+        (``needs["task"]``).
     evaluation_batch : int
         Examples per forward pass of :meth:`evaluate`.
     options : dict
@@ -195,7 +194,6 @@ class Task(ABC):
 
     name: ClassVar[str]
     metric: ClassVar[str] = "accuracy"
-    generative: ClassVar[bool] = False
     needs: ClassVar[str] = ""
     evaluation_batch: ClassVar[int] = EVALUATION_BATCH
     OPTIONS: ClassVar[Mapping[str, TaskOption]] = COMMON_OPTIONS
@@ -482,5 +480,4 @@ class Classification(Task):
         return nn.functional.cross_entropy(outputs, targets)
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return where the largest logit is the target's."""
         return outputs.argmax(1) == targets

@@ -51,7 +51,6 @@ class GeneratorTask(Classification):
         Height and width of an image.
     """
 
-    generative = True
     needs = "generator"
     side: ClassVar[int]
     scale: ClassVar[tuple[float, float]]

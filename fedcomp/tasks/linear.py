@@ -72,12 +72,10 @@ class _LinearTask(Task):
         return (next(model.parameters()),)
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return a mask of the examples whose score has the sign of the label."""
         return (outputs.squeeze(1) > 0) == (targets > 0)
 
     @property
     def linear_loss(self) -> str:
-        """The loss of the option ``model``."""
         return "hinge" if self.options["model"] == "svm" else "logistic"
 
 

@@ -109,9 +109,7 @@ class TinyShakespeare(Task):
         return CharLstm(self.classes, o["embedding"], o["hidden"], o["layers"])
 
     def objective(self, model: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy per character."""
         return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return where the most likely character is the next one."""
         return (outputs.argmax(2) == targets).flatten()

@@ -74,13 +74,13 @@ def die(*_: object, **__: object) -> None:
 
 def arm(point: str) -> None:
     """Let this process kill itself where the state is written."""
-    replace, flush = os.replace, files._flush_folder
+    replace, flush = os.replace, files.flush_folder
     if point == BEFORE:
         os.replace = die
     elif point == RENAMED:
         os.replace = lambda a, b: (replace(a, b), die())
     elif point == FLUSHED:
-        files._flush_folder = lambda path: (flush(path), die())
+        files.flush_folder = lambda path: (flush(path), die())
     elif point == "full":
         # A child of its own: the limit is the process's, and cannot be raised again.
         import resource

@@ -5,7 +5,6 @@ Every test but the last failed once: a run ended, a model was destroyed, or noth
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -17,12 +16,10 @@ from toy import client_app, model, stack, training
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import ScaleCom
-from fedcomp.codecs.scalecom import support_id_of
 from fedcomp.flower.faults import FaultPlan
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.payload import FRAME, put_frame, take_frame
 from fedcomp.flower.rounds import drive
-from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 from fedcomp.strategies.cohort import CohortSettings
 from fedcomp.strategies.shared_support import SharedSupport
@@ -63,21 +60,6 @@ def test_a_value_too_large_for_float16_does_not_enter_the_model() -> None:
     assert ["kept" in " ".join(r.notes) for r in strategy.reports.values()] == [True, False, True]
     assert [len(r.fresh) for r in strategy.reports.values()] == [3, 0, 0]
     assert len(strategy.reports[2].rolled_back) == 3
-
-
-# Memory.
-
-
-def test_reading_a_means_support_allocates_nothing_of_the_models_size() -> None:
-    layout, codec = Layout.flat(1_000_000), ScaleCom(0.001)
-    supports = (np.arange(0, 1_000_000, 1000),)
-    frame, _ = codec.mean(supports, 7).encode(Update(np.ones(1_000_000, np.float32), layout), {}, Key(1, "mean"))
-    tracemalloc.start()
-    try:
-        assert support_id_of(frame, codec, layout) == 7
-        assert tracemalloc.get_traced_memory()[1] < 100_000
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.slow

@@ -266,6 +266,7 @@ class CodedLinear(System, id="coded-linear"):
     SAYS: ClassVar[tuple[type[Said], ...]] = (Join, Joined, Owner, Share, Build, Multiply, Done)
     SENT: ClassVar[str] = ""
     KEEPS: ClassVar[bool] = True
+    SEVERAL: ClassVar[bool] = True
 
     partitions: Annotated[int, Int(1)] = 1
     parities: Annotated[int, Int()] = 2
@@ -286,10 +287,6 @@ class CodedLinear(System, id="coded-linear"):
         """Code and density have to fit, which shows before any node is asked."""
         encoding_matrix(self.code, self.parities + 1, 1, density=self.density)
         return ""
-
-    @property
-    def several(self) -> bool:
-        return True
 
     @property
     def plan(self) -> DataPlan:

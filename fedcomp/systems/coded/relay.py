@@ -48,7 +48,7 @@ from fedcomp.program import (
 )
 from fedcomp.rules import LARGEST, Data, Int, Made, Many, OneOf
 from fedcomp.systems import get_system
-from fedcomp.systems.coded.shards import MOST, PEERS, Coded, Relay, listed, peers_of
+from fedcomp.systems.coded.shards import MOST, PEERS, Coded, Relay, counted, listed, peers_of
 
 PAYLOAD_FACTOR: Final = 4
 PAYLOAD_SLACK: Final = 1 << 20
@@ -271,7 +271,7 @@ class _Collecting:
             if self.collector.missing(source) <= len(holders):
                 for relay in holders:
                     wanted.setdefault(relay, []).append(source)
-        self.count("recollects", len({source for sources in wanted.values() for source in sources}))
+        counted(self.now, "recollects", len({source for sources in wanted.values() for source in sources}))
         return dict(sorted(wanted.items()))
 
     def questions(self, wanted: Mapping[int, Sequence[int]]) -> list[Ask]:
@@ -283,8 +283,8 @@ class _Collecting:
 
     def take(self, wanted: Mapping[int, Sequence[int]], answers: Sequence[Answer]) -> None:
         """Take the packets in the answers of relays."""
-        self.count("waves", 1)
-        self.count("asked", len(wanted))
+        counted(self.now, "waves", 1)
+        counted(self.now, "asked", len(wanted))
         answered = {self.index[answer.node] for answer in answers}
         self.silent |= wanted.keys() - answered
         self.silent -= answered
@@ -292,11 +292,6 @@ class _Collecting:
             relay = self.index[answer.node]
             for data in answer.frames.values():
                 self.collector.add(relay, bytes(data), wanted[relay])
-
-    def count(self, name: str, more: int) -> None:
-        """Add to a figure of the round."""
-        told = self.now.told["coded"]
-        told[name] = told.get(name, 0) + more
 
     def decoded(self) -> list[Answer]:
         """Return the decoded replies; refuse the others one by one."""

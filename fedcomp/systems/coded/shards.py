@@ -46,6 +46,12 @@ def listed(now: Now) -> tuple[list[int], Frame]:
     return nodes, b"".join(node.to_bytes(_NUMBER, "little") + now.keys[node] for node in nodes)
 
 
+def counted(now: Now, name: str, more: int) -> None:
+    """Add to a figure of a round."""
+    told = now.told["coded"]
+    told[name] = told.get(name, 0) + more
+
+
 def peers_of(ask: Ask) -> tuple[list[Peer], int]:
     """Return who takes part, as an ask lists them, and which of them the asked node is.
 
@@ -149,6 +155,7 @@ class Coded(System):
     """
 
     KEYS: ClassVar[type[KeyPair] | None] = PeerIdentity
+    SEVERAL: ClassVar[bool] = True
 
     symbols: Annotated[int, Int()] = 0
     shards: Annotated[int, Int()] = 0
@@ -162,10 +169,6 @@ class Coded(System):
     def updates(self) -> System:
         """What makes the updates, and remembers."""
         raise NotImplementedError
-
-    @property
-    def several(self) -> bool:
-        return True
 
     def start(self, layout: Layout) -> State:
         return self.updates.start(layout)

@@ -69,7 +69,7 @@ from fedcomp.program import (
 )
 from fedcomp.rng import Key
 from fedcomp.rules import Data, Int, Made, Many, OneOf, Switch, Text
-from fedcomp.systems.coded.shards import MOST, PEERS, Coded, Peer, Relay, listed, peers_of
+from fedcomp.systems.coded.shards import MOST, PEERS, Coded, Peer, Relay, counted, listed, peers_of
 from fedcomp.systems.pair import Pair
 from fedcomp.wire import Frame
 
@@ -565,8 +565,8 @@ class _Summing:
         bits = np.zeros(self.plan.contributors, np.bool_)
         bits[list(self.chosen)] = True
         say = AddUp(self.words, np.packbits(bits).tobytes(), self.name)
-        self._count("waves", 1)
-        self._count("asked", len(batch))
+        counted(self.now, "waves", 1)
+        counted(self.now, "asked", len(batch))
         return [self._ask(row, say) for row in batch]
 
     def added(self, answers: Sequence[Answer]) -> None:
@@ -580,7 +580,7 @@ class _Summing:
             except CodingError as why:
                 self.now.refuse(answer.node, f"sum: {why}")
                 continue
-            self._count("received", 1)
+            counted(self.now, "received", 1)
             self.sums[row] = shard.body
         if len(self.sums) < self.plan.needed:
             return
@@ -592,10 +592,6 @@ class _Summing:
         except CorruptGeneration as why:
             self.contradiction = str(why)
             self.now.note(self.contradiction)
-
-    def _count(self, name: str, more: int) -> None:
-        told = self.now.told["coded"]
-        told[name] = told.get(name, 0) + more
 
     def step(self) -> Step:
         """Return the mean, with the contributors' marks.

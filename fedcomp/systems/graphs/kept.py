@@ -184,11 +184,6 @@ def own_secret(frames: Frames) -> tuple[bytes, bool]:
 # Norms of hidden layers.
 
 
-def codecs_own(memory: State) -> State:
-    """Return a memory without what it holds of hidden layers."""
-    return {name: array for name, array in memory.items() if not name.startswith(HIDDEN)}
-
-
 def hidden_of(memory: State, turn: int) -> tuple[NodeValues, ...]:
     """Return the norms of hidden layers as they were when a turn began, first hidden layer first.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from fedcomp.codecs import Codec, Identity, get_codec
 from fedcomp.graphs.settings import RoundSettings, RowSettings, SamplerSettings
@@ -11,18 +11,6 @@ from fedcomp.rules import Made, OneOf
 from fedcomp.systems.pair import Pair
 
 STRUCTURES: Final = ("full", "halo")
-
-
-def _sampler(value: Any) -> SamplerSettings:
-    return value if isinstance(value, SamplerSettings) else SamplerSettings.from_config(value)
-
-
-def _rows(value: Any) -> RowSettings:
-    return value if isinstance(value, RowSettings) else RowSettings.from_config(value)
-
-
-def _rounds(value: Any) -> RoundSettings:
-    return value if isinstance(value, RoundSettings) else RoundSettings.from_config(value)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -49,9 +37,9 @@ class GraphOptions(Pair):
     """
 
     codec: Annotated[Codec, Made(get_codec)] = field(default_factory=Identity)
-    sampler: Annotated[SamplerSettings, Made(_sampler)] = field(default_factory=SamplerSettings)
-    rows: Annotated[RowSettings, Made(_rows)] = field(default_factory=RowSettings)
-    rounds: Annotated[RoundSettings, Made(_rounds)] = field(default_factory=RoundSettings)
+    sampler: Annotated[SamplerSettings, Made(SamplerSettings.made)] = field(default_factory=SamplerSettings)
+    rows: Annotated[RowSettings, Made(RowSettings.made)] = field(default_factory=RowSettings)
+    rounds: Annotated[RoundSettings, Made(RoundSettings.made)] = field(default_factory=RoundSettings)
     structure: Annotated[str, OneOf(*STRUCTURES)] = "full"
 
     def conflict(self) -> str:

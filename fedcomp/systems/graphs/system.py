@@ -16,14 +16,12 @@ from typing import ClassVar
 
 from fedcomp.codecs import State
 from fedcomp.graphs.base import GraphError
-from fedcomp.layout import Layout, Vector
 from fedcomp.program import Answer, Ask, Me, Mean, Now, Round, Said, Single
 from fedcomp.systems.graphs.conversation import Conversation
-from fedcomp.systems.graphs.kept import codecs_own, hidden_of, remembered
+from fedcomp.systems.graphs.kept import HIDDEN, hidden_of, remembered
 from fedcomp.systems.graphs.options import GraphOptions
 from fedcomp.systems.graphs.owner import begun, handed_out, planned, turn_of
 from fedcomp.systems.graphs.words import Fetch, Needs, Owner, Plan, Planned, Refused, Turn, Who
-from fedcomp.wire import Frame
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -38,10 +36,8 @@ class Graphs(GraphOptions, id="graphs"):
     SAYS: ClassVar[tuple[type[Said], ...]] = (Who, Owner, Plan, Needs, Planned, Fetch, Refused, Turn)
     RULES: ClassVar[tuple[type, ...]] = (Mean, Single)
     KEEPS: ClassVar[bool] = True
-
-    @property
-    def several(self) -> bool:
-        return True
+    SEVERAL: ClassVar[bool] = True
+    BESIDE: ClassVar[tuple[str, ...]] = (HIDDEN,)
 
     def round(self, now: Now) -> Round:
         turn = Conversation(self, now, "train")
@@ -73,15 +69,6 @@ class Graphs(GraphOptions, id="graphs"):
         if say.purpose != "train":
             return memory, Answer(me.node, keep=kept.to_frames(me.kept))
         turn = turn_of(me.number, say)
-        state, answer = super().client(codecs_own(memory), ask, me)
+        state, answer = super().client(self.own(memory), ask, me)
         hidden = remembered(hidden_of(memory, turn), me.data.seen, turn) if steps.measures else {}
         return {**state, **hidden}, answer._replace(keep=kept.to_frames(me.kept))
-
-    def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
-        # What hidden layers have shown stays.
-        own = codecs_own(memory)
-        shown = {name: array for name, array in memory.items() if name not in own}
-        return {**super().rollback(own, frame, layout), **shown}
-
-    def residual(self, memory: State, layout: Layout) -> Vector | None:
-        return super().residual(codecs_own(memory), layout)

@@ -152,11 +152,9 @@ class Ballot(Codec):
         return self.teachers * self.images, layout.size // self.images, self.k
 
     def schema(self, layout: Layout) -> Schema:
-        """Return one sparse tensor of signs."""
         return (expected_rows(*self.rows(layout)),)
 
     def longest(self, layout: Layout) -> int:
-        """Return the length with as many votes as there may be, where they cost most."""
         return longest_rows(*self.rows(layout))
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
@@ -471,17 +469,10 @@ class TeacherVotes(Private):
         return Layout.flat(self.teaching.images * self.teaching.k) if self._layout is None else self._layout
 
     def over(self, server_round: int) -> str:
-        """Return why round ``server_round`` may not be made, empty when it may."""
         layout = self._on_images
         return self.exhausted or self.unaffordable(self.event(self.mechanism(layout), layout.size))
 
     def require_population(self) -> None:
-        """Refuse to go on without the public number of clients.
-
-        Raises
-        ------
-        ConfigError
-        """
         if not self.clients:
             raise ConfigError(
                 "the public number of clients is not known: give clients=N, which the threshold and delta depend on; "
@@ -489,7 +480,6 @@ class TeacherVotes(Private):
             )
 
     def statement(self) -> Statement:
-        """Return what may be said about the run so far."""
         self.require_population()
         own = self.teaching
         return make_statement(

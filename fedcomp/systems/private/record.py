@@ -21,14 +21,13 @@ from fedcomp.asks import Frames
 from fedcomp.codecs import Codec, Identity, State, get_codec
 from fedcomp.codecs.factors import at_model, wanted_by
 from fedcomp.errors import ConfigError
-from fedcomp.layout import Layout, Update, Vector
+from fedcomp.layout import Layout, Update
 from fedcomp.privacy.events import NOISES, Adjacency, Event
 from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.lsg import MASKS, SCHEDULES
 from fedcomp.privacy.sampling import Sampling
-from fedcomp.program import Answer, Ask, Me, Mean, Now, Round, Said, System
+from fedcomp.program import Answer, Ask, Encoded, Me, Mean, Now, Round, Said
 from fedcomp.rules import Configured, Flag, Int, Made, OneOf, Options, Real, Rule, Text, checked
-from fedcomp.wire import Frame
 
 if TYPE_CHECKING:
     from fedcomp.privacy.mechanism import Mechanism
@@ -118,10 +117,6 @@ class DpSgdPlan(Configured):
         needed = next(iter(known), None)
         return "" if needed in {None, *self.options} else f"method {self.method!r} needs options={{{needed!r}: ...}}"
 
-    def to_config(self) -> dict[str, Any]:
-        """Return the JSON-able fields."""
-        return self.get_config()
-
     def ledger(self, records: int) -> PrivacyLedger:
         """Return an empty ledger of somebody with ``records`` records.
 
@@ -163,21 +158,6 @@ class DpSgdPlan(Configured):
         return self.mechanism(size).event(rate=self.rate, size=size, label="gradient")
 
 
-def plan_of(given: DpSgdPlan | dict[str, Any]) -> DpSgdPlan:
-    """Return a plan as it is, and what its configuration says.
-
-    Raises
-    ------
-    ConfigError
-    """
-    if isinstance(given, DpSgdPlan):
-        return given
-    try:
-        return DpSgdPlan(**given)
-    except TypeError as error:
-        raise ConfigError(f"plan={given!r} is not valid: a DpSgdPlan ({error})") from error
-
-
 @dataclass(frozen=True, repr=False, eq=False)
 class Account(Said):
     """What a client spent, in steps of the plan.
@@ -207,7 +187,7 @@ returns the update, what it cost, and what the node keeps of its ledger; it rais
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Records(System, id="record-dp"):
+class Records(Encoded, id="record-dp"):
     """Clients train on their records with noise, and send their updates encoded by ``codec``.
 
     Parameters
@@ -220,8 +200,9 @@ class Records(System, id="record-dp"):
     APP: ClassVar[str] = "app = fc.client(app, fc.record_dp(...))"
     SAYS: ClassVar[tuple[type[Said], ...]] = (Account,)
     RULES: ClassVar[tuple[type, ...]] = (Mean,)
+    BESIDE: ClassVar[tuple[str, ...]] = (_TRAININGS,)
 
-    plan: Annotated[DpSgdPlan, Made(plan_of)]
+    plan: Annotated[DpSgdPlan, Made(DpSgdPlan.made)]
     codec: Annotated[Codec, Made(get_codec)] = field(default_factory=Identity)
 
     @property
@@ -248,16 +229,6 @@ class Records(System, id="record-dp"):
             me, self.plan, lambda: me.update(whole=self.whole, collect=wanted_by(self.codec))
         )
         codec = at_model(self.codec, lambda: me.layout.unflatten(me.start))
-        frame, after = codec.encode(update, _of_codec(memory), me.key)
+        frame, after = codec.encode(update, self.own(memory), me.key)
         after[_TRAININGS] = memory[_TRAININGS] + 1
         return after, Answer(me.node, say=account, frames={"values": frame}, keep=keep)
-
-    def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
-        return {**self.codec.rollback(_of_codec(memory), frame, layout), _TRAININGS: memory[_TRAININGS]}
-
-    def residual(self, memory: State, layout: Layout) -> Vector | None:
-        return self.codec.residual(_of_codec(memory))
-
-
-def _of_codec(memory: State) -> State:
-    return {name: array for name, array in memory.items() if name != _TRAININGS}
