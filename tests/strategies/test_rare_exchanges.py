@@ -10,7 +10,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import FedAvg, FedAvgM, Strategy
 from toy import ONE, fedavg, stack, training
 
 import fedcomp as fc
@@ -251,6 +251,66 @@ def test_the_outer_step_by_hand() -> None:
     assert found == [0.75, 1.625, -0.4375]
     # Statistics and counters are the mean itself.
     assert (float(arrays["bn.running_var"].numpy()[0]), float(arrays["n"].numpy()[0])) == (3.0, 6.0)
+
+
+def rising(by: dict[int, float]) -> ClientApp:
+    """Return an app that adds to every value what a round's number says."""
+    return fc.client(
+        training(lambda arrays, number, _: {k: np.float32(v + by[number]) for k, v in arrays.items()}, None)
+    )
+
+
+def vector(value: float) -> ArrayRecord:
+    return ArrayRecord({"w": Array(np.full(50, value, np.float32))})
+
+
+class Around(Strategy):
+    """A strategy that passes everything on."""
+
+    def __init__(self, inner: Strategy) -> None:
+        self.inner = inner
+
+    def configure_train(self, *args):
+        return self.inner.configure_train(*args)
+
+    def aggregate_train(self, *args):
+        return self.inner.aggregate_train(*args)
+
+    def configure_evaluate(self, *args):
+        return self.inner.configure_evaluate(*args)
+
+    def aggregate_evaluate(self, *args):
+        return self.inner.aggregate_evaluate(*args)
+
+    def summary(self) -> None:
+        self.inner.summary()
+
+
+@pytest.mark.parametrize("around", [lambda inner: inner, lambda inner: Compressed(inner, Identity())])
+def test_a_second_training_begins_at_its_own_model_without_momentum(around) -> None:
+    strategy = around(Nesterov(0.5, 0.5, **ALL))
+    steps = rising({1: 1.0, 2: 2.0})
+    for begin in (0.0, 100.0):
+        arrays, _ = run(strategy, 2, clients=2, app=steps, arrays=vector(begin))
+        np.testing.assert_array_equal(stack(arrays), np.float32(begin + 0.75 + 1.625))
+
+
+@pytest.mark.parametrize(
+    ("inner", "end"),
+    [
+        (lambda: Nesterov(1.0, 0.5, **ALL), 1.5 + 1.75),
+        (lambda: FedAvgM(server_learning_rate=1.5, server_momentum=0.5, **ALL), 1.5 + 2.25),
+        # Inside another strategy, too.
+        (lambda: Around(Nesterov(1.0, 0.5, **ALL)), 1.5 + 1.75),
+    ],
+    ids=["Nesterov", "FedAvgM", "one around it"],
+)
+def test_a_step_that_is_not_finite_leaves_no_momentum(inner, end: float) -> None:
+    """The change of round 2 is finite and its step is not; round 3 goes on from what was there after round 1."""
+    strategy = Compressed(inner(), Identity())
+    arrays, _ = run(strategy, 3, clients=2, app=rising({1: 1.0, 2: 3e38, 3: 1.0}), arrays=vector(0.0))
+    assert [strategy.reports[number].used for number in (1, 2, 3)] == [2, 0, 2]
+    np.testing.assert_allclose(stack(arrays), end, rtol=1e-6)
 
 
 # 17
