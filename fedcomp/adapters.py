@@ -144,7 +144,7 @@ class AdapterNames(Configured):
     Parameters
     ----------
     also : tuple of str
-        Shell patterns of tensors that are trained and sent beside the adapters: "*.lm_head.weight", "*.bias".
+        Names of tensors that are trained and sent beside the adapters, or shell patterns: "*.lm_head.weight", "*.bias".
     pairs : tuple of (str, str)
         Parts of a name, between dots or slashes, that tell the two halves of an adapter apart; default PEFT's.
     base : str
@@ -191,7 +191,8 @@ class AdapterNames(Configured):
         return Halves(tuple(at), self.pairs, self.base)
 
     def _require_ordinary(self, name: str, partner: str) -> None:
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.also):
+        # Names of pytrees have brackets, which are a pattern's own.
+        if any(name == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in self.also):
             return
         if partner:
             raise ConfigError(

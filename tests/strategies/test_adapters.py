@@ -562,10 +562,11 @@ def test_what_is_allowed_and_the_magnitudes_of_dora_are_ordinary_tensors() -> No
         PREFIX + "q_proj.lora_magnitude_vector": np.ones(24, np.float32),
         "base_model.model.lm_head.weight": np.ones((5, 16), np.float32),
         "q.lora_B.bias": np.zeros(7, np.float32),
+        "['head'][0]": np.zeros(6, np.float32),
     }
     start = {**more, **adapters()}
     app = App(change)
-    end, _ = app.run(exact(also=("*.lm_head.weight", "*.bias")), start)
+    end, _ = app.run(exact(also=("*.lm_head.weight", "*.bias", "['head'][0]")), start)
     assert list(end) == list(start)
     for name in more:
         weights = np.arange(1, NODES + 1) / 10
