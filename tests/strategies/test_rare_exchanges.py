@@ -464,6 +464,22 @@ def test_a_lost_reply_gives_demos_momentum_back_what_was_sent() -> None:
     assert np.abs(found - naive_demo(6, 2, 0.95, 0.05)).max() > 0.04
 
 
+def test_values_that_nobody_trains_stay_under_demo_and_replicas_are_off_by_less_than_a_step() -> None:
+    given: list[np.ndarray] = []
+
+    def step(arrays, number, partition):
+        given.append(arrays["w"][64:].copy())
+        pull = np.where(np.arange(128) < 64, 0.5 * (arrays["w"] - demo_target(partition)), 0.0)
+        return {"w": np.float32(arrays["w"] - pull)}
+
+    zero = ArrayRecord({"w": Array(np.zeros(128, np.float32))})
+    app = fc.client(training(step, None))
+    arrays, _ = run(DeMo(2, lr=0.05, **ALL), 16, clients=3, app=app, arrays=zero)
+    assert np.abs(stack(arrays)[:64]).max() > 0.2
+    assert not stack(arrays)[64:].any()
+    assert 0.0 < np.abs(given).max() < 0.05
+
+
 def test_demos_downlink_of_one_bit_is_its_step() -> None:
     whole, strategy = DeMo(2, downlink=None, lr=0.05, **ALL), DeMo(2, lr=0.05, **ALL)
     np.testing.assert_allclose(run_demo(strategy, 8), run_demo(whole, 8), atol=1e-6)
