@@ -133,8 +133,9 @@ def reply_arrays(
     after = to_arrays(records[name], copy=False, stay=stay)
     for key, array in records[name].items():
         given = before.get(key)
-        short = array.dtype in WORKING[1:] and given is not None and str(given.dtype) in ("float32", "float64")
-        if short and given.shape == after[key].shape:
+        if given is None or given.shape != after[key].shape:
+            continue
+        if array.dtype in WORKING[1:] and given.dtype in (np.float32, np.float64):
             after[key] = trained_from(given, after[key], nearest(given, array.dtype))
     return name, after
 
