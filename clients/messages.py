@@ -9,7 +9,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.adapters import nearest, trained_from
+from fedcomp.adapters import WORKING, nearest, trained_from
 from fedcomp.clients.edge.node_config import UPLINK
 from fedcomp.codecs.chain import registry as transforms
 from fedcomp.codecs.orthonormal import bases
@@ -18,7 +18,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.exact import check_exact
 from fedcomp.flower.asks import find_ask
 from fedcomp.flower.payload import PARTITION_KEY
-from fedcomp.flower.records import BFLOAT16, to_arrays
+from fedcomp.flower.records import to_arrays
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.params import shown, similar
 from fedcomp.timing.links import parse_link
@@ -114,8 +114,9 @@ def reply_arrays(
     """Return the model of an app's reply, to be read: the ArrayRecord called ``record``, else the only one; with
     ``stay`` as :func:`fedcomp.flower.records.to_arrays`.
 
-    A tensor that comes in bfloat16 was trained from the bfloat16 nearest to that of ``before``, the model the app was
-    given: what it changed is added to ``before``, so that changes below its spacing add up over rounds.
+    A tensor that comes in bfloat16, or in float16 where ``before``, the model the app was given, is longer, was trained
+    from what is nearest to that: what the app changed is added to ``before``, so that changes below the spacing add up
+    over rounds.
 
     Raises
     ------
@@ -132,8 +133,10 @@ def reply_arrays(
     after = to_arrays(records[name], copy=False, stay=stay)
     for key, array in records[name].items():
         given = before.get(key)
-        if array.dtype == BFLOAT16 and given is not None and given.shape == after[key].shape:
-            after[key] = trained_from(given, after[key], nearest(given, BFLOAT16))
+        if given is None or given.shape != after[key].shape:
+            continue
+        if array.dtype in WORKING[1:] and given.dtype in (np.float32, np.float64):
+            after[key] = trained_from(given, after[key], nearest(given, array.dtype))
     return name, after
 
 

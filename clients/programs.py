@@ -441,7 +441,7 @@ class _Exchange:
         drawn = self.halves.drawn({name: array.shape for name, array in before.items()}, self.head.seed)
         whole = {**before, **drawn}
         name, after = reply_arrays(content, whole, self.head.model)
-        return RecordDict({**content, name: to_record(returned(whole, drawn, after))})
+        return RecordDict({**content, name: to_record(returned(whole, drawn, after, self.halves.pairs))})
 
     def brought(self, content: RecordDict) -> Brought | None:
         """Return what the app brings, None for nothing; ``content`` is from here on what it sees."""

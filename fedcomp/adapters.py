@@ -144,7 +144,7 @@ class AdapterNames(Configured):
     Parameters
     ----------
     also : tuple of str
-        Shell patterns of tensors that are trained and sent beside the adapters: "*.modules_to_save.*", "*bias".
+        Names of tensors that are trained and sent beside the adapters, or shell patterns: "*.lm_head.weight", "*.bias".
     pairs : tuple of (str, str)
         Parts of a name, between dots or slashes, that tell the two halves of an adapter apart; default PEFT's.
     base : str
@@ -191,11 +191,13 @@ class AdapterNames(Configured):
         return Halves(tuple(at), self.pairs, self.base)
 
     def _require_ordinary(self, name: str, partner: str) -> None:
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.also):
+        # Names of pytrees have brackets, which are a pattern's own.
+        if any(name == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in self.also):
             return
         if partner:
             raise ConfigError(
-                f"tensor {name!r} is half of an adapter, and the model lacks the other one, {partner!r}; send both"
+                f"tensor {name!r} has a half's name, and the model lacks the other one, {partner!r}; send both, or "
+                f"allow a bias of its own with also=[{name!r}]"
             )
         if _ORDINARY not in re.split(r"[./]", name):
             raise ConfigError(
@@ -211,10 +213,10 @@ class AdapterNames(Configured):
                 raise ConfigError(
                     f"half {name!r} of an adapter is {model[name].dtype}{model[name].shape}, not a matrix"
                 )
-            # A run that goes on: its model holds what was drawn when it began.
+            # A run that goes on: its model holds what was drawn when it began, perhaps as an app's dtype rounds it.
             own, (_, word, _) = model[name], partner_of(other, self.pairs)
-            bound = _bound(word, own.shape, model[other].shape)
-            if own.any() and np.array_equal(own, draw(seed, name, own.shape, bound)):
+            drawn = draw(seed, name, own.shape, _bound(word, own.shape, model[other].shape))
+            if own.any() and _kept_as(own, drawn):
                 return name
         zero = [name for name in (first, second) if not model[name].any()]
         if not zero:
@@ -285,12 +287,14 @@ def _rank(shape: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, int]:
 
 def nearest(values: NDArray[Any], working: str) -> Any:
     """Return ``values`` rounded to an app's dtype ``working``, one of :data:`WORKING`, as float32."""
-    if working == "bfloat16" and isinstance(values, DeviceArray):
-        return values.nearest_bfloat16()
+    if working != "float32" and isinstance(values, DeviceArray):
+        return values.nearest(working)
     wide = np.asarray(values, np.float32)
     if working == "bfloat16":
         return Bf16(wide).decode().reshape(wide.shape)
-    return wide.astype(np.float16).astype(np.float32) if working == "float16" else wide
+    # What is too large becomes infinite, as in the app's model.
+    with np.errstate(over="ignore"):
+        return wide.astype(np.float16).astype(np.float32) if working == "float16" else wide
 
 
 def trained_from(given: NDArray[Any], returned: NDArray[Any], rounded: NDArray[Any]) -> NDArray[Any]:
@@ -301,41 +305,51 @@ def trained_from(given: NDArray[Any], returned: NDArray[Any], rounded: NDArray[A
 
 
 def returned(
-    whole: Mapping[str, NDArray[Any]], drawn: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]]
+    whole: Mapping[str, NDArray[Any]],
+    drawn: Mapping[str, NDArray[Any]],
+    after: Mapping[str, NDArray[Any]],
+    pairs: Sequence[tuple[str, str]] = PEFT,
 ) -> dict[str, NDArray[Any]]:
     """Return the tensors that travel of the model ``after`` that an app made of ``whole``.
 
-    An app that holds its adapters in 16 bits is recognised because the drawn halves come back rounded. Its changes are
-    then added to the float32 values that it was given.
+    An app that holds an adapter in 16 bits is recognised because its drawn half comes back rounded. What the app
+    changed of the other half is then added to the float32 values that it was given.
 
     Raises
     ------
     ConfigError
         Naming a drawn half that came back changed, or not at all.
     """
-    working = list(WORKING)
+    working: dict[str, str] = {}
     for name, own in drawn.items():
         came = after.get(name)
         if came is None or came.shape != own.shape:
             raise ConfigError(
                 f"the reply lacks {name!r}, which is in the message: return all tensors of it under their own names"
             )
-        working = [each for each in working if np.array_equal(came.astype(np.float32), nearest(own, each))]
-        if not working:
+        working[name] = _kept_as(came, own)
+        if not working[name]:
             raise ConfigError(
                 f"{name!r} came back changed. It must stay the same at all clients and is not trained: call "
                 "fc.freeze(model) before the optimizer is made, and load the message before training (a wrong prefix "
                 "loads nothing, and PEFT raises nothing)"
             )
     found = {name: array for name, array in after.items() if name not in drawn}
-    if working[0] == "float32":
-        return found
     for name, array in found.items():
-        given = whole.get(name)
-        # A tensor beside the adapters may have a dtype of its own.
-        if given is not None and given.dtype == np.float32 and np.array_equal(array, nearest(array, working[0])):
-            found[name] = trained_from(given, array.astype(np.float32), nearest(given, working[0]))
+        given, partner = whole.get(name), partner_of(name, pairs)[0]
+        if given is None or given.dtype != np.float32:
+            continue
+        # A tensor beside the adapters may have a dtype of its own, or any of theirs.
+        for kept in [working[partner]] if partner in working else sorted(set(working.values())):
+            if kept != "float32" and np.array_equal(array, nearest(array, kept)):
+                found[name] = trained_from(given, array.astype(np.float32), nearest(given, kept))
+                break
     return found
+
+
+def _kept_as(came: NDArray[Any], own: NDArray[Any]) -> str:
+    """Return the dtype in which ``came`` has the values of ``own``, one of :data:`WORKING`; empty where in none."""
+    return next((each for each in WORKING if np.array_equal(came.astype(np.float32), nearest(own, each))), "")
 
 
 def freeze(model: Any, rank: int | None = None, *, pairs: Iterable[tuple[str, str]] = PEFT) -> list[str]:

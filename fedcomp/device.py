@@ -141,11 +141,11 @@ class DeviceArray(NDArrayOperatorsMixin):
         """Return the largest element, ``initial`` if that is larger."""
         return max(initial, float(self.tensor.max())) if self.size else initial
 
-    def nearest_bfloat16(self) -> DeviceArray:
-        """Return the elements rounded to bfloat16, as float32."""
+    def nearest(self, dtype: str) -> DeviceArray:
+        """Return the elements rounded to a shorter float of torch's, as float32."""
         import torch
 
-        return DeviceArray(self.tensor.to(torch.bfloat16))
+        return DeviceArray(self.tensor.to(getattr(torch, dtype)).float())
 
 
 _FUNCTIONS: Final[Mapping[Any, Callable[..., Any]]] = {

@@ -32,8 +32,8 @@ class Adapters(Compressed):
     downlink : Codec or dict, optional
         The codec of the downlink. Default: one bit per value, scaled to be a contraction. None sends B as it is.
     also : sequence of str
-        Shell patterns of tensors beside the adapters that may travel. Others are refused by name, so that no table of
-        the base model travels by accident; magnitude vectors of DoRA may travel.
+        Names, or shell patterns, of tensors beside the adapters that may travel. Others are refused by name, so that no
+        table of the base model travels by accident; magnitude vectors of DoRA may travel.
     pairs : sequence of (str, str)
         Parts of names that tell the two halves of an adapter apart; default PEFT's.
     base : str

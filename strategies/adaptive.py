@@ -22,6 +22,7 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.strategies.wrapping import held
 
 Outcome = tuple[ArrayRecord | None, MetricRecord | None]
 
@@ -30,6 +31,20 @@ Arrived = Mapping[str, NDArray[np.bool_]]
 
 _MOMENTS: Final = ("m_t", "v_t")
 """Where Flower's FedOpt strategies keep their first and second moments, by tensor; None before the first round."""
+
+_STATE: Final = ("current_arrays", "momentum_vector", *_MOMENTS)
+"""What Flower's strategies, and ours like them, replace when they make a step."""
+
+
+def before_step(strategy: Strategy) -> Callable[[], None]:
+    """Return what undoes a step of ``strategy``, or of one inside it, that turns out to be of no use."""
+    states = [(own := vars(each), {k: v for k, v in own.items() if k in _STATE}) for each in held(strategy)]
+
+    def undo() -> None:
+        for own, before in states:
+            own.update(before)
+
+    return undo
 
 
 def has_moments(strategy: Strategy) -> bool:

@@ -13,13 +13,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, FedAvgM
 from numpy.typing import NDArray
 
 from fedcomp import params
 from fedcomp.errors import ConfigError
-from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
+from fedcomp.flower.records import restore_dtypes, same_model, to_arrays, to_record
 from fedcomp.layout import EXACT, NONE_DENSE, TensorShape, fitted
 from fedcomp.rates import falling
 
@@ -30,6 +31,16 @@ class OuterStep(FedAvgM):
     Integer tensors and running statistics of normalisation layers take the mean itself, since a step beyond it can turn
     a variance negative.
     """
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the messages of a round, whose step will be from ``arrays``. A first round with another model than the
+        one of the last step begins without momentum."""
+        if server_round == 1 and self.current_arrays is not None and not same_model(arrays, self.current_arrays):
+            self.momentum_vector = None
+        self.current_arrays = arrays
+        return super().configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -33,7 +33,8 @@ SIXTEENTH_DOWN: Final = ChunkTopK(density=1 / 16, values="q2")
 """The downlink of :class:`SparseLoCo`: a mean of several clients' choices has more values than each of them."""
 
 SIGNS_DOWN: Final = ScaledSign()
-"""The downlink of :class:`DeMo`: it carries a step of one length for every value to the last bit of float32."""
+"""The downlink of :class:`DeMo`: it carries a step of one length for every value to the last bit of float32. Where some
+values of a tensor do not move, those of the replicas are off by less than a step (measured)."""
 
 
 def cosines(kept: int = 2, chunk: int = 64, values: str = "q2", decay: float = 0.95) -> ErrorFeedback:

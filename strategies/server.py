@@ -59,7 +59,7 @@ from fedcomp.plain import Count, Keys
 from fedcomp.program import EVALUATE, HELLO, Answer, Ask, Now, Origin, Round, Step, System, Wait
 from fedcomp.rules import Flag, checked
 from fedcomp.stateful import Stateful, nested, next_epoch
-from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
+from fedcomp.strategies.adaptive import Outcome, before_step, has_moments, step_on_support
 from fedcomp.strategies.downlink import Downlink
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.inbox import Inbox
@@ -799,6 +799,7 @@ class Server(ExchangeStrategy, Stateful):
                 report.unsupported[address] = shorten(trained.unsupported)
             elif trained.dense:
                 report.without_mod.append(address)
+        undo = before_step(self.inner)
         with np.errstate(over="ignore", invalid="ignore"):
             if step.single is not None:
                 out, metrics = self._single(x, now, step)
@@ -815,6 +816,8 @@ class Server(ExchangeStrategy, Stateful):
         changed = ArrayRecord({name: array for name, array in restored.items() if array is not out[name]})
         if not finite_where(out, x.model) or not finite_where(changed, x.model):
             report.notes.append(x.rule.not_finite)
+            # Its momentum would be infinite for good.
+            undo()
             return None, None
         report.used += len(step.consumed)
         self.state, self.mailbox = dict(now.state), x.mailbox

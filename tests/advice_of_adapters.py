@@ -16,6 +16,7 @@ from fedcomp.flower.records import to_arrays
 Named = dict[str, Any]
 
 A, B = "base_model.model.q.lora_A.weight", "base_model.model.q.lora_B.weight"
+BIAS = "base_model.model.q.lora_B.bias"
 START = {A: np.ones((4, 16), np.float32), B: np.zeros((24, 4), np.float32)}
 TABLE = {"embed.base_layer.weight": np.ones((65, 16), np.float32)}
 OTHERS = {A: START[A], B: START[B] + 1}
@@ -52,7 +53,11 @@ ROWS: tuple[Row, ...] = (
         lambda: learns(TABLE, also=list(TABLE)),
         lambda: trains(fc.Compressed(quiet())),
     ),
-    row("the model lacks the other one, {}; send both", lambda: learns({B: START[B]}), lambda: learns(START)),
+    row(
+        "the model lacks the other one, {}; send both, or allow a bias of its own with also=[{}]",
+        lambda: learns({**START, BIAS: np.zeros(24, np.float32)}),
+        lambda: learns(START) and learns({**START, BIAS: np.zeros(24, np.float32)}, also=[BIAS]),
+    ),
     row(
         "allow it with also=[{}]; else leave it out of the state dict",
         lambda: learns({**START, **TABLE}),

@@ -158,7 +158,8 @@ def test_arithmetic_has_numpys_bits_and_dtypes() -> None:
     assert not np.array_equal(x, there(y))
     for kind in KINDS:
         x = values(kind, 1000)
-        same(there(x).nearest_bfloat16(), nearest(x, "bfloat16"))
+        for short in ("bfloat16", "float16"):
+            same(there(x).nearest(short), nearest(x, short))
 
 
 @pytest.mark.parametrize(

@@ -241,10 +241,11 @@ def base_digest(model: Any) -> str:
     """
     found = hashlib.blake2b(digest_size=16)
     for name, values in model.state_dict().items():
-        if any(part.startswith(("lora_", "modules_to_save")) for part in name.split(".")):
+        parts = name.removeprefix("base_model.model.").split(".")
+        if any(part.startswith(("lora_", "modules_to_save", "trainable_tokens")) for part in parts):
             continue
-        # PEFT puts the model and its layers one floor deeper.
-        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
+        # PEFT puts the model and its layers some floors deeper.
+        plain = ".".join(part for part in parts if part not in ("token_adapter", "base_layer", "original_module"))
         own, _ = _plain(values)
         found.update(f"{plain}\0".encode() + _npy_header(own.shape, own.dtype)[0])
         found.update(_bytes(own))

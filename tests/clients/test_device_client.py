@@ -39,7 +39,7 @@ def start() -> ArrayRecord:
 class App:
     """An app that trains with torch: ``stay`` says what it tells :func:`fc.record`."""
 
-    def __init__(self, *, stay: bool | None, load: bool = False, half: bool = False) -> None:
+    def __init__(self, *, stay: bool | None, load: bool = False, half: str = "") -> None:
         self.app = ClientApp(mods=[fc.compression()])
         self.stay, self.load, self.half = stay, load, half
         self.frames: dict[tuple[int, int], bytes] = {}
@@ -58,7 +58,7 @@ class App:
             # In place, as a model trains that was loaded with assign=True.
             tensor += torch.tensor(update(number, node, tuple(tensor.shape), layer) / 128).to(tensor.dtype)
         if self.half:
-            given["half"] = given["half"].to(torch.bfloat16)
+            given["half"] = given["half"].to(getattr(torch, self.half))
         content = RecordDict({name: fc.record(given, stay=self.stay)})
         content["metrics"] = MetricRecord({"num-examples": node + 1})
         return Message(content, reply_to=msg)
@@ -109,8 +109,8 @@ CODECS = (
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-@pytest.mark.parametrize("half", [False, True])
-def test_server_and_memories_have_the_same_bytes(codec: fc.Codec, half: bool) -> None:
+@pytest.mark.parametrize("half", ["", "bfloat16", "float16"])
+def test_server_and_memories_have_the_same_bytes(codec: fc.Codec, half: str) -> None:
     wanted = App(stay=False, half=half).run(codec, fault=unlucky)
     assert App(stay=True, half=half).run(codec, fault=unlucky) == wanted
     assert App(stay=True, half=half, load=True).run(codec, fault=unlucky) == wanted

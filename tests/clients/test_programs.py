@@ -13,6 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from message_examples import all_damages
 from toy import in_bfloat16
 
+from fedcomp.adapters import nearest
 from fedcomp.clients import memory
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.half import ClientHalf
@@ -40,7 +41,7 @@ from fedcomp.systems import SYSTEMS
 from fedcomp.systems.forward import Forward, Measure
 from fedcomp.systems.pair import Pair
 from fedcomp.versions import Broadcast
-from fedcomp.wire import Bf16, Frame
+from fedcomp.wire import Frame
 
 SHAPES = {"weight": (40, 30), "bias": (12,)}
 LAYOUT = Layout.of({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
@@ -307,14 +308,18 @@ def test_a_reply_of_another_model_changes_nothing() -> None:
     assert stored(node) == before
 
 
-def test_a_model_in_bfloat16_counts_as_the_change_to_the_nearest_one() -> None:
-    given = {"w": np.float32([1.0, 1.001, -2.0, 3.0])}
-    nearest = Bf16(given["w"]).decode()
-    moved = nearest + np.float32([0, 0.5, 0, -1])
+@pytest.mark.parametrize("short", ["bfloat16", "float16"])
+def test_a_model_of_sixteen_bits_counts_as_the_change_to_the_nearest_one(short: str) -> None:
+    given = {"w": np.float32([1.0, 1.001, -2.0, 3.0, -1e30])}
+    rounded = nearest(given["w"], short)
+    moved = rounded + np.float32([0, 0.5, 0, -1, 0])
+    assert np.abs(given["w"] - rounded).max() > 1e-4
 
     def app(msg: Message, context: Context) -> Message:
         assert msg.content["arrays"]["w"].dtype == "float32"
-        return Message(RecordDict({"arrays": ArrayRecord({"w": in_bfloat16(moved)})}), reply_to=msg)
+        with np.errstate(over="ignore"):
+            array = in_bfloat16(moved) if short == "bfloat16" else Array(moved.astype(np.float16))
+        return Message(RecordDict({"arrays": ArrayRecord({"w": array})}), reply_to=msg)
 
     node = Node(Pair(ErrorFeedback(QSGD(levels=32_767))), app=app)
     layout = Layout.of(given)
@@ -323,7 +328,7 @@ def test_a_model_in_bfloat16_counts_as_the_change_to_the_nearest_one() -> None:
         node.system.codec.decode(frames(reply)["values"], layout)
         + to_arrays(node.context.state[memory.MEMORY])["memory"]
     )
-    np.testing.assert_allclose(found, [0, 0.5, 0, -1], atol=1e-6)
+    np.testing.assert_allclose(found, [0, 0.5, 0, -1, 0], atol=1e-6)
 
 
 # The transaction, row by row.

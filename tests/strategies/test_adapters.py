@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -296,6 +297,21 @@ def test_a_run_goes_on_with_its_own_result_and_no_other_seed_s() -> None:
         App(change).run(exact(seed=1), end)
 
 
+@pytest.mark.parametrize("working", ["bfloat16", "float16"])
+def test_a_run_goes_on_from_what_an_app_of_sixteen_bits_has_saved(working: str) -> None:
+    end, _ = App(change).run(exact())
+    saved = {k: nearest(v, working) for k, v in end.items()}
+    record = ArrayRecord(
+        {k: in_bfloat16(v) if working == "bfloat16" else Array(v.astype(working)) for k, v in saved.items()}
+    )
+    app = App(change)
+    app.run(exact(), record, rounds=1)
+    for name, values in app.given[1, 0].items():
+        np.testing.assert_array_equal(values, end[name] if is_a(name) else saved[name])
+    with pytest.raises(fc.ConfigError, match="nor drawn from seed=1"):
+        App(change).run(exact(seed=1), record)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
@@ -521,10 +537,12 @@ def test_names_of_other_libraries_and_convolutions() -> None:
     ("more", "text"),
     [
         ({"model.embed_tokens.base_layer.weight": np.ones((65, 16))}, "model.embed_tokens.base_layer.weight"),
+        # PEFT's name of a module in modules_to_save, and the one in torch's own state dict.
+        ({"base_model.model.lm_head.weight": np.ones((65, 16))}, "base_model.model.lm_head.weight"),
         ({"lm_head.modules_to_save.default.weight": np.ones((65, 16))}, "lm_head.modules_to_save.default.weight"),
         ({"q.base_layer.bias": np.ones(16)}, "q.base_layer.bias"),
         ({"k.lora_A.weight": np.ones((4, 16))}, "k.lora_A.weight"),
-        ({"k.lora_B.bias": np.ones(16)}, "k.lora_B.bias"),
+        ({"k.lora_B.bias": np.ones(16)}, r"allow a bias of its own with also=['k.lora_B.bias']"),
         ({"base_model.model." + PREFIX + "k.lora_A.weight": np.ones((4, 16))}, "prefix twice"),
         ({"k.lora_A.weight": np.ones((4, 16)), "k.lora_B.weight": np.ones((8, 4))}, "neither 'k.lora_A.weight' nor"),
         ({"k.lora_A.weight": np.ones((4, 16)), "k.lora_B.weight": np.zeros((8, 5))}, "share no axis"),
@@ -533,7 +551,7 @@ def test_names_of_other_libraries_and_convolutions() -> None:
     ],
 )
 def test_what_is_no_half_is_refused_by_name_unless_it_is_allowed(more: Named, text: str) -> None:
-    with pytest.raises(fc.ConfigError, match=text.replace(".", r"\.")):
+    with pytest.raises(fc.ConfigError, match=re.escape(text)):
         App(change).run(
             exact(), {**adapters(), **{k: v.astype(np.float32) if v.dtype.kind == "f" else v for k, v in more.items()}}
         )
@@ -542,12 +560,13 @@ def test_what_is_no_half_is_refused_by_name_unless_it_is_allowed(more: Named, te
 def test_what_is_allowed_and_the_magnitudes_of_dora_are_ordinary_tensors() -> None:
     more = {
         PREFIX + "q_proj.lora_magnitude_vector": np.ones(24, np.float32),
-        "lm_head.modules_to_save.default.weight": np.ones((5, 16), np.float32),
+        "base_model.model.lm_head.weight": np.ones((5, 16), np.float32),
         "q.lora_B.bias": np.zeros(7, np.float32),
+        "['head'][0]": np.zeros(6, np.float32),
     }
     start = {**more, **adapters()}
     app = App(change)
-    end, _ = app.run(exact(also=("*.modules_to_save.*", "*.bias")), start)
+    end, _ = app.run(exact(also=("*.lm_head.weight", "*.bias", "['head'][0]")), start)
     assert list(end) == list(start)
     for name in more:
         weights = np.arange(1, NODES + 1) / 10
@@ -672,6 +691,35 @@ def test_what_an_app_of_thirty_two_bits_returns_is_taken_as_it_is() -> None:
     assert returned({"lora_B": given, **drawn}, drawn, after)["lora_B"].item() == given.item()
 
 
+@pytest.mark.parametrize("view", ["bfloat16", "float16", "float32"])
+def test_every_adapter_may_have_a_dtype_of_its_own(view: str) -> None:
+    """As in a model of 16 bits of which one kind of layer, and with it its adapters, stays in float32."""
+    short, step = "float16" if view == "float16" else "bfloat16", np.float32(2.0**-12)
+
+    def answer(arrays: Named) -> Mapping[str, Any] | ArrayRecord:
+        given = app.given[app.number, app.node]
+        loaded = {k: v if "v_proj" in k else nearest(v, short) for k, v in given.items()}
+        trained = {k: v if is_a(k) or "v_proj" not in k else v + step for k, v in loaded.items()}
+        if app.number == 1:
+            # Values of which 16 bits do not hold the sum of all clients' means.
+            trained = {k: v if is_a(k) else v + np.float32(app.node == 0) for k, v in trained.items()}
+        shorter = [] if view == "float32" else [k for k in trained if "v_proj" not in k]
+        found = {k: Array(v) for k, v in trained.items()}
+        return ArrayRecord(
+            found
+            | {k: in_bfloat16(trained[k]) if short == "bfloat16" else Array(trained[k].astype(short)) for k in shorter}
+        )
+
+    app = App(lambda *_: 0.0)
+    app.answer = answer
+    end, _ = app.run(exact(), rounds=3)
+    for name, values in end.items():
+        if not is_a(name):
+            # Weights are 1 to 4: the first client's is a tenth.
+            wanted = 0.1 + (3 * step if "v_proj" in name else 0.0)
+            np.testing.assert_allclose(values, wanted, atol=2e-8)
+
+
 def test_two_names_of_one_tensor_travel_once() -> None:
     """An output table tied to the input's is trained under one name and returned under both."""
     tied = ("embed.modules_to_save.weight", "head.modules_to_save.weight")
@@ -794,6 +842,9 @@ def test_a_base_model_has_one_digest_with_adapters_and_without_and_others_have_o
     assert fc.base_digest(wrapped()) == digest
     assert fc.base_digest(wrapped(**{"base_model.model.q.lora_A.default.weight": torch.zeros(2, 4)})) == digest
     assert fc.base_digest(plain.to(torch.bfloat16)) != digest
+    # Of embeddings of which PEFT trains single rows.
+    rows = {"base_model.model.q.token_adapter.trainable_tokens_delta.default": torch.ones(2, 4)}
+    assert fc.base_digest(wrapped("q.token_adapter.base_layer.weight", **rows)) == digest
     assert fc.base_digest(wrapped("k.base_layer.weight")) != digest
     assert fc.base_digest(wrapped(**{"base_model.model.bias": torch.zeros(3)})) != digest
     # A tensor that lies in another order in memory is the same one.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import FedAvg, FedAvgM, Strategy
 from toy import ONE, fedavg, stack, training
 
 import fedcomp as fc
@@ -253,6 +253,66 @@ def test_the_outer_step_by_hand() -> None:
     assert (float(arrays["bn.running_var"].numpy()[0]), float(arrays["n"].numpy()[0])) == (3.0, 6.0)
 
 
+def rising(by: dict[int, float]) -> ClientApp:
+    """Return an app that adds to every value what a round's number says."""
+    return fc.client(
+        training(lambda arrays, number, _: {k: np.float32(v + by[number]) for k, v in arrays.items()}, None)
+    )
+
+
+def vector(value: float) -> ArrayRecord:
+    return ArrayRecord({"w": Array(np.full(50, value, np.float32))})
+
+
+class Around(Strategy):
+    """A strategy that passes everything on."""
+
+    def __init__(self, inner: Strategy) -> None:
+        self.inner = inner
+
+    def configure_train(self, *args):
+        return self.inner.configure_train(*args)
+
+    def aggregate_train(self, *args):
+        return self.inner.aggregate_train(*args)
+
+    def configure_evaluate(self, *args):
+        return self.inner.configure_evaluate(*args)
+
+    def aggregate_evaluate(self, *args):
+        return self.inner.aggregate_evaluate(*args)
+
+    def summary(self) -> None:
+        self.inner.summary()
+
+
+@pytest.mark.parametrize("around", [lambda inner: inner, lambda inner: Compressed(inner, Identity())])
+def test_a_second_training_begins_at_its_own_model_without_momentum(around) -> None:
+    strategy = around(Nesterov(0.5, 0.5, **ALL))
+    steps = rising({1: 1.0, 2: 2.0})
+    for begin in (0.0, 100.0):
+        arrays, _ = run(strategy, 2, clients=2, app=steps, arrays=vector(begin))
+        np.testing.assert_array_equal(stack(arrays), np.float32(begin + 0.75 + 1.625))
+
+
+@pytest.mark.parametrize(
+    ("inner", "end"),
+    [
+        (lambda: Nesterov(1.0, 0.5, **ALL), 1.5 + 1.75),
+        (lambda: FedAvgM(server_learning_rate=1.5, server_momentum=0.5, **ALL), 1.5 + 2.25),
+        # Inside another strategy, too.
+        (lambda: Around(Nesterov(1.0, 0.5, **ALL)), 1.5 + 1.75),
+    ],
+    ids=["Nesterov", "FedAvgM", "one around it"],
+)
+def test_a_step_that_is_not_finite_leaves_no_momentum(inner, end: float) -> None:
+    """The change of round 2 is finite and its step is not; round 3 goes on from what was there after round 1."""
+    strategy = Compressed(inner(), Identity())
+    arrays, _ = run(strategy, 3, clients=2, app=rising({1: 1.0, 2: 3e38, 3: 1.0}), arrays=vector(0.0))
+    assert [strategy.reports[number].used for number in (1, 2, 3)] == [2, 0, 2]
+    np.testing.assert_allclose(stack(arrays), end, rtol=1e-6)
+
+
 # 17
 
 
@@ -402,6 +462,22 @@ def test_a_lost_reply_gives_demos_momentum_back_what_was_sent() -> None:
     found = run_demo(strategy, 6, fault=ScriptedFaults({(2, 0): "lost_reply", (4, 0): "lost_reply"}))
     np.testing.assert_allclose(found, naive_demo(6, 2, 0.95, 0.05, frozenset({2, 4})), atol=1e-5)
     assert np.abs(found - naive_demo(6, 2, 0.95, 0.05)).max() > 0.04
+
+
+def test_values_that_nobody_trains_stay_under_demo_and_replicas_are_off_by_less_than_a_step() -> None:
+    given: list[np.ndarray] = []
+
+    def step(arrays, number, partition):
+        given.append(arrays["w"][64:].copy())
+        pull = np.where(np.arange(128) < 64, 0.5 * (arrays["w"] - demo_target(partition)), 0.0)
+        return {"w": np.float32(arrays["w"] - pull)}
+
+    zero = ArrayRecord({"w": Array(np.zeros(128, np.float32))})
+    app = fc.client(training(step, None))
+    arrays, _ = run(DeMo(2, lr=0.05, **ALL), 16, clients=3, app=app, arrays=zero)
+    assert np.abs(stack(arrays)[:64]).max() > 0.2
+    assert not stack(arrays)[64:].any()
+    assert 0.0 < np.abs(given).max() < 0.05
 
 
 def test_demos_downlink_of_one_bit_is_its_step() -> None:
