@@ -337,14 +337,13 @@ def index_page(known: Mapping[str, Experiment], has: Mapping[str, Mapping[str, A
         rows.append(
             (
                 f"{link}<br>{system.paper}",
-                f"**{word}**",
+                f"**{word}**<br>{run}",
                 f"{system.claim} ({MARKS[system.mark]})",
                 system.ours,
                 why,
-                run,
             )
         )
-    heads = ["system and paper", "verdict", "the paper's claim", "measured here", "why", "run"]
+    heads = ["system and paper", "verdict and run", "the paper's claim", "our claim", "measured"]
     parts.append(table(Sheet("", heads, rows)))
     if beside := beside_fedavg(has):
         said = ", ".join(f"{task} ({count(len(rows), 'row')})" for task, rows in beside.items())

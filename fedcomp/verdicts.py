@@ -292,8 +292,8 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             ),
             "forward": Verdict(
                 "specialised",
-                "Take it where clients cannot back-propagate: on MNIST 32 directions are 12 points behind back- "
-                "propagation, and top-k needs fewer bytes.",
+                "Take it where clients cannot back-propagate: on MNIST 32 directions are 12 points behind "
+                "back-propagation, and top-k needs fewer bytes.",
             ),
             "relay-mds": Verdict(
                 "specialised",
