@@ -52,10 +52,10 @@ LONGEST: Final = 60
 class BookRequest:
     """The arguments of one call. Typer reads the command line from these fields."""
 
-    minutes: Annotated[
-        float, typer.Option(metavar="M", help="Make missing and stale runs that take about so long together.")
-    ] = 30.0
-    full: Annotated[bool, typer.Option("--full", help="Make all of them; may be interrupted and called again.")] = False
+    minutes: Annotated[float, typer.Option(metavar="M", help="Minutes for runs that are missing or stale.")] = 30.0
+    full: Annotated[
+        bool, typer.Option("--full", help="Make all of these runs; an interrupted call is continued by the next one.")
+    ] = False
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where run folders are looked for and made.")] = Path("runs")
 
 
