@@ -573,7 +573,7 @@ class _Exchange:
                 return self._advanced(codec, *held)
             except FedcompError as error:
                 log.info(
-                    "round %d: the first model of another run is held here (%s); it is made anew", head.number, error
+                    "round %d: the first model of another run is held here (%s); it is made again", head.number, error
                 )
         made = self.first_model(self.msg, self.context)
         return self._advanced(codec, FIRST, made if self.halves is None else without(made, self.halves))

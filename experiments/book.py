@@ -52,10 +52,10 @@ LONGEST: Final = 60
 class BookRequest:
     """The arguments of one call. Typer reads the command line from these fields."""
 
-    minutes: Annotated[
-        float, typer.Option(metavar="M", help="Make missing and stale runs that take about so long together.")
-    ] = 30.0
-    full: Annotated[bool, typer.Option("--full", help="Make all of them; may be interrupted and called again.")] = False
+    minutes: Annotated[float, typer.Option(metavar="M", help="Minutes for runs that are missing or stale.")] = 30.0
+    full: Annotated[
+        bool, typer.Option("--full", help="Make all of these runs; an interrupted call is continued by the next one.")
+    ] = False
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where run folders are looked for and made.")] = Path("runs")
 
 
@@ -337,14 +337,13 @@ def index_page(known: Mapping[str, Experiment], has: Mapping[str, Mapping[str, A
         rows.append(
             (
                 f"{link}<br>{system.paper}",
-                f"**{word}**",
+                f"**{word}**<br>{run}",
                 f"{system.claim} ({MARKS[system.mark]})",
                 system.ours,
                 why,
-                run,
             )
         )
-    heads = ["system and paper", "verdict", "the paper's claim", "measured here", "why", "run"]
+    heads = ["system and paper", "verdict and run", "the paper's claim", "our claim", "measured"]
     parts.append(table(Sheet("", heads, rows)))
     if beside := beside_fedavg(has):
         said = ", ".join(f"{task} ({count(len(rows), 'row')})" for task, rows in beside.items())

@@ -32,7 +32,7 @@ class Published(NamedTuple):
     mark : str
         How that is known.
     ours : str
-        What is measured here in its place.
+        Our claim: what is measured here in its place.
     experiment : str
         Where it is measured: a name of :data:`fedcomp.experiments.catalog.CATALOG`.
     evidence : tuple of str
@@ -118,7 +118,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "Yu et al., NeurIPS 2018",
         "Aggregation more than 5 times faster by linear projections that a ring can add",
         "abstract",
-        "Times fewer bytes, points lost, and as accurate as 8 bits, low rank and top-k at equal bytes",
+        "Times fewer bytes, points lost, and as accurate as 8 bits, low rank and top-k in fewer bytes",
         "gradiveq",
         ("pooled, 20 + 130: points lost*", "pooled, 20 + 130: times fewer bytes"),
         "systems/superseded.md",
@@ -126,9 +126,9 @@ PUBLISHED: Final[tuple[Published, ...]] = (
     Published(
         "LGC",
         "Abrahamyan et al., IEEE TNNLS 33(12), 2022",
-        ".18 points below dense training with ResNet-101 on CIFAR-10, at higher ratios than its rivals",
+        "0.18 points below dense training with ResNet-101 on CIFAR-10, at higher ratios than its rivals",
         "abstract",
-        "At most a point lost, and as accurate as a shared support with 8-bit values",
+        "At most a point lost, and as accurate as a shared support with 8-bit values in fewer bytes",
         "lgc",
         ("LGC, *, decoded memory: points lost*",),
         "systems/superseded.md",

@@ -247,7 +247,7 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             "scalecom": Verdict(
                 "specialised",
                 "The downlink does not grow with the clients: 1.2 kB at 64 clients, where the union of their top-k "
-                "has 22.7 kB; it needs two exchanges a round and FedAvg.",
+                "has 22.5 kB; it needs two exchanges a round and FedAvg.",
             ),
             "power-sgd": Verdict(
                 "specialised",
@@ -292,8 +292,8 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             ),
             "forward": Verdict(
                 "specialised",
-                "Take it where clients cannot back-propagate: on MNIST 32 directions are 12 points behind back- "
-                "propagation, and top-k needs fewer bytes.",
+                "Take it where clients cannot back-propagate: on MNIST 32 directions are 12 points behind "
+                "back-propagation, and top-k needs fewer bytes.",
             ),
             "relay-mds": Verdict(
                 "specialised",
@@ -303,7 +303,7 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             "sumcode": Verdict(
                 "recommended",
                 "The server sees only the sum of the updates and receives 206 kB from 20 clients, where 8-bit "
-                "uploads are 1,538 kB; clients must reach each other.",
+                "uploads are 1,537 kB; clients must reach each other.",
             ),
             "gradient-code": Verdict(
                 "specialised",
@@ -327,7 +327,7 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             ),
             'sumcode mode="mask"': Verdict(
                 "baseline",
-                'It is LightSecAgg: the server receives 3,279 kB from 20 clients, and 206 kB with mode="share".',
+                'It is LightSecAgg: the server receives 3,280 kB from 20 clients, and 206 kB with mode="share".',
             ),
             "LayerByLayer": Verdict(
                 "superseded",

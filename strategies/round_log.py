@@ -142,7 +142,7 @@ def line(report: Report, counted: str = "training replies") -> str:
     """Return a round in one line: asked, used, refused and why, bytes, ratio, and what part travelled dense."""
     said = [words for section in report.sections.values() if (words := section.line())]
     if not report.asked:
-        return ", ".join(["nobody was asked", *said])
+        return ", ".join(["no client was asked", *said])
     full = report.plain
     parts = [f"{report.asked} asked, {report.used} used" + (f" ({full} sent full models)" if full else "")]
     if report.refused:

@@ -400,7 +400,7 @@ class Gossip(System, id="gossip"):
 
     def _course(self, now: Now) -> Course:
         now.told.update(dict.fromkeys(("exchanges", "repeated", "answers", "started"), 0))
-        now.told.update(events=[], figures={}, models={}, traffic=GossipTraffic())
+        now.told.update(events=[], figures={}, models={}, traffic=GossipTraffic(), answered=set())
         if "course" in now.state:
             return self.course(now.state)
         # Who has not said which vertex it is has no key.
@@ -599,6 +599,7 @@ class Gossip(System, id="gossip"):
         now.told["repeated"] += len(repeated)
         answers = yield [*asks, *repeated, *calls]
         now.told["answers"] += len(answers)
+        now.told["answered"].update(answer.node for answer in answers)
         now.told["started"] += sum(ask.model for ask in asked.values())
         # Taken back for now: what becomes of a message depends on who is still there when all answers are read.
         for post in itertools.chain.from_iterable(answer.post for answer in answers):

@@ -243,8 +243,11 @@ class GossipRelay(Server):
         if self._initial is None:
             self._initial = widened(arrays)
         self._found(config, grid)
-        yield from self._run(report, config, grid, lambda system, now: system.round(now))
-        return None, report.section(Iterations).metrics()
+        _, now = yield from self._run(report, config, grid, lambda system, now: system.round(now))
+        section = report.section(Iterations)
+        # Nodes, each once: a round may have several exchanges, and an observation more.
+        report.asked, report.used = len(section.members), len(now.told["answered"].intersection(section.members))
+        return None, section.metrics()
 
     def close_round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, *, last: bool
@@ -264,7 +267,6 @@ class GossipRelay(Server):
             raise StateError(
                 "no node has shown its model after the last round, so the run has no result" + _reasons(report)
             )
-        report.asked, report.used = len(section.members), section.answers
         self._log.conclude(report, self.roster.claims)
         return observed, section.metrics()
 

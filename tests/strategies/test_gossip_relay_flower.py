@@ -241,6 +241,13 @@ def test_a_second_node_of_a_vertex_waits_until_the_first_is_silent() -> None:
     assert relay.reports[9].gossip.observed["observed"] == NODES
 
 
+def test_a_report_counts_a_node_once_in_a_round_that_is_observed_too() -> None:
+    relay, over = strategy("sgp", observe_every=1), grid()
+    fitted(relay, over, 2)
+    assert relay.reports[2].gossip.observed
+    assert [(report.asked, report.used) for report in relay.reports.values()] == [(NODES, NODES)] * 2
+
+
 def test_a_vertex_outside_the_graph_takes_no_part() -> None:
     over = MeteredGrid(Blind(client(), 4, seed=2))
     relay = strategy("choco", nodes=NODES)

@@ -242,7 +242,7 @@ def test_b1_a_resumed_run_is_not_in_its_first_round() -> None:
 
 def test_b1_nobody_asked_is_no_failure(shown: Shown) -> None:
     run(Compressed(fedavg(fraction_evaluate=0.0, fraction_train=0.0), TopK(0.05)), rounds=1)
-    assert shown.lines("round 1: nobody was asked")
+    assert shown.lines("round 1: no client was asked")
 
 
 def test_b1_failed_evaluations_are_in_the_log(shown: Shown) -> None:
