@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -53,18 +54,20 @@ def executed(path: Path) -> Any:
     from traitlets.config import Config
 
     notebook = nbformat.read(path, as_version=4)
-    client = nbclient.NotebookClient(
-        notebook,
-        timeout=600,
-        kernel_name="python3",
-        record_timing=False,
-        coalesce_streams=True,
-        extra_arguments=list(FIGURES),
-        # Sockets in the file system: nothing listens on the network.
-        config=Config({"KernelManager": {"transport": "ipc"}}),
-        resources={"metadata": {"path": str(ROOT)}},
-    )
-    client.execute(env=os.environ | ENVIRONMENT)
+    with tempfile.TemporaryDirectory(prefix="fedcomp-") as folder:
+        # Sockets in the file system, so that nothing listens on the network; by default two runs would share them.
+        sockets = {"transport": "ipc", "ip": f"{folder}/kernel"}
+        client = nbclient.NotebookClient(
+            notebook,
+            timeout=600,
+            kernel_name="python3",
+            record_timing=False,
+            coalesce_streams=True,
+            extra_arguments=list(FIGURES),
+            config=Config({"KernelManager": sockets}),
+            resources={"metadata": {"path": str(ROOT)}},
+        )
+        client.execute(env=os.environ | ENVIRONMENT)
     # Without the version of Python that happened to run it.
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     return notebook
