@@ -14,6 +14,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
+from fedcomp.asks import HELLO
 from fedcomp.errors import ConfigError, optional
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.logs import log
@@ -172,7 +173,9 @@ def _counted(ledger: TrafficLedger, server_round: int, report: Report | None) ->
             found[f"{way}link_{value}_bytes"] = ledger.total(value, round=server_round, direction=way, link="hub")
         found[f"peer_{value}_bytes"] = ledger.total(value, round=server_round, link="peer")
     kinds = ledger.by("message_type", "messages", round=server_round)
-    where = {"round": server_round, "message_type": [kind for kind in kinds if not kind.startswith("evaluate")]}
+    # Who has said hello has answered nothing of the round yet.
+    asks = [kind for kind in kinds if not kind.startswith("evaluate") and kind != HELLO]
+    where = {"round": server_round, "message_type": asks}
     nodes = {way: len(ledger.by("node", "messages", direction=way, link="hub", **where)) for way in ("down", "up")}
     if report is None:
         # A strategy without reports, such as Flower's own.
