@@ -50,7 +50,7 @@ def texts() -> dict[str, str]:
                 continue
             else:
                 text = "".join(written(argument) for argument in call.args)
-            found[f"{path.relative_to(ROOT)}: {text[:70].strip()}"] = text
+            found[f"{path.relative_to(ROOT)}: {text[:160].strip()}"] = text
     return found
 
 
