@@ -187,6 +187,7 @@ class SkewedGCN(Server):
         return super()._take(x, now, step)
 
     def _evaluated(self, report: Report, replies: Iterable[Message]) -> MetricRecord | None:
+        replies, sent = list(replies), {each.node for each in self._evaluating}
         metrics = super()._evaluated(report, replies)
         x, now = self._asked or (None, None)
         turn: Conversation | None = None if now is None else now.told.get("graph")
@@ -195,7 +196,9 @@ class SkewedGCN(Server):
             return metrics
         lost = [part for part in turn.requesters if x.addresses[part] in report.refused]
         turn.lost |= {part: report.refused[x.addresses[part]] for part in lost}
-        turn.traffic.clients = report.asked - report.lost - len(lost)
+        # Not what was asked less what was lost, which counts the messages of all exchanges.
+        came = sent.intersection(reply.metadata.src_node_id for reply in replies)
+        turn.traffic.clients = len(came - report.refused.keys())
         whole = self.reports.get(report.round) or self.reports.begin(report.round)
         whole.section(Fetching).take(turn)
         return MetricRecord({**(metrics or {}), **turn.traffic.metrics("gcn.evaluate_")})

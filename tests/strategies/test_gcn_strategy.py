@@ -318,6 +318,22 @@ def test_7_14_an_owner_that_leaves_is_done_without_and_is_used_again_at_once() -
     assert back.train.trips == 4  # who are you
 
 
+def test_an_owner_that_falls_silent_before_evaluation_is_one_client_less() -> None:
+    trained = set()
+
+    def plan(d: Delivery) -> str:
+        if d.message_type == TRAIN_TYPE:
+            trained.add(d.partition)
+            return "none"
+        return "silent" if d.partition == 2 and 2 in trained else "none"
+
+    of = everything(inner=averaging(evaluate=True))
+    run(of, grid(graph(), fault=plan), 1)
+    found = of.reports[1].gcn
+    assert (found.train.clients, found.evaluate.clients) == (PARTS, PARTS - 1)
+    assert found.lost == {2: "its plan did not come"}
+
+
 def test_7_14_what_is_lost_is_the_share_of_the_weight_of_the_absent_owner() -> None:
     """By hand: of the last client's rows of P, the absolute values in the columns of the absent owner."""
     parts = graph()
